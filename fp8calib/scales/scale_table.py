@@ -18,11 +18,13 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""
 
 
-def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Turn magnitudes into scales: amax / fmt.max in fp32, at least 2**-126."""
+def scale_of(
+    amax: torch.Tensor, fmt: Fp8Format, *, smallest: float = SMALLEST_SCALE
+) -> torch.Tensor:
+    """Turn magnitudes into scales: amax / fmt.max in fp32, at least `smallest`."""
     # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
     most = amax.new_full((), fmt.max, dtype=torch.float32)
-    return (amax.to(torch.float32) / most).clamp(min=SMALLEST_SCALE)
+    return (amax.to(torch.float32) / most).clamp(min=smallest)
 
 
 class Fallback(StrEnum):

@@ -11,7 +11,8 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram_estimates import clipped_share
-from fp8calib.verification.emulation.fake_quantize import Damage, ScaleRange
+from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.report import DiagnosisResult, LayerResult
 
 

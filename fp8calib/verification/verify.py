@@ -25,8 +25,9 @@ from fp8calib.verification.compare.summary import (
 )
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import diagnose, index_layers, list_layers
+from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer, find_ranges
+from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
 from fp8calib.verification.emulation.weights import ParameterReader
 from fp8calib.verification.judge.advice import advise
 from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge

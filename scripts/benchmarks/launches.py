@@ -17,7 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
+from fp8calib.engines.registry import find_emulated
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.observe.calibration_hooks import CalibrationHooks, open_calibration_hooks
@@ -26,6 +31,9 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.observed_batches import BatchObserver
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from scripts.benchmarks.options import make_parser
 from tests import zoo
 from tests.simulated_gpus import simulated_gpus
@@ -33,6 +41,8 @@ from tests.simulated_gpus import simulated_gpus
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
 _TENSORS_OF_A_KERNEL = 64
 """Pairs of tensors in one kernel of a `_foreach` operation (ATen's MultiTensorApply.cuh)."""
+_REDUCTIONS = {"_foreach_norm", "_foreach_max"}
+"""These take two kernels more, before and after (ATen's ForeachReduceOp.cu)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +100,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             name = func.overloadpacket.__name__
             is_many = name.startswith("_foreach")
             self._launches += -(-len(args[0]) // _TENSORS_OF_A_KERNEL) if is_many else 1
+            self._launches += 2 * (name in _REDUCTIONS)
             read = self._tensors(found) if name == "index" else given
             self._bytes_read += sum(map(_num_bytes, read))
         return found
@@ -153,6 +164,51 @@ def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int
     return counter.work
 
 
+def count_emulation(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    quantizers: Mapping[Site, Quantizer],
+    *,
+    seq_len: int,
+) -> Work:
+    """Count what emulating `quantizers` adds to one sequence, from the second batch on."""
+    decoder, attentions = Decoder(model), own_attentions(geometry)
+    hooks = EmulationHooks(quantizers)
+
+    def count() -> Work:
+        batch, counter = _make_batch(model, 0, seq_len), WorkCounter(decoder.device)
+        with counter:
+            hooks.begin_batch(batch)
+            decoder.run(batch, HookedCache(decoder.config, attentions, (), hooks))
+            hooks.end_batch()
+        return counter.work
+
+    with open_emulation_hooks(model, geometry, Emulation(quantizers=quantizers), hooks):
+        _, second = count(), count()
+    return second - _count_decoder(model, geometry, seq_len)
+
+
+def make_emulations(geometry: ModelGeometry) -> dict[str, dict[Site, Quantizer]]:
+    """Make what vLLM quantizes: K, V and q, the probabilities P too, and inputs in two ways."""
+    table = make_unscaled_table(geometry, E4M3FN)
+    cache = emulate_kv(table, find_emulated("vllm")[1])
+    sites = [Site(linear.module, Role.INPUT) for _, linear in geometry.linears()]
+    static = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.05), by_reciprocal=True)
+    dynamic = Quantizer(
+        fmt=E4M3FN,
+        scale=Granularity.TOKEN,
+        smallest_scale=SMALLEST_TOKEN_SCALE,
+        by_reciprocal=True,
+    )
+    made = (
+        {site: each for site, each in cache.items() if site.role is not Role.P},
+        cache,
+        dict.fromkeys(sites, static),
+        dict.fromkeys(sites, dynamic),
+    )
+    return dict(zip(EMULATIONS, made, strict=True))
+
+
 def _make_batch(model: PreTrainedModel, first: int, seq_len: int) -> Batch:
     ids = torch.arange(seq_len).remainder(model.config.get_text_config().vocab_size)[None]
     return Batch(first=first, input_ids=ids, lengths=(seq_len,), quarter=0)
@@ -201,33 +257,36 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 """A dense model, a mixture of experts, a hybrid and one with latent attention: the tests' small
 configurations. What is added to a layer does not depend on its sizes."""
 SEQ_LEN = 512
+EMULATIONS = ("kv", "kv + P", "w8a8 static", "w8a8 dynamic")
 
 
-def count_all() -> Iterator[tuple[str, ObservationWork]]:
-    """Count the work for every model, in bfloat16 on a GPU, or on a simulated one."""
+def count_all() -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
+    """Count the work of observation and of emulations, in bfloat16 on a GPU or a simulated one."""
     for family, changes in MODELS.items():
         model = zoo.build(family, max_position_embeddings=SEQ_LEN, **changes).to(torch.bfloat16)
         names = {name: name for name, _ in model.named_parameters()}
         geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
         with nullcontext() if torch.cuda.is_available() else simulated_gpus(1):
             model.to("cuda:0")
-            yield family, count_observation(model, geometry, seq_len=SEQ_LEN)
+            emulations = {
+                name: count_emulation(model, geometry, quantizers, seq_len=SEQ_LEN)
+                for name, quantizers in make_emulations(geometry).items()
+            }
+            yield family, count_observation(model, geometry, seq_len=SEQ_LEN), emulations
 
 
 def main() -> None:
     """Count, and print a line for every model."""
     parser = make_parser("--launches", __doc__)
     parser.parse_args()
-    print(f"{'model':14}{'decoder':>9}{'observed':>10}{'with histograms':>17}{'reads a byte':>14}")
-    for family, work in count_all():
-        shares = [
-            f"+{added.launches / work.decoder.launches:.0%}"
-            for added in (work.observation, work.with_histograms)
-        ]
-        print(
-            f"{family:14}{work.decoder.launches:9}{shares[0]:>10}{shares[1]:>17}"
-            f"{work.reads_per_byte:14.2f}"
-        )
+    names = ("observed", "histograms", *EMULATIONS)
+    print(
+        f"{'model':14}{'decoder':>8}{''.join(f'{name:>14}' for name in names)}{'reads a byte':>14}"
+    )
+    for family, work, emulations in count_all():
+        added = [work.observation, work.with_histograms, *emulations.values()]
+        shares = "".join(f"{each.launches / work.decoder.launches:14.0%}" for each in added)
+        print(f"{family:14}{work.decoder.launches:8}{shares}{work.reads_per_byte:14.2f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8calib.fp8.cast import decode, encode, round_to_format
+from fp8calib.fp8.cast import decode, encode, round_by_torch_, round_to_format
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 
 OTHERS = [
@@ -145,3 +145,16 @@ def test_the_argument_is_left_as_it_was() -> None:
     x = torch.tensor([1.06, 1000.0])
     round_to_format(x, E4M3FN)
     assert torch.equal(x, torch.tensor([1.06, 1000.0]))
+
+
+@EVERY_FORMAT
+def test_casts_of_torch_which_gpus_use_give_the_same_values(fmt: Fp8Format) -> None:
+    """Every bfloat16, 2 million samples of fp32, and all ties with both neighbours in fp32."""
+    bits = torch.arange(-(2**31), 2**31, 2141, dtype=torch.int64).to(torch.int32)
+    numbers = decode(ALL_CODES, fmt)
+    numbers = numbers[numbers.isfinite()].unique()
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    beside = [ties.nextafter(torch.tensor(end)) for end in (-math.inf, math.inf)]
+    for x in (ALL_BFLOAT16.float(), bits.view(torch.float32), torch.cat([ties, *beside])):
+        clamped = x.clamp(-fmt.max, fmt.max)
+        assert same(round_by_torch_(clamped, fmt), round_to_format(x, fmt))

@@ -14,16 +14,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_observation_adds_few_launches_to_those_of_the_decoder() -> None:
+def test_observation_and_emulation_add_few_launches_to_those_of_the_decoder() -> None:
     """In llama a tensor takes one kernel, and all sites share those that update the statistics."""
-    counted = dict(count_all())
-    assert set(counted) == {"llama", "mixtral", "qwen3_next", "deepseek_v3"}
-    for family, work in counted.items():
+    observed = {}
+    for family, work, emulations in count_all():
+        observed[family] = work.observation.launches
         assert 0 < work.observation.launches <= 0.35 * work.decoder.launches, family
         assert work.with_histograms.launches <= 0.6 * work.decoder.launches, family
         assert work.observation.launches < work.with_histograms.launches
-    llama = counted["llama"].observation
-    assert llama.launches == 4 * 6 + 3  # layers x (k, v, 4 different inputs), 3 for all sites
+        shares = {n: each.launches / work.decoder.launches for n, each in emulations.items()}
+        assert 0 < shares["kv"] <= 0.5, family
+        assert shares["kv"] <= shares["kv + P"] <= 0.85, family
+        assert 0 < shares["w8a8 static"] <= 1, family
+        assert 0 < shares["w8a8 dynamic"] <= 1, family
+    assert observed.keys() == {"llama", "mixtral", "qwen3_next", "deepseek_v3"}
+    # layers x (k, v, 4 different inputs), 5 for all sites
+    assert observed["llama"] == 4 * 6 + 5
 
 
 def test_work_counts_kernels_not_views() -> None:

@@ -20,8 +20,9 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.damage_rows import index_layers, list_layers
 from fp8calib.verification.emulation import emulate as emulate_module
+from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Damage, find_ranges
+from fp8calib.verification.emulation.fake_quantize import find_ranges
 from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.emulation.linears import emulate_scheme
 from fp8calib.verification.report import LayerResult

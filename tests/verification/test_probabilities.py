@@ -18,8 +18,9 @@ from fp8calib.geometry.sites import Role
 from fp8calib.observe.hooks import AttentionCall, HookedCache, open_hooks, own_attentions
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation import probabilities
+from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
-from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from tests import zoo

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.fp8.schemes import Granularity
+from fp8calib.verification.emulation.damage import Damage, add_damage, measure_damage
 from fp8calib.verification.emulation.fake_quantize import (
-    Damage,
     FakeQuantized,
     Quantizer,
-    add_damage,
-    measure_damage,
 )
 from tests.verification.by_hand import cast, cast_blocks, cast_groups, cast_rows, search_down
 

@@ -20,7 +20,8 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.fake_quantize import Damage, ScaleRange
+from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
 from fp8calib.verification.emulation.stored_weights import find_clipped
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights

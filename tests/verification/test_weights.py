@@ -20,8 +20,9 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.verification.emulation.damage import sum_damage
 from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.fake_quantize import Quantizer, sum_damage
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.linears import emulate_checkpoint
 from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,8 @@ from fp8calib.observe.hooks import (
     own_attentions,
 )
 from fp8calib.run.forward.decoder import Decoder
-from fp8calib.verification.emulation.fake_quantize import (
-    FakeQuantized,
-    Quantizer,
-    add_damage,
-    measure_damage,
-)
+from fp8calib.verification.emulation.damage import DamageSums, Row, reduce_damage, reduce_stacked
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from fp8calib.verification.emulation.weights import (
     ParameterReader,
@@ -76,27 +72,56 @@ class EmulationHooks:
         self._quantizers = quantizers
         self._kept: torch.Tensor | None = None
         self._has_own_attention: dict[str, bool] = {}
-        self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, torch.Tensor]] = []
-        self.damage: dict[Site, torch.Tensor] = {}
+        self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, Row]] = []
+        self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
+        self._pairs: dict[tuple[Site, torch.device], Quantizer | None] = {}
+        self._sums = DamageSums[Site]()
+
+    @property
+    def damage(self) -> dict[Site, torch.Tensor]:
+        """The sums of `measure_damage` over all batches that ended."""
+        return self._sums.totals
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch: its padding is not measured."""
         mask = batch.mask
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
         self._inputs.clear()
+        self._sums.drop()
 
     def end_batch(self) -> None:
-        """Let go of the batch's tensors."""
+        """Sum up the damage, and let go of the batch's tensors."""
+        self._sums.settle()
         self._inputs.clear()
 
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize K and V."""
-        return (
-            self._heads(attention.site(Role.K), key),
-            self._heads(attention.site(Role.V), value),
-        )
+        sites = attention.site(Role.K), attention.site(Role.V)
+        if key.device.type != "cpu" and self._kept is None and key.shape == value.shape:
+            pair = self._find_pair(sites, key)
+            if pair is not None:
+                return self._quantize_pair(sites, pair, torch.stack([key, value]))
+        return self._heads(sites[0], key), self._heads(sites[1], value)
+
+    def _find_pair(self, sites: tuple[Site, Site], x: torch.Tensor) -> Quantizer | None:
+        """Give a quantizer for K and V stacked, where they differ in one scale alone."""
+        place = (sites[0], x.device)
+        if place not in self._pairs:
+            key, value = (self._quantizers.get(site) for site in sites)
+            self._pairs[place] = _pair(key, value, x)
+        return self._pairs[place]
+
+    def _quantize_pair(
+        self, sites: tuple[Site, Site], quantizer: Quantizer, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fake = quantizer.fake(x)
+        rows = reduce_stacked(x, fake, quantizer.fmt, saturates=quantizer.saturates)
+        for site, row in zip(sites, rows, strict=True):
+            self._sums.add(site, row)
+        key, value = fake.values.to(x.dtype)
+        return key, value
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q before the factor that the model multiplies it by, as the engine does."""
@@ -118,9 +143,10 @@ class EmulationHooks:
             self._has_own_attention[attention.module] = is_other
         if self._has_own_attention[attention.module]:
             return call.run()
-        output, damage = attend_in_fp32(call, self._quantizers[site], self._kept)
-        if damage is not None:
-            self.damage[site] = add_damage(self.damage.get(site), damage)
+        quantizer = self._place(site, self._quantizers[site], call.query)
+        output, damage = attend_in_fp32(call, quantizer, self._kept)
+        for row in damage:
+            self._sums.add(site, row)
         return output, None
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -142,14 +168,14 @@ class EmulationHooks:
 
     def measure_heads(
         self, quantizer: Quantizer, x: torch.Tensor, *, flush_stride: int = 1
-    ) -> tuple[FakeQuantized, torch.Tensor]:
-        """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
+    ) -> tuple[FakeQuantized, Row]:
+        """Quantize K, V or q [B, H, S, D], and measure what that does to the tokens that count."""
         fake = quantizer.for_heads(x.shape[1]).fake(x)
         before, after = x, fake
         if self._kept is not None:
             kept = self._kept.to(x.device)
             before, after = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
-        damage = measure_damage(
+        damage = reduce_damage(
             before,
             after,
             quantizer.fmt,
@@ -163,8 +189,8 @@ class EmulationHooks:
         if quantizer is None:
             return x
         stride = FLUSH_STRIDE if site.role is Role.Q else 1
-        fake, damage = self.measure_heads(quantizer, x, flush_stride=stride)
-        self.damage[site] = add_damage(self.damage.get(site), damage)
+        fake, damage = self.measure_heads(self._place(site, quantizer, x), x, flush_stride=stride)
+        self._sums.add(site, damage)
         return fake.values.to(x.dtype)
 
     def _input(
@@ -173,23 +199,31 @@ class EmulationHooks:
         quantizer = self._quantizers.get(sites[0])
         if quantizer is None or not x.numel():
             return x
-        quantized, damage = self._quantized_input(quantizer, x, tokens)
+        quantized, damage = self._quantized_input(sites[0], quantizer, x, tokens)
         for site in sites:
-            self.damage[site] = add_damage(self.damage.get(site), damage)
+            self._sums.add(site, damage)
         return quantized
 
+    def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
+        """Copy the scales of a site to the GPU of `x`, once."""
+        if x.device.type == "cpu":
+            return quantizer
+        if (site, x.device) not in self._placed:
+            self._placed[site, x.device] = quantizer.to(x.device)
+        return self._placed[site, x.device]
+
     def _quantized_input(
-        self, quantizer: Quantizer, x: torch.Tensor, tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, site: Site, quantizer: Quantizer, x: torch.Tensor, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Row]:
         for seen, version, used, quantized, damage in self._inputs:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage
         rows = x.reshape(-1, x.shape[-1])
-        before, after = rows, (fake := quantizer.fake(rows))
+        before, after = rows, (fake := self._place(site, quantizer, x).fake(rows))
         if self._kept is not None:
             before = self._counted(rows, tokens)
             after = fake.map(lambda t: self._counted(t, tokens))
-        damage = measure_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
+        damage = reduce_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
         quantized = fake.values.to(x.dtype).reshape(x.shape)
         self._inputs.append((x, x._version, quantizer, quantized, damage))
         del self._inputs[:-_REMEMBERED_INPUTS]
@@ -201,6 +235,17 @@ class EmulationHooks:
         elif self._kept is not None and int(self._kept[-1]) < len(rows):
             rows = rows[self._kept.to(rows.device)]
         return rows
+
+
+def _pair(key: Quantizer | None, value: Quantizer | None, x: torch.Tensor) -> Quantizer | None:
+    """Join the quantizers of K and V for both stacked, [2, ...]; None where that is impossible."""
+    if key is None or value is None:
+        return None
+    scales = [each.scale for each in (key, value) if isinstance(each.scale, torch.Tensor)]
+    if [scale.numel() for scale in scales] != [1, 1] or replace(key, scale=value.scale) != value:
+        return None
+    stacked = torch.stack([scale.reshape(1) for scale in scales]).to(x.device)
+    return replace(key, scale=stacked.view(2, *[1] * x.dim()))
 
 
 @contextmanager
@@ -258,13 +303,24 @@ class MeasurementHooks(EmulationHooks):
         super().__init__({})
         self._kinds = kinds
         self._is_measured = False
-        self.found: dict[tuple[str, Site], torch.Tensor] = {}
+        self._found = DamageSums[tuple[str, Site]]()
+
+    @property
+    def found(self) -> dict[tuple[str, Site], torch.Tensor]:
+        """The sums of `measure_damage` by kind of scales and site."""
+        return self._found.totals
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch, which is measured if it holds one of the chosen sequences."""
         super().begin_batch(batch)
         sequences = range(batch.first, batch.first + len(batch.lengths))
         self._is_measured = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
+        self._found.drop()
+
+    def end_batch(self) -> None:
+        """Sum up the damage."""
+        super().end_batch()
+        self._found.settle()
 
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
@@ -274,6 +330,5 @@ class MeasurementHooks(EmulationHooks):
             site = attention.site(role)
             for kind, quantizers in self._kinds.items():
                 if (quantizer := quantizers.get(site)) is not None:
-                    damage = self.measure_heads(quantizer, x)[1]
-                    self.found[kind, site] = add_damage(self.found.get((kind, site)), damage)
+                    self._found.add((kind, site), self.measure_heads(quantizer, x)[1])
         return key, value

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 
 from fp8calib.observe.hooks import AttentionCall
-from fp8calib.verification.emulation.fake_quantize import Quantizer, add_damage, measure_damage
+from fp8calib.verification.emulation.damage import Row, add_damage, reduce_damage
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 _CHUNK_SIZE = 1 << 20
 """Scores that are held at a time."""
 _MOST_ROWS = 128
 """Queries at a time: fewer of the scores that a causal mask hides are computed."""
+_GPU_CHUNK_SIZE, _GPU_MOST_ROWS = 1 << 25, 1024
+"""The same on a GPU, where each chunk launches its own kernels."""
 _FLUSH_STRIDE = 8
 _TINY = torch.finfo(torch.float32).tiny
 """The output of a query that sees no key, such as one of padding under a window, is zero."""
@@ -40,7 +43,7 @@ class _Chunk:
 
 def attend_in_fp32(
     call: AttentionCall, quantizer: Quantizer | None, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, list[Row]]:
     """Compute attention in fp32, with P quantized.
 
     Args:
@@ -49,11 +52,12 @@ def attend_in_fp32(
         kept: the positions in the batch that are no padding; None without padding.
 
     Returns:
-        The output [B, S, H, D], and the damage to P in the first sequence.
+        The output [B, S, H, D], and the damage to P in the first sequence: one on a CPU, one for
+        each chunk on a GPU.
     """
     batch, heads, length, _ = call.query.shape
     output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
-    damage: torch.Tensor | None = None
+    damage: list[Row] = []
     for chunk in _cut(call):
         scores = _score(call, chunk)
         largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
@@ -67,13 +71,18 @@ def attend_in_fp32(
                 counted = _find_counted(kept, chunk)
                 taken = fake if counted is None else fake.map(partial(_take_rows, rows=counted))
                 exact = p if counted is None else _take_rows(p, rows=counted)
-                sums = measure_damage(exact, taken, quantizer.fmt, flush_stride=_FLUSH_STRIDE)
-                damage = add_damage(damage, sums)
+                damage.append(
+                    reduce_damage(exact, taken, quantizer.fmt, flush_stride=_FLUSH_STRIDE)
+                )
             p = fake.values
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
             product.div_(total.clamp_(min=_TINY)).transpose(0, 1).to(output.dtype)
         )
+    if call.query.device.type == "cpu" and damage:
+        return output, [
+            reduce(add_damage, (row for row in damage if isinstance(row, torch.Tensor)))
+        ]
     return output, damage
 
 
@@ -91,13 +100,16 @@ def is_reproduced(call: AttentionCall, kept: torch.Tensor | None) -> bool:
 
 def _cut(call: AttentionCall) -> Iterator[_Chunk]:
     batch, heads, length, _ = call.query.shape
-    rows = max(1, min(length, _MOST_ROWS, _CHUNK_SIZE // call.key.shape[2]))
+    size, most_rows = _CHUNK_SIZE, _MOST_ROWS
+    if call.query.device.type != "cpu":
+        size, most_rows = _GPU_CHUNK_SIZE, _GPU_MOST_ROWS
+    rows = max(1, min(length, most_rows, size // call.key.shape[2]))
     is_causal = call.mask is None and _is_causal(call)
     for sequence in range(batch):
         for row in range(0, length, rows):
             end = min(row + rows, length)
             num_keys = end if is_causal else call.key.shape[2]
-            count = max(1, _CHUNK_SIZE // (rows * num_keys))
+            count = max(1, size // (rows * num_keys))
             for head in range(0, heads, count):
                 yield _Chunk(
                     sequence=sequence,

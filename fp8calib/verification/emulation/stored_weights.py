@@ -11,12 +11,11 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import (
     FakeQuantized,
     Quantizer,
     ScaleRange,
-    measure_damage,
-    sum_damage,
 )
 from fp8calib.verification.emulation.weights import ParameterReader, WeightParameter
 

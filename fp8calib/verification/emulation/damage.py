@@ -1,0 +1,311 @@
+"""Measure what quantization does to tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from fp8calib.errors import ModelError
+from fp8calib.fp8.amax import tensor_amax
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.verification.emulation.fake_quantize import AT_THE_EDGE, FakeQuantized
+
+_SAFE_SUM = 1e-20
+"""Beside a larger sum, squares that underflow in fp32 do not count."""
+
+
+class Damage(NamedTuple):
+    """What quantization did to the elements of a tensor, from the sums of `measure_damage`."""
+
+    signal: float
+    """The sum of x squared."""
+    noise: float
+    """The sum of (quantized x - x) squared."""
+    clipped: float
+    """How many exceeded the largest value of the format."""
+    flushed: float
+    """How many nonzero elements became zero."""
+    num_elements: float
+    amax: float
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The signal-to-quantization-noise ratio; None without noise or without signal."""
+        if not self.signal or not self.noise:
+            return None
+        return 10 * math.log10(self.signal / self.noise)
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of all elements that clipped."""
+        return self.clipped / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def flushed_share(self) -> float:
+        """The share of all elements that became zero."""
+        return self.flushed / self.num_elements if self.num_elements else 0.0
+
+
+def measure_damage(
+    x: torch.Tensor,
+    fake: FakeQuantized,
+    fmt: Fp8Format,
+    *,
+    saturates: bool = True,
+    flush_stride: int = 1,
+) -> torch.Tensor:
+    """Sum up what quantization did to `x`: fp64 [6] on its device, in the order of `Damage`.
+
+    Zeros are counted in one of `flush_stride` tokens (the last axis but one) and extrapolated:
+    counting them takes longer than everything else. Without `saturates`, only values that would
+    round beyond the largest one count as clipped.
+    """
+    limit = fmt.max * AT_THE_EDGE if saturates else fmt.overflow
+    exact = x.float()
+    sums = (
+        _sum_squares(exact),
+        _sum_squares(fake.values - exact),
+        _count_beyond(fake.scaled, limit, x.device),
+        _count_flushed(exact, fake.values, flush_stride),
+        torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
+        (tensor_amax(x.detach()) if fake.amax is None else fake.amax).double(),
+    )
+    return torch.stack(sums)
+
+
+def _clip_limit(fmt: Fp8Format, *, saturates: bool) -> float:
+    return fmt.max * AT_THE_EDGE if saturates else fmt.overflow
+
+
+def _sum_squares(x: torch.Tensor) -> torch.Tensor:
+    """Sum x squared: fp64 0-dim, right for every magnitude of fp32.
+
+    On a CPU fp32 takes half the time; fp64 serves where squares overflow, or underflow and count.
+    """
+    if x.device.type == "cpu":
+        total = _sum_squares_in_fp32(x)
+        if _SAFE_SUM < total.item() < math.inf:
+            return total
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square()
+
+
+def _sum_squares_in_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Sum x squared. For a contiguous tensor the dot product takes half the time of the norm."""
+    if x.is_contiguous():
+        flat = x.view(-1)
+        total: torch.Tensor = torch.dot(flat, flat)
+        return total.double()
+    norm: torch.Tensor = torch.linalg.vector_norm(x)
+    return norm.double().square()
+
+
+def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> torch.Tensor:
+    chosen, became = _every(exact, stride), _every(values, stride)
+    flushed = (chosen.count_nonzero() - became.count_nonzero()).double()
+    return flushed * (exact.numel() / max(chosen.numel(), 1))
+
+
+def _every(x: torch.Tensor, stride: int) -> torch.Tensor:
+    """Give every `stride`-th token, which is on the last axis but one."""
+    return x[..., ::stride, :] if stride > 1 else x
+
+
+def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) -> torch.Tensor:
+    if x is None:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return (x.abs() > limit).sum(dtype=torch.float64)
+
+
+def add_damage(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """Add a result of `measure_damage` to the sum of earlier ones, if there are any."""
+    if total is None:
+        return new
+    return sum_damage([total, new.to(total.device)])
+
+
+def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add results of `measure_damage`, whose last element is a maximum: fp64 [6]."""
+    stacked = torch.stack(list(parts))
+    return torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
+
+
+# --- many tensors ------------------------------------------------------------------------------
+
+_MOST_WAITING = 2**23
+"""How many elements on a GPU wait to be reduced together."""
+_MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Waiting:
+    """A tensor on a GPU, and what is left to reduce."""
+
+    x: torch.Tensor
+    version: int
+    noise: torch.Tensor
+    """(quantized x) - x: fp32."""
+    clipped: torch.Tensor | None
+    """How many elements clipped, fp32 []; None where none can."""
+    nonzero: tuple[torch.Tensor, torch.Tensor]
+    """How many chosen elements are not zero before and after: fp32 [] each."""
+    num_chosen: int
+
+
+Row = torch.Tensor | _Waiting
+"""The damage to one tensor, as `measure_damage` gives it or still to be reduced."""
+
+
+Key = TypeVar("Key")
+
+
+class DamageSums(Generic[Key]):
+    """Sums up the damage to many tensors by key.
+
+    On a GPU tensors wait until `settle`, which reduces many of them in one kernel.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[Key, torch.Tensor] = {}
+        """The sums of `measure_damage`; complete after `settle`."""
+        self._rows: list[tuple[Key, Row]] = []
+        self._waiting: dict[int, _Waiting] = {}
+        """Those of the rows, by identity."""
+        self._num_elements = 0
+
+    def add(self, key: Key, row: Row) -> None:
+        """Add the damage to one tensor."""
+        self._rows.append((key, row))
+        if isinstance(row, _Waiting) and id(row) not in self._waiting:
+            self._waiting[id(row)] = row
+            self._num_elements += row.x.numel()
+        if self._num_elements >= _MOST_WAITING or len(self._rows) >= _MOST_ROWS:
+            self.settle()
+
+    def drop(self) -> None:
+        """Forget what was added since `settle`."""
+        self._rows.clear()
+        self._waiting.clear()
+        self._num_elements = 0
+
+    def settle(self) -> None:
+        """Add all that waits to the totals."""
+        groups = defaultdict[tuple[torch.device, torch.dtype], list[_Waiting]](list)
+        for waiting in self._waiting.values():
+            groups[waiting.x.device, waiting.x.dtype].append(waiting)
+        reduced = {
+            id(waiting): row
+            for group in groups.values()
+            for waiting, row in zip(group, _reduce_waiting(group), strict=True)
+        }
+        updates: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+        for key, row in self._rows:
+            new = row if isinstance(row, torch.Tensor) else reduced[id(row)]
+            total = self.totals.get(key)
+            if total is None:
+                self.totals[key] = new.clone()
+                continue
+            if key in updates:  # one kernel may not add twice to a total
+                _update(updates.values())
+                updates.clear()
+            updates[key] = total, new.to(total.device)
+        _update(updates.values())
+        self.drop()
+
+
+def _update(updates: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    groups = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
+    for total, new in updates:
+        groups[total.device].append((total, new))
+    for group in groups.values():
+        totals, news = zip(*group, strict=True)
+        torch._foreach_add_([x[:-1] for x in totals], [x[:-1] for x in news])
+        torch._foreach_maximum_([x[-1:] for x in totals], [x[-1:] for x in news])
+
+
+def reduce_damage(
+    x: torch.Tensor,
+    fake: FakeQuantized,
+    fmt: Fp8Format,
+    *,
+    saturates: bool = True,
+    flush_stride: int = 1,
+) -> Row:
+    """Measure the damage to `x` as `measure_damage` does; on a GPU, later."""
+    if x.device.type == "cpu":
+        return measure_damage(x, fake, fmt, saturates=saturates, flush_stride=flush_stride)
+    stacked = fake.map(lambda each: each.unsqueeze(0))
+    return reduce_stacked(
+        x.unsqueeze(0), stacked, fmt, saturates=saturates, flush_stride=flush_stride
+    )[0]
+
+
+def reduce_stacked(
+    x: torch.Tensor,
+    fake: FakeQuantized,
+    fmt: Fp8Format,
+    *,
+    saturates: bool = True,
+    flush_stride: int = 1,
+) -> list[Row]:
+    """Measure the damage to each of some tensors on a GPU, stacked along the first axis."""
+    clipped: Sequence[torch.Tensor | None] = [None] * len(x)
+    if fake.scaled is not None:
+        limit = _clip_limit(fmt, saturates=saturates)
+        clipped = _count_nonzero(torch.nn.functional.hardshrink(fake.scaled, limit))
+    chosen = _every(x, flush_stride)
+    before, after = _count_nonzero(chosen), _count_nonzero(_every(fake.values, flush_stride))
+    noise = fake.values - x
+    return [
+        _Waiting(
+            x=x[i],
+            version=x._version,
+            noise=noise[i],
+            clipped=clipped[i],
+            nonzero=(before[i], after[i]),
+            num_chosen=chosen[i].numel(),
+        )
+        for i in range(len(x))
+    ]
+
+
+def _count_nonzero(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Count along all axes but the first, in one kernel: fp32 [] each.
+
+    Counts up to 2**24 are exact; above that, sums of parts are rounded.
+    """
+    axes = list(range(1, x.dim()))
+    found: torch.Tensor = torch.linalg.vector_norm(x, 0, axes, dtype=torch.float32)
+    return found.unbind(0)
+
+
+def _reduce_waiting(waiting: Sequence[_Waiting]) -> Sequence[torch.Tensor]:
+    """Give the rows of tensors of one device and dtype."""
+    if any(each.x._version != each.version for each in waiting):
+        msg = "the model changed a tensor in place before its damage was measured"
+        raise ModelError(msg, hint="use --device cpu")
+    exact, noise = [each.x for each in waiting], [each.noise for each in waiting]
+    norms = [
+        norm for some in (exact, noise) for norm in torch._foreach_norm(some, 2, torch.float64)
+    ]
+    signal, noise_sums = torch.stack(norms).square().view(2, -1)
+    amax = torch.stack(torch._foreach_norm(exact, torch.inf, torch.float32)).double()
+    counts = [
+        count
+        for each in waiting
+        for count in (each.nonzero[0] if each.clipped is None else each.clipped, *each.nonzero)
+    ]
+    clipped, before, after = torch.stack(counts).double().view(-1, 3).unbind(1)
+    sizes = [
+        (each.x.numel(), float(each.clipped is not None), each.x.numel() / each.num_chosen)
+        for each in waiting
+    ]
+    on_host = torch.tensor(sizes, dtype=torch.float64)
+    num_elements, clips, factor = on_host.to(amax.device, non_blocking=True).unbind(1)
+    rows = (signal, noise_sums, clipped * clips, (before - after) * factor, num_elements, amax)
+    return torch.stack(rows, 1).unbind(0)
