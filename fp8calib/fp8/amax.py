@@ -83,7 +83,7 @@ def segment_amax(
 def expert_counts(experts_N: torch.Tensor, num_experts: int) -> torch.Tensor:  # noqa: N803
     """Count the rows of each expert: int64 [E]."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_N.device)
-    return counts.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=torch.int64))
+    return counts.scatter_(0, experts_N, 1, reduce="add")
 
 
 def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803

@@ -269,7 +269,7 @@ def count_all() -> Iterator[tuple[str, ObservationWork, Mapping[str, Work]]]:
         with nullcontext() if torch.cuda.is_available() else simulated_gpus(1):
             model.to("cuda:0")
             emulations = {
-                name: count_emulation(model, geometry, quantizers, seq_len=SEQ_LEN)
+                name: count_emulation(model, geometry, quantizers, seq_len=SEQ_LEN // 8)
                 for name, quantizers in make_emulations(geometry).items()
             }
             yield family, count_observation(model, geometry, seq_len=SEQ_LEN), emulations

@@ -129,8 +129,8 @@ def test_quantized_probabilities_change_the_output() -> None:
 
 def test_the_damage_is_that_of_the_first_sequence_without_its_padding() -> None:
     kept = torch.tensor([0, 1, 2, 3, 4, 7, 8])
-    _, sums = attend_in_fp32(make_call(), QUANTIZER, kept)
-    assert sums is not None
+    _, [sums] = attend_in_fp32(make_call(), QUANTIZER, kept)
+    assert isinstance(sums, torch.Tensor)
     damage = Damage(*sums.tolist())
     assert damage.num_elements == HEADS * 5 * LENGTH
     assert (damage.amax, damage.clipped) == (1.0, 0.0)
