@@ -33,7 +33,8 @@ A rule that does not say that it was run was read.
 RELEASES_OF_VLLM = """A release has the rules of 0.32 but for these. FP8 weights, model types with
 attention of their own kind, and names that only some models know are judged in all of them by the
 rules of 0.32; where a checkpoint has FP8 weights, `check` says so. Before 0.25 each model has a
-loader of its own; which of them map the names of scales was read (`vllm/remapping`).
+loader of its own; which of them map the names of scales was read (`vllm/remapping`). Of the
+arithmetic of releases before 0.32, Python was compared with that of 0.32, and no kernel.
 """
 ARITHMETIC = """
 ## Arithmetic that `verify --engine` emulates

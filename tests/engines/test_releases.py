@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from fp8calib.api.verify.loadable import warn_of_refusals
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Evidence
 from fp8calib.engines.registry import find_emulated, find_replayed
@@ -105,7 +108,10 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     (found,) = report.engines.values()
     assert [*report.versions.values()] == [version]
     assert any(problem.startswith(note) for problem in found.problems)
-    assert find_emulated(name)[0].version == version
+    engine = find_emulated(name)[0]
+    assert engine.version == version
+    options: Any = SimpleNamespace(engine=engine, scheme=None)
+    assert [warning.startswith(note) for warning in warn_of_refusals(options, None, [])] == [True]  # type: ignore[arg-type]
 
 
 def test_the_json_names_engine_and_version(tmp_path: Path) -> None:
@@ -362,3 +368,5 @@ def test_deepgemm_is_the_default_from_0_11(
     assert numerics.group_scales_power_of_two is is_rounded
     assert numerics.power_of_two_sizes == sizes
     assert bool(numerics.kv_skip_flag) is (engine == "vllm")
+    assert numerics.kv_per_head is (engine == "vllm")
+    assert bool(numerics.run) is (engine == "vllm")

@@ -25,8 +25,13 @@ from fp8calib.verification.candidates import OpenedCandidate, find_candidate
 def warn_of_refusals(
     options: VerifyOptions, model: RunModel, opened: Sequence[OpenedCandidate]
 ) -> Iterator[str]:
-    """Warn of checkpoints that the emulated engine cannot load, and of a scheme that it cannot."""
+    """Warn of checkpoints that the emulated engine cannot load, and of a scheme that it cannot.
+
+    The first warning is of an engine whose version is another than that of the rules.
+    """
     engine = options.engine
+    if engine.note:
+        yield engine.note
     if engine.replay_folder is None:
         return
     folders = {

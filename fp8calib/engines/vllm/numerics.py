@@ -93,16 +93,26 @@ _NUMERICS = Numerics(
 
 
 def make_numerics(release: Release) -> Numerics:
-    """Give the arithmetic of a release: that of 0.32.0, which was read, and what differs."""
+    """Give the arithmetic of a release: that of 0.32.0, which was read, and what differs.
+
+    Of older ones only Python was compared with it, no kernel.
+    """
     query = f"{_NUMERICS.sources['quantizes_query']}{release.query_gpus}"
     numerics = replace(_NUMERICS, sources={**_NUMERICS.sources, "quantizes_query": query})
     if not release.has_own_parameters:
         rounded = ROUNDED_DIALECTS | {"compressed-tensors", "kv-overlay"}
-        numerics = replace(numerics, kv_rounded_dialects=rounded)
+        source = f"{release.title} compressed_tensors.py validate_kv_cache_scheme"
+        numerics = replace(
+            numerics,
+            kv_rounded_dialects=rounded,
+            kv_per_head=False,
+            sources={**numerics.sources, "kv_per_head": source},
+        )
     if not release.skips_layers:
         numerics = replace(numerics, kv_skip_flag="")
     return replace(
         numerics,
+        run=numerics.run if release.has_known_weights else frozenset(),
         group_scales_power_of_two=release.rounds_group_scales,
         power_of_two_sizes=release.power_of_two_sizes,
     )
