@@ -370,3 +370,25 @@ def test_deepgemm_is_the_default_from_0_11(
     assert bool(numerics.kv_skip_flag) is (engine == "vllm")
     assert numerics.kv_per_head is (engine == "vllm")
     assert bool(numerics.run) is (engine == "vllm")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_type", "names", "fix"),
+    [
+        ("vllm==0.14", "llama", "k_scale v_scale q_scale", "leave q_scale out (calibrate --query"),
+        ("vllm==0.14", "llama", "k_cache.scale v_cache.scale", "name it as kv-overlay does"),
+        ("vllm==0.14", "gpt2", "k_scale v_scale", "use vLLM 0.25 or later"),
+        ("vllm==0.15", "gpt_oss", "k_scale v_scale", "use vLLM 0.17 or later"),
+        ("vllm==0.14", "smollm3", "k_scale v_scale", "use vLLM 0.30 or later, which"),
+        ("vllm==0.27", "smollm3", "k_scale v_scale", "use vLLM 0.30 or later"),
+    ],
+)
+def test_the_fix_names_the_release_that_helps(
+    tmp_path: Path, engine: str, model_type: str, names: str, fix: str
+) -> None:
+    scales = spell(*names.split())
+    folder = save_folder(tmp_path / "f", scales, quantization=PER_TENSOR, model_type=model_type)
+
+    verdict = ask(engine, folder, plain_geometry(model_type=model_type)).layers[0].k
+
+    assert verdict.fix.startswith(fix)

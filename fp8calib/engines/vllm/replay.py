@@ -124,7 +124,7 @@ def _judge_layers(
     layers = []
     for index, attention in _list_attentions(context.geometry):
         turns_on = isinstance(scheme, dict) and "compressed-tensors" in release.scheme_methods
-        bare = _explain_bare(context, method, attention, has_scheme=turns_on)
+        bare = _explain_bare(context, method, attention, release, has_scheme=turns_on)
         if bare is not None:
             layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
         elif is_compressed and release.has_own_parameters:
@@ -223,7 +223,12 @@ def _judge(context: LoadContext, loaded: dict[Slot, StoredScale], index: int) ->
 
 
 def _explain_bare(
-    context: LoadContext, method: KvMethod | None, attention: Attention, *, has_scheme: bool
+    context: LoadContext,
+    method: KvMethod | None,
+    attention: Attention,
+    release: Release,
+    *,
+    has_scheme: bool,
 ) -> tuple[str, str] | None:
     """Say why no scale of a layer is used, and what to do; None where scales are used."""
     if attention.kind == "latent" and not _has_heads(context, attention):
@@ -236,6 +241,9 @@ def _explain_bare(
         name = shorten(str(quantization.get("quant_method")))
         why = f"vLLM's quant_method {name} has no parameters for KV scales, so it uses 1.0"
         return why, METHODS_FIX
+    if not (release.backend_has_parameters or has_class(context.geometry, release)):
+        why = f"{release.title} runs transformers' class, which has no parameters for scales"
+        return f"{why}, so it uses 1.0", "use vLLM 0.30 or later"
     turns_on = method is KvMethod.COMPRESSED_TENSORS and has_scheme
     if context.geometry.model_type in TYPES_WITHOUT_CACHE_CONFIG and not turns_on:
         why = f"vLLM's {context.geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"

@@ -13,6 +13,7 @@ from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import LoaderKind
 from fp8calib.engines.vllm.native_classes import lacks_places
+from fp8calib.engines.vllm.remapping import OWN_MAPPING
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
@@ -23,7 +24,7 @@ _STRAY_FIX = "remove the tensor: no engine has a place for it"
 _CONFIG_FIX = "add the quantization_config of kv-overlay to config.json"
 _INNER_FIX = "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
 _PLACELESS_FIX = "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
-_QUERY_FIX = "leave q_scale out (calibrate --query-scale off), or use vLLM 0.15 or later"
+_QUERY_FIX = "leave q_scale out (calibrate --query-scale no), or use vLLM 0.15 or later"
 _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 
 
@@ -93,7 +94,16 @@ def _refuse(context: LoadContext, loader: WeightLoader, name: str, why: str) -> 
         return Refusal(f"{what}: {why}", fix=_CONFIG_FIX)
     if stored is None:
         return Refusal(f"{what}: {why}", fix=_STRAY_FIX)
-    if name.endswith(".q_scale") and not loader.release.maps_names_first:
-        return Refusal(f"{what}: {why}", fix=_QUERY_FIX)
+    if not loader.release.maps_names_first:
+        return Refusal(f"{what}: {why}", fix=_find_old_fix(loader, name))
     is_inner = loader.kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in loader.attends
     return Refusal(f"{what}: {why}", fix=_INNER_FIX if is_inner else NAMES_FIX)
+
+
+def _find_old_fix(loader: WeightLoader, name: str) -> str:
+    """Say what helps in a release whose models have loaders of their own."""
+    if loader.kind is LoaderKind.BACKEND:
+        return "use vLLM 0.30 or later, which has a place for scales in this model"
+    if loader.kind is LoaderKind.STRICT:
+        return "use vLLM {}.{} or later".format(*OWN_MAPPING[loader.model_type])
+    return _QUERY_FIX if name.endswith(".q_scale") else NAMES_FIX
