@@ -121,6 +121,8 @@ def _is_folder(path: Path) -> bool:
         raise UsageError(f"{str(path)[:200]!a}: cannot be read") from error
     if path.suffix not in _FILE_SUFFIXES or not path.is_file():
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
+        if path.suffix == ".gguf":
+            hint = "use the safetensors model that the GGUF was made from"
         raise UsageError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
     return False
 

@@ -14,6 +14,7 @@ from fp8calib.errors import ModelError, cut_list
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _ADAPTER_NAME = "adapter_model.safetensors"
+_UNPACKED = "use the safetensors model that the GGUF was made from"
 _SERIES = re.compile(r"-\d+-of-\d+\.safetensors$")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _NO_PICKLED_WEIGHTS = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt"})
@@ -78,7 +79,9 @@ def _list_names(folder: Path) -> list[str]:
         raise ModelError(f"{folder}: no such folder", hint=hint)
     if not folder.is_dir():
         message = f"{folder}: a file, not a model folder"
-        raise ModelError(message, hint="name the folder that holds the weights")
+        is_packed = folder.suffix == ".gguf"
+        hint = _UNPACKED if is_packed else "name the folder that holds the weights"
+        raise ModelError(message, hint=hint)
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -126,7 +129,7 @@ def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
         return ModelError(message, hint=_conversion_hint(folder))
     if packed:
         message = f"{folder}: the weights are GGUF ({cut_list(packed, 3)}), which is not supported"
-        return ModelError(message, hint="use the safetensors model that the GGUF was made from")
+        return ModelError(message, hint=_UNPACKED)
     message = f"{folder}: there are no *.safetensors weights"
     return ModelError(message, hint=f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards")
 

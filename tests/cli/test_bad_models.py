@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.cli.conftest import QUICK, save_tokenizer, write_rows
-from tests.cli.program import succeed
+from tests.cli.program import fail, succeed
 
 Refused = Callable[..., str]
 WEIGHTS = "model.safetensors"
@@ -68,6 +68,10 @@ def test_an_empty_folder(refused: Refused, tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_a_folder(refused: Refused, folder: Path) -> None:
     assert "a file, not a model folder" in refused(4, folder / WEIGHTS)
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    hint = "use the safetensors model that the GGUF was made from"
+    assert hint in refused(4, folder / "model.gguf")
+    assert hint in fail(2, "check", folder / "model.gguf")
 
 
 # --- config.json -------------------------------------------------------------------------------
