@@ -102,7 +102,7 @@ class RunModel:
             dtype=DTYPES[self.dtype],
             device=self.device,
             device_map=self.placement.device_map,
-            decoded=self.checkpoint if self.checkpoint.form else None,
+            checkpoint=self.checkpoint,
         )
 
     def describe_decoded(self) -> Iterator[str]:

@@ -24,6 +24,7 @@ from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.weight_source import WeightSource
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
@@ -313,12 +314,12 @@ def load_model(
     dtype: torch.dtype,
     device: str,
     device_map: str | None,
-    decoded: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> PreTrainedModel:
     """Load the weights and put the model into evaluation mode.
 
-    `decoded` is a checkpoint that decodes the weights while they are read; the `source` is then
-    `without_quantization`.
+    Stacks of experts that transformers does not join are joined from `checkpoint`. If it decodes
+    quantized weights while they are read, the `source` is `without_quantization`.
 
     Raises:
         CalibrationError: the memory of the device, or of all devices, is too small.
@@ -328,9 +329,9 @@ def load_model(
     model_class = _model_class(source)
     place: Path | None = source.folder
     options: dict[str, Any] = {}
-    if decoded is not None:
+    if checkpoint is not None and checkpoint.form:
         place = None
-        options["state_dict"] = {name: _LazyTensor(decoded, name) for name in decoded.tensors}
+        options["state_dict"] = {name: _LazyTensor(checkpoint, name) for name in checkpoint.tensors}
     try:
         model, info = model_class.from_pretrained(
             place,
@@ -359,16 +360,35 @@ def load_model(
             f"{source.folder}: transformers cannot load the model: {_explain_load_error(error)}"
         ) from error
     loaded: PreTrainedModel = model.eval()
-    _check_loading(source.folder, loaded, info)
+    _check_loading(source.folder, loaded, info, checkpoint)
     attend_causally(loaded)
     return loaded
 
 
-def _check_loading(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    if missing := sorted(filter(is_run(model), info.get("missing_keys") or ())):
-        raise missing_error(folder, missing, info.get("unexpected_keys") or ())
+def _check_loading(
+    folder: Path, model: PreTrainedModel, info: Mapping[str, Any], checkpoint: Checkpoint | None
+) -> None:
+    missing = sorted(filter(is_run(model), info.get("missing_keys") or ()))
+    if missing and checkpoint is not None:
+        missing = _join_experts(model, missing, WeightSource(model, checkpoint))
+    if missing:
+        raise missing_error(folder, missing)
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
         raise mismatch_error(folder, name, found, expected)
+
+
+@torch.no_grad()
+def _join_experts(
+    model: PreTrainedModel, missing: Sequence[str], weights: WeightSource
+) -> list[str]:
+    """Fill parameters that transformers does not make from these tensors; list the others."""
+    made = weights.parameters
+    parameters = dict(model.named_parameters())
+    left = [name for name in missing if name not in made or parameters[name].is_meta]
+    for name in missing:
+        if name not in left:
+            parameters[name].copy_(weights.read(name))
+    return left
 
 
 def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:

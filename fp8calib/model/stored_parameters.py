@@ -33,7 +33,7 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
     stored = weights.source
     runs = is_run(model)
     if missing := [name for name in find_absent(model, weights) if runs(name)]:
-        raise missing_error(stored.folder, missing, stored.tensors)
+        raise missing_error(stored.folder, missing)
     known = model.state_dict()
     for name, tensor in weights.single_tensors.items():
         found = stored.tensors[tensor].shape
@@ -81,14 +81,8 @@ def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return {name: [n for n in group if n != name] for group in groups.values() for name in group}
 
 
-def missing_error(folder: Path, missing: Sequence[str], stored: Iterable[str]) -> ModelError:
-    """Make the error for parameters that a checkpoint lacks; `stored` are the tensors it has."""
-    if single := _find_single_expert(missing, stored):
-        return ModelError(
-            f"{folder}: the checkpoint holds experts one by one ({single}), and transformers reads "
-            f"only stacks of them for this model ({missing[0]})",
-            hint="name the unquantized model that it was made from",
-        )
+def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
+    """Make the error for parameters that a checkpoint lacks."""
     return UnfilledModelError(
         f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
         "with random weights instead",
@@ -104,12 +98,6 @@ def mismatch_error(
         f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
         hint="config.json and weights belong to two models; download both again",
     )
-
-
-def _find_single_expert(missing: Sequence[str], stored: Iterable[str]) -> str:
-    """Find a tensor of the first expert of a stack that is missing; empty if there is none."""
-    stacks = {".".join(name.split(".")[-5:-1]) for name in missing if ".experts." in name}
-    return next((name for name in stored if any(f"{stack}.0." in name for stack in stacks)), "")
 
 
 def find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:

@@ -131,7 +131,7 @@ class PartLoader:
         ]
         wanted = {name: found for name in names if (found := self._find(name)) is not None}
         if missing := sorted(set(names) - set(wanted)):
-            raise missing_error(self._checkpoint.folder, missing, self._checkpoint.tensors)
+            raise missing_error(self._checkpoint.folder, missing)
         keys = {self._maker[parameter] for parameter in wanted.values()}
         taken = self.weights.tensor_names(keys)
         single = self.weights.single_tensors
