@@ -80,9 +80,12 @@ def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
 
 
 def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Resolve names to keys; without any, those of the default engines."""
+    """List each engine and release once; without any names, the default engines."""
     asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
-    return tuple(dict.fromkeys(find_replayed(key).key for key in asked))
+    chosen: dict[str, str] = {}
+    for name in asked:
+        chosen.setdefault(find_replayed(name).key, name)
+    return tuple(chosen.values())
 
 
 def _refuse_other_model(path: Path, model: ScaleFolder) -> None:

@@ -103,7 +103,8 @@ def check_file(
             reports[engine.key] = report_refusal(geometry, misfit)
             continue
         report = _note_odd_scales(_replay_file(engine, path, geometry, tp, model))
-        reports[engine.key] = _correct_fixes(engine, report, geometry, tp, model)
+        report = _correct_fixes(engine, report, geometry, tp, model)
+        reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import fp8calib
 from fp8calib.api.verify.loadable import warn_of_refusals
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Evidence
@@ -19,6 +20,7 @@ from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Status
 from fp8calib.errors import UsageError
+from tests import zoo
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,
@@ -392,3 +394,14 @@ def test_the_fix_names_the_release_that_helps(
     verdict = ask(engine, folder, plain_geometry(model_type=model_type)).layers[0].k
 
     assert verdict.fix.startswith(fix)
+
+
+def test_check_says_that_a_version_has_the_rules_of_another(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m")
+
+    report = fp8calib.check(tmp_path / "m", engine=["vllm==0.11.0", "vllm==0.11", "vllm==0.40"])
+
+    assert report.versions == {"vllm==0.11": "0.11.2", "vllm": "0.33.0"}
+    notes = [each.problems[-1] for each in report.engines.values()]
+    assert notes[0] == "vLLM 0.11.0 is judged by the rules of 0.11.2"
+    assert notes[1].startswith("vLLM 0.40 is unknown")
