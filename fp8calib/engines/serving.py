@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.registry import ENGINES
@@ -152,8 +153,13 @@ def _limit_tensor_file(
     path: Path, geometry: ModelGeometry, tp: int, model: Path
 ) -> Iterator[Limitation]:
     """Say when a file of tensors is read, and what happens to it where it is."""
-    placed = place_tensor_file(open_folder(model), path)
+    folder = open_folder(model)
     asked = [each for each in _list_engines() if each.replay_folder and not each.is_brief]
+    if folder.modelopt is not None or any(find_quantization_configs(folder.config)):
+        why = "the model is quantized: `fp8calib extract-kv-scales` adds this file to it"
+        yield from (Limitation(engine=each.title, why=why, is_blocking=True) for each in asked)
+        return
+    placed = place_tensor_file(folder, path)
     report = check_folder(placed, geometry, [engine.key for engine in asked], tp)
     for engine in asked:
         if not engine.tensor_file_condition:
