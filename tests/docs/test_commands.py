@@ -183,7 +183,7 @@ def test_every_option_that_the_text_names_exists() -> None:
 
 def _list_options(group: Any, name: str) -> Iterator[str]:
     for parameter in group.commands[name].params:
-        yield from parameter.opts
+        yield from (*parameter.opts, *parameter.secondary_opts)
 
 
 def _check_script(words: list[str]) -> None:
