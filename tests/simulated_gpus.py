@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +80,16 @@ class _Simulation(TorchDispatchMode):
         return _dispatch(func, args, kwargs or {})
 
 
+class _Event:
+    """An event of a GPU that has done all its work at once."""
+
+    def record(self) -> None:
+        """Mark the end of the work so far."""
+
+    def synchronize(self) -> None:
+        """Wait for the mark."""
+
+
 @contextmanager
 def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
     """Make torch and accelerate find simulated GPUs.
@@ -104,6 +114,7 @@ def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
         "get_device_properties": lambda _device=None: properties,
         "is_bf16_supported": lambda *_, **__: True,
     }
+    as_gpus |= {"Event": _Event, "device": lambda _device: nullcontext()}
     room = {**dict.fromkeys(range(count), room_bytes), "cpu": 0}
     future = torch.__future__
     before = (future.get_overwrite_module_params_on_conversion(), torch._C._only_lift_cpu_tensors())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import BLOCK
+from fp8calib.machine.pinned import PinnedCopier
 from fp8calib.selection.matrices import Matrix
 
 CHUNK_BYTES = 1 << 20
@@ -35,11 +37,15 @@ class WeightReader:
         self.checkpoint = checkpoint
         self.pool = pool
         self._device = device
+        self._copiers = threading.local()
         self._amax: dict[str, float] = {}
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
         """Read consecutive rows onto the device."""
-        return _read_rows(self.checkpoint, matrix, rows).to(self._device)
+        copier = getattr(self._copiers, "own", None)
+        if copier is None:
+            copier = self._copiers.own = PinnedCopier(self._device)
+        return copier.copy(_read_rows(self.checkpoint, matrix, rows))
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
         """Give the amax of whole weights; each is read only once.

@@ -175,7 +175,8 @@ def test_a_gpu_holds_the_layer_and_the_host_the_tensors_read_ahead(
     plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
     assert plan.device_peak is not None
     assert plan.device_peak["layers"] == LAYER
-    assert plan.peak.keys() == {"process", "layers", "hidden states"}
+    assert plan.peak.keys() == {"process", "layers", "pinned buffers", "hidden states"}
+    assert plan.peak["pinned buffers"] == 2 * 2**24
     with pytest.raises(UsageError, match="on the GPU"):
         planner(subject, limits(2**30, device=LAYER), tmp_path).plan()
 

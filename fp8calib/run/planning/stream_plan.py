@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import UsageError
+from fp8calib.machine.pinned import PINNED_BYTES
 from fp8calib.machine.units import GIB, format_gib
 from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
@@ -115,7 +116,8 @@ class StreamPlanner:
             return {**own, **self._streamed_parts(probe)}
         stored = [replace(layer, placed=0) for layer in self._layers]
         keep = self._subject.work.changes_weights
-        return {**own, "layers": peak_of_layers(stored, keep=keep)}
+        layers = peak_of_layers(stored, keep=keep)
+        return {**own, "layers": layers, "pinned buffers": PINNED_BYTES}
 
     def _streamed_parts(self, probe: Probe | None, *, on_device: bool = False) -> dict[str, int]:
         subject = self._subject

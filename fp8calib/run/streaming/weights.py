@@ -17,6 +17,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.machine.allocator import return_freed_memory
+from fp8calib.machine.pinned import PinnedCopier
 from fp8calib.model.stored_parameters import mismatch_error, missing_error, tied_names
 from fp8calib.model.weight_source import TensorSource, WeightSource
 
@@ -107,6 +108,7 @@ class PartLoader:
         self.model = model
         self.weights = weights
         self.device = device
+        self._copier = PinnedCopier(torch.device(device))
         self._checkpoint = checkpoint
         self._known = model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
@@ -182,7 +184,7 @@ class PartLoader:
                 tensor = made[part.wanted[name]].to(self._target(name))
                 held.copy_shared(tensor, stored)
                 self._require_shape(name, tensor.shape)
-                set_tensor(self.model, name, tensor.to(self.device))
+                set_tensor(self.model, name, self._copier.copy(tensor))
 
     def drop(self, part: ModelPart) -> None:
         """Drop a part and return its memory to the system."""
