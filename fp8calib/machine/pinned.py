@@ -53,7 +53,7 @@ class PinnedCopier:
         """Give a new buffer, or the one that was used longest ago once the GPU has read it."""
         if len(self._buffers) < _NUM_BUFFERS:
             room = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-            return _Buffer(room, torch.cuda.Event())
+            return _Buffer(room, torch.cuda.Event())  # type: ignore[no-untyped-call]
         buffer = self._buffers.pop(0)
         buffer.is_read.synchronize()
         return buffer

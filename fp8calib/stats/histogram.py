@@ -19,8 +19,10 @@ NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * BINS_PER_OCTAVE + 1
 """Bin 0 counts zeros and values below 2**-40; the last bin has no upper edge."""
 _CODES_PER_OCTAVE = 2**7
 _LOWEST_CODE = (127 + LOWEST_OCTAVE) * _CODES_PER_OCTAVE
+_BELOW = _LOWEST_CODE - 1
+"""The code that counts all values below the range."""
 _NUM_CODES = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * _CODES_PER_OCTAVE + 1
-"""The codes in range, and one more, which counts all values below the range."""
+"""The codes in range, and `_BELOW`."""
 
 
 def lower_edge(bin_index: int) -> float:
@@ -37,26 +39,29 @@ def count_bins_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     device = tensors[0].device
     if device.type == "cpu":
-        rows = [torch.bincount(_offsets(x), minlength=_NUM_CODES) for x in tensors]
+        rows = [
+            torch.bincount(_clamped_codes(x).sub_(_BELOW), minlength=_NUM_CODES) for x in tensors
+        ]
         counts = torch.stack(rows)
     else:
         # On a GPU bincount waits for the largest code on the host; adding ones does not.
-        index = _offsets(torch.cat([x.flatten() for x in tensors])).to(torch.int32)
+        codes = _clamped_codes(torch.cat([x.flatten() for x in tensors]))
         sizes = torch.tensor([x.numel() for x in tensors], dtype=torch.int32)
         owners = torch.repeat_interleave(
-            sizes.to(device, non_blocking=True), output_size=len(index)
+            sizes.to(device, non_blocking=True), output_size=len(codes)
         )
-        index.add_(owners, alpha=_NUM_CODES)
-        counts = torch.zeros(len(tensors) * _NUM_CODES, dtype=torch.int64, device=device)
+        index = torch.add(codes, owners, alpha=_NUM_CODES)
+        places = _BELOW + len(tensors) * _NUM_CODES
+        counts = torch.zeros(places, dtype=torch.int64, device=device)
         counts.index_add_(0, index, torch.ones_like(counts[:1]).expand(len(index)))
+        counts = counts[_BELOW:]
     bins = torch.zeros(len(tensors), NUM_BINS, dtype=torch.int64, device=device)
     return bins.index_add_(1, _bin_of_code(device), counts.view(len(tensors), _NUM_CODES))
 
 
-def _offsets(x: torch.Tensor) -> torch.Tensor:
-    """Give the place of each magnitude's code among those that are counted: int16 [N]."""
-    codes = _codes(x).clamp_(_LOWEST_CODE - 1, _LOWEST_CODE + _NUM_CODES - 2)
-    return codes.sub_(_LOWEST_CODE - 1).flatten()
+def _clamped_codes(x: torch.Tensor) -> torch.Tensor:
+    """Give the code of each magnitude, at least `_BELOW`: int16 [N]."""
+    return _codes(x).clamp_(_BELOW, _BELOW + _NUM_CODES - 1).flatten()
 
 
 def _codes(x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +74,7 @@ def _codes(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _bin_of_code(device: torch.device) -> torch.Tensor:
-    codes = torch.arange(_LOWEST_CODE - 1, _LOWEST_CODE + _NUM_CODES - 1, dtype=torch.int16)
+    codes = torch.arange(_BELOW, _BELOW + _NUM_CODES, dtype=torch.int16)
     values = codes.view(torch.bfloat16).to(torch.float64).tolist()
     return torch.tensor([_bin_of_value(value) for value in values], device=device)
 

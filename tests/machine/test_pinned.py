@@ -25,6 +25,7 @@ class LateGpu:
         self.most_waiting = 0
 
     def run(self, count: int) -> None:
+        """Run the oldest copies."""
         while count and self.queue:
             self.queue.pop(0)()
             count -= 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from fp8calib.stats.histogram import NUM_BINS, lower_edge
+from fp8calib.stats.histogram import NUM_BINS, count_bins_of_each, lower_edge
+from tests.simulated_gpus import simulated_gpus
 from tests.stats.bins import count_bins
 
 
@@ -82,3 +85,15 @@ def test_a_tensor_in_strides_is_counted_as_it_is_seen() -> None:
     assert torch.equal(count_bins(x.T), count_bins(x))
     assert int(count_bins(x[:, ::2]).sum()) == 12
     assert int(count_bins(x[:0]).sum()) == 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles simulated GPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_counts_several_tensors_as_a_cpu_counts_each(dtype: torch.dtype) -> None:
+    """Values above and below the range, zero and infinity, in tensors of several sizes."""
+    tensors = [(torch.randn(n, 7) * torch.logspace(-14, 9, 7)).to(dtype) for n in (3, 50, 1)]
+    tensors[0][0, 0], tensors[1][0, 0] = 0, math.inf
+    expected = torch.stack([count_bins_of_each([x])[0] for x in tensors])
+    with nullcontext() if torch.cuda.is_available() else simulated_gpus(1):
+        found = count_bins_of_each([x.cuda() for x in tensors]).cpu()
+    assert torch.equal(found, expected)
