@@ -132,7 +132,7 @@ def verify(
         reference_server, {"--reference-server-model": reference_server_model}, "--reference-server"
     )
     options = resolve_options(
-        (scales,) if isinstance(scales, Scales) else tuple(scales),
+        _list_scales(scales),
         engine=engine,
         scheme=scheme,
         rules=rules,
@@ -187,6 +187,26 @@ def verify(
     kept.remove()
     warn_each(report.warnings)
     return report
+
+
+def _list_scales(scales: object) -> tuple[Scales, ...]:
+    """List the candidates, of which one needs no list.
+
+    Raises:
+        UsageError: one is neither statistics nor a path.
+    """
+    listed = (
+        tuple(scales)
+        if isinstance(scales, Iterable) and not isinstance(scales, Scales)
+        else (scales,)
+    )
+    for each in listed:
+        if not isinstance(each, Scales):
+            raise UsageError(
+                f"scales: must be statistics or a path, or a list of them, found {each!r}",
+                hint="leave scales out to compare scale 1.0 alone",
+            )
+    return listed
 
 
 def resolve_options(
