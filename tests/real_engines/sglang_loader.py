@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import sys
 import types
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-WHEELS = Path(__file__).parents[2] / ".cache"
+WHEELS = Path(os.environ.get("SGLANG_WHEELS", Path(__file__).parents[2] / ".cache"))
+"""The folder with the one wheel that is read."""
 MODULE = "sglang/srt/model_loader/weight_utils.py"
 WANTED = {"KVCacheQuantSchema", "QuantParamSchema", "kv_cache_scales_loader"}
 

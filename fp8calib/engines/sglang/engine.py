@@ -1,12 +1,14 @@
-"""SGLang 0.5.23."""
+"""SGLang."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Evidence, Launch
+from fp8calib.engines.engine import Engine, Evidence, Launch, ReplayFolder, ReplayJson
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
+from fp8calib.engines.sglang.releases import RELEASES, Release
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Outcome,
@@ -22,16 +24,24 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
-def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    from fp8calib.engines.sglang.replay import replay_sglang  # noqa: PLC0415
+def _make_replay(release: Release) -> ReplayFolder:
+    def replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+        from fp8calib.engines.sglang.replay import replay_sglang  # noqa: PLC0415
 
-    return replay_sglang(folder, geometry, tp)
+        return replay_sglang(folder, geometry, tp, release)
+
+    return replay_folder
 
 
-def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder) -> EngineReport:
-    from fp8calib.engines.sglang.scales_file import replay_sglang_json  # noqa: PLC0415
+def _make_json_replay(release: Release) -> ReplayJson:
+    def replay_json(
+        path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
+    ) -> EngineReport:
+        from fp8calib.engines.sglang.scales_file import replay_sglang_json  # noqa: PLC0415
 
-    return replay_sglang_json(path, geometry, tp, model)
+        return replay_sglang_json(path, geometry, tp, model, release)
+
+    return replay_json
 
 
 _POOL = "SGLang 0.5.23 srt/mem_cache/memory_pool.py MHATokenToKVPool.set_kv_buffer"
@@ -142,25 +152,39 @@ _PARAMETER_RULES = ParameterRules(
     narrows_experts=True,
 )
 
-SGLANG = Engine(
-    key="sglang",
-    title="SGLang",
-    version="0.5.23",
-    evidence=Evidence.LOADER,
-    is_default=True,
-    launch=Launch(
-        command="python -m sglang.launch_server --model-path",
-        kv_flag="--kv-cache-dtype fp8_e4m3",
-        ranks_flag="--tp-size",
-        scales_flag="--quantization-param-path",
-    ),
-    numerics=_NUMERICS,
-    replay_folder=_replay_folder,
-    replay_json=_replay_json,
-    tensor_file_condition="it is read only inside a model folder without "
-    "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
-    splits_heads=True,
-    make_linear_loader=_make_linear_loader,
-    weight_rules=_WEIGHT_RULES,
-    parameter_rules=_PARAMETER_RULES,
+
+def _make_engine(release: Release) -> Engine:
+    return Engine(
+        key="sglang",
+        title="SGLang",
+        version=release.version,
+        evidence=Evidence.LOADER,
+        launch=Launch(
+            command="python -m sglang.launch_server --model-path",
+            kv_flag="--kv-cache-dtype fp8_e4m3",
+            ranks_flag="--tp-size",
+            scales_flag="--quantization-param-path",
+        ),
+        numerics=_NUMERICS,
+        replay_folder=_make_replay(release),
+        replay_json=_make_json_replay(release),
+        tensor_file_condition="it is read only inside a model folder without "
+        "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
+        splits_heads=True,
+        make_linear_loader=_make_linear_loader,
+        weight_rules=_WEIGHT_RULES,
+        parameter_rules=_PARAMETER_RULES,
+    )
+
+
+_OLDER = tuple(
+    replace(
+        _make_engine(release),
+        key=f"sglang=={release.version}",
+        loads_like="sglang",
+        numerics=None,
+        no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
+    )
+    for release in RELEASES[1:]
 )
+SGLANG = replace(_make_engine(RELEASES[0]), is_default=True, releases=_OLDER)

@@ -1,6 +1,6 @@
-"""What SGLang 0.5.23 does with the KV scales of a checkpoint folder.
+"""What SGLang does with the KV scales of a checkpoint folder.
 
-Read in its wheel: `srt/layers/quantization/`, `maybe_remap_kv_scale_name`, and the models whose
+Read in the wheels: `srt/layers/quantization/`, `maybe_remap_kv_scale_name`, and the models whose
 `load_weights` calls it; the others load a scale only under the name of the parameter itself.
 """
 
@@ -10,24 +10,32 @@ import re
 from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, judge_pair
+from fp8calib.engines.replay.kv_cache_method import (
+    PairRules,
+    is_negative,
+    is_not_positive,
+    judge_pair,
+)
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, Status
 from fp8calib.engines.sglang.model_types import (
-    FUSING_TYPES,
     INDEXING_TYPES,
     LOSING_TYPES,
     MAPPING_TYPES,
-    OWN_MAPPINGS,
-    STRICT_TYPES,
-    TYPES_WITHOUT_KV_SCALES,
+    find_class_release,
+    find_own_names,
     find_sglang_type,
+    fuses_first,
+    has_place,
+    is_strict,
 )
+from fp8calib.engines.sglang.releases import NEWEST, Release
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -40,6 +48,16 @@ CONFIG_KEYS = (
 """Where SGLang looks for the quantization config, in order."""
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
+_MIXER_SINCE = 9
+"""The first release that knows the second prefix."""
+_KV_METHODS_SINCE = {"compressed-tensors": 19, "fp8": 6}
+"""The first releases whose attention has parameters for KV scales with these methods
+(get_quant_method of `CompressedTensorsConfig` and `Fp8Config`); with ModelOpt's and Quark's all."""
+_FLAT_ALGORITHM_SINCE = 15
+"""The first release that reads kv_cache_quant_algo in config.json (`ModelOptFp8Config`)."""
+_ZERO_UNSET_SINCE = 18
+"""The first release that takes two scales of zero for ones that were not loaded
+(`quantization/kv_cache.py`)."""
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
 _NO_PROJECTIONS = "gemma3n_text"
 """It fuses names under a projection first, and so loses scales with such names."""
@@ -48,7 +66,9 @@ _NEARLY = 1e-6
 _FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and .v_scale)"
 
 
-def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+def replay_sglang(
+    folder: ScaleFolder, geometry: ModelGeometry, tp: int, release: Release
+) -> EngineReport:
     """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`.
 
     Raises:
@@ -56,53 +76,67 @@ def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engi
     """
     del tp  # every rank uses the same number
     context = open_indexed(folder, geometry, error="RuntimeError")
-    fault = _find_fault(folder, geometry)
+    fault = _find_fault(folder, geometry, release)
     places = {} if fault else _find_places(geometry)
     model_type = find_sglang_type(geometry)
-    _refuse_strays(context, places, model_type)
-    loaded = context.load(lambda name: places.get(name_sglang_parameter(name, model_type)))
+    if release.number >= find_class_release(geometry.architecture):
+        _refuse_strays(context, places, model_type, release)
+    loaded = context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
     layers = [
-        _judge(context, loaded, layer.index, attention, fault)
+        _judge(context, loaded, layer.index, attention, fault, release)
         for layer, attention in geometry.attentions()
     ]
     note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
+    dtypes = {entry.dtype for entry in context.tensors.values() if len(entry.shape) > 1}
+    if dtypes & WEIGHT_FORMATS.keys() and release != NEWEST:
+        context.problems.append(_OTHER_WEIGHTS)
     report = context.report(layers)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
 
 
-def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry) -> bool:
+def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
     """Check whether a model's attention layers have parameters for KV scales."""
     try:
-        return not _find_fault(folder, geometry)
+        return not _find_fault(folder, geometry, release)
     except Refusal:
         return False
 
 
-def _find_fault(folder: ScaleFolder, geometry: ModelGeometry) -> str:
+def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> str:
     """Say why attention layers have no parameters for KV scales; empty where they have.
 
     Raises:
         Refusal: SGLang does not start with this config.
     """
-    fault = _find_config_fault(find_quantization(folder, keys=CONFIG_KEYS))
-    if not fault and geometry.model_type in TYPES_WITHOUT_KV_SCALES:
-        owner = f"SGLang's attention of {geometry.model_type}"
+    fault = _find_config_fault(find_quantization(folder, keys=CONFIG_KEYS), release)
+    if fault:
+        return fault
+    if release.number < (since := find_class_release(geometry.architecture)):
+        why = f"{release.title} has no class {geometry.architecture}, which came with 0.5.{since}"
+        return f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
+    if not has_place(geometry.model_type, release):
+        owner = f"{release.title}'s attention of {geometry.model_type}"
         return f"{owner} has no parameters for KV scales, so it uses 1.0"
-    return fault
+    return ""
 
 
 _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
-def _find_config_fault(quantization: Mapping[str, object] | None) -> str:
+def _find_config_fault(quantization: Mapping[str, object] | None, release: Release) -> str:
     if quantization is None:
         return "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
     method = str(quantization.get("quant_method", "modelopt"))
+    if release.number < (since := _KV_METHODS_SINCE.get(method, 0)):
+        why = (
+            f"{release.title} loads no KV scales with quant_method {method}, which 0.5.{since} does"
+        )
+        return f"{why}, so it uses 1.0"
     if method == "compressed-tensors":
         return _find_scheme_fault(quantization.get("kv_cache_scheme"))
     if method.startswith("modelopt"):
-        return _find_modelopt_fault(quantization)
+        return _find_modelopt_fault(quantization, release)
     if method in ("fp8", "quark"):
         return ""
     return f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
@@ -123,7 +157,7 @@ def _find_scheme_fault(scheme: object) -> str:
     )
 
 
-def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
+def _find_modelopt_fault(quantization: Mapping[str, object], release: Release) -> str:
     nested = quantization.get("quantization", quantization)
     section = nested if isinstance(nested, dict) else {}
     if section.get("quant_algo") is None:
@@ -132,6 +166,8 @@ def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
     scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    elif "quantization" not in quantization and release.number < _FLAT_ALGORITHM_SINCE:
+        algorithm = None
     # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
     has_method = algorithm or "FP4" in str(section["quant_algo"])
     return (
@@ -152,13 +188,13 @@ def _inner_path(attention: Attention) -> str:
     return f"{attention.checkpoint_module}.{inner}"
 
 
-def name_sglang_parameter(name: str, model_type: str) -> str:
+def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     """Give the name of the parameter that `load_weights` of a model looks for, or "" for none."""
     if model_type in LOSING_TYPES:
         return ""
     if model_type in MAPPING_TYPES:
-        return name if _is_lost(name, model_type) else _remap(name)
-    for old, new in OWN_MAPPINGS.get(model_type, {}).items():
+        return name if _is_lost(name, model_type) else _remap(name, release)
+    for old, new in find_own_names(model_type, release).items():
         if name.endswith(old):
             return name.removesuffix(old) + new
     return name
@@ -173,13 +209,14 @@ def _is_lost(name: str, model_type: str) -> bool:
     ) or (model_type == "minimax_m2" and spelling is Spelling.OUTPUT)
 
 
-def _remap(name: str) -> str:
-    """Replay `maybe_remap_kv_scale_name` (SGLang 0.5.23)."""
+def _remap(name: str, release: Release) -> str:
+    """Replay `maybe_remap_kv_scale_name`."""
+    prefixes = _MODELOPT_PREFIXES[: 1 + (release.number >= _MIXER_SINCE)]
     if name.endswith(".kv_scale"):
         return name.replace(".kv_scale", ".attn.k_scale")
     for scale in (".k_scale", ".v_scale"):
         if name.endswith(scale):
-            for prefix in _MODELOPT_PREFIXES:
+            for prefix in prefixes:
                 old = f"{prefix}{scale[1]}_proj{scale}"
                 if old in name:
                     return name.replace(old, f"{prefix}attn{scale}")
@@ -190,20 +227,24 @@ def _remap(name: str) -> str:
     return name
 
 
-def _refuse_strays(context: LoadContext, places: Mapping[str, Slot], model_type: str) -> None:
+def _refuse_strays(
+    context: LoadContext, places: Mapping[str, Slot], model_type: str, release: Release
+) -> None:
     for name, stored in context.scales.items():
-        is_stray = name_sglang_parameter(name, model_type) not in places
-        if model_type in STRICT_TYPES and is_stray and not _is_passed(stored, model_type):
+        target = name_sglang_parameter(name, model_type, release)
+        is_stray = target not in places
+        if is_strict(model_type, release) and is_stray and not _is_passed(stored, model_type):
             error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
             why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
-            raise Refusal(why, fix=_find_name_fix(context.geometry))
-        is_unchanged = is_stray and name_sglang_parameter(name, model_type) == name
+            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
+        is_unchanged = is_stray and target == name
         if model_type in INDEXING_TYPES and is_unchanged:
             why = f"{stored}: SGLang's {model_type} has no such parameter (KeyError)"
-            raise Refusal(why, fix=_find_name_fix(context.geometry))
-        if model_type in FUSING_TYPES and _PROJECTION.search(name):
+            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
+        is_output = name.endswith(".output_scale")
+        if _PROJECTION.search(name) and fuses_first(model_type, release, is_output=is_output):
             why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
-            raise Refusal(why, fix=_find_name_fix(context.geometry))
+            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
 
 
 def _is_passed(stored: StoredScale, model_type: str) -> bool:
@@ -213,8 +254,8 @@ def _is_passed(stored: StoredScale, model_type: str) -> bool:
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
 
 
-def _find_name_fix(geometry: ModelGeometry) -> str:
-    if geometry.model_type in TYPES_WITHOUT_KV_SCALES:
+def _find_name_fix(geometry: ModelGeometry, release: Release) -> str:
+    if not has_place(geometry.model_type, release):
         return _PLACELESS_FIX
     paths = (_inner_path(attention) for _, attention in geometry.attentions())
     return _FIX.format(path=next(paths, "attn"))
@@ -226,19 +267,26 @@ def _judge(
     index: int,
     attention: Attention,
     fault: str,
+    release: Release,
 ) -> LayerVerdict:
     path = _inner_path(attention)
     why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
     if fault:
-        is_placeless = context.geometry.model_type in TYPES_WITHOUT_KV_SCALES
-        has_no_method = fault.startswith("quant_method")
-        fix = METHODS_FIX if has_no_method else _SCHEME_FIX
         return context.judge_absent_layer(
-            index, why=fault, fix=_PLACELESS_FIX if is_placeless else fix
+            index, why=fault, fix=_find_place_fix(context.geometry, fault, release)
         )
-    rules = PairRules("SGLang", is_not_positive, why, _FIX.format(path=path))
+    is_unset = is_not_positive if release.number >= _ZERO_UNSET_SINCE else is_negative
+    rules = PairRules("SGLang", is_unset, why, _FIX.format(path=path))
     verdict = judge_pair(context, index, loaded, rules)
     return _misread_latents(verdict) if attention.kind == "latent" else verdict
+
+
+def _find_place_fix(geometry: ModelGeometry, fault: str, release: Release) -> str:
+    if not has_place(geometry.model_type, NEWEST):
+        return _PLACELESS_FIX
+    if fault.startswith(release.title):
+        return _NEWER_FIX
+    return METHODS_FIX if fault.startswith("quant_method") else _SCHEME_FIX
 
 
 def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
@@ -262,4 +310,6 @@ _LATENTS = (
 )
 _LATENTS_FIX = "serve it without scales, or with scales of 1.0"
 _SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
+_NEWER_FIX = "serve it with a newer release, or without scales"
+_OTHER_WEIGHTS = f"its FP8 weights are judged by the rules of {NEWEST.title}, not of this release"
 _PLACELESS_FIX = "serve it with another engine, or without scales"

@@ -1,0 +1,181 @@
+"""What `check` says of SGLang's older releases is what the code of each release does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.sglang.model_types import JSON_TYPES, has_place, takes_sglang_json
+from fp8calib.engines.sglang.releases import RELEASES, Release
+from fp8calib.geometry.model_geometry import ModelGeometry
+from tests.engines.check_handmade import (
+    FP8,
+    MODELOPT,
+    PER_TENSOR,
+    QUARK,
+    ask,
+    moved_geometry,
+    plain_geometry,
+    save_folder,
+    spell,
+)
+from tests.real_engines.test_sglang_models import MODELS, OTHERS, SPELLINGS, WRAPPERS
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "sglang"
+LAST_PATCHES: Mapping[int, str] = {
+    **dict.fromkeys((1, 3, 4, 5), ".post3"),
+    **dict.fromkeys((8, 10, 12, 13, 15), ".post1"),
+    6: ".post2",
+}
+CONFIGS: Mapping[str, object] = {
+    "compressed-tensors": PER_TENSOR,
+    "fp8": FP8,
+    "modelopt": MODELOPT,
+    "quark": QUARK,
+}
+NOT_SURVEYED = {(6, "qwen2_5_vl")}
+"""The loader needs more of the model than its names."""
+by_release = pytest.mark.parametrize("release", RELEASES, ids=lambda each: each.version)
+
+
+@cache
+def survey(release: Release) -> Mapping[str, Any]:
+    """Run the code of a release; skip the test where its wheel cannot be had."""
+    folder = CACHE / release.version
+    if not [*folder.glob("sglang-*.whl")]:
+        version = release.version + LAST_PATCHES.get(release.number, "")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+        command += ["--only-binary", ":all:", "--dest", str(folder), f"sglang=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"sglang=={version} cannot be had: {done.stderr[-300:]}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.real_engines.sglang_survey"],
+        env={**os.environ, "SGLANG_WHEELS": str(folder), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: Mapping[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def ask_release(
+    release: Release, folder: Path, geometry: ModelGeometry | None = None
+) -> EngineReport:
+    name = "sglang" if release == RELEASES[0] else f"sglang=={release.version}"
+    return ask(name, folder, geometry)
+
+
+def check_statuses(
+    folder: Path, release: Release, leaves: tuple[str, ...], **geometry: str
+) -> set[str]:
+    path = geometry.pop("path", "model.layers.{}.self_attn")
+    save_folder(
+        folder, spell(*leaves, path=path), quantization=FP8 if release.number > 5 else QUARK
+    )
+    shape = moved_geometry(path, **geometry)
+    report = ask_release(release, folder, shape)
+    return {verdict.status.value for layer in report.layers for verdict in (layer.k, layer.v)}
+
+
+def list_folders(tmp_path: Path) -> Iterator[Path]:
+    number = 0
+    while True:
+        number += 1
+        yield tmp_path / str(number)
+
+
+@by_release
+def test_every_spelling_ends_as_in_the_models_own_loader(release: Release, tmp_path: Path) -> None:
+    folders = list_folders(tmp_path)
+    wrong = {}
+    for model_type, outcomes in survey(release)["models"].items():
+        for spelling, expected in outcomes.items():
+            found = check_statuses(
+                next(folders),
+                release,
+                SPELLINGS[spelling],
+                model_type=model_type,
+                architecture=MODELS[model_type],
+            )
+            if found != {expected}:
+                wrong[model_type, spelling] = (found, expected)
+    assert not wrong
+
+
+@by_release
+def test_likewise_in_models_with_other_inputs(release: Release, tmp_path: Path) -> None:
+    folders = list_folders(tmp_path)
+    wrong = {}
+    for name, outcomes in survey(release)["wrappers"].items():
+        if (release.number, name) in NOT_SURVEYED:
+            continue
+        architecture, model_type, _ = WRAPPERS[name]
+        for spelling, expected in outcomes.items():
+            found = check_statuses(
+                next(folders),
+                release,
+                SPELLINGS[spelling],
+                model_type=model_type,
+                architecture=architecture,
+                path="model.language_model.layers.{}.self_attn",
+            )
+            if found != {expected}:
+                wrong[name, spelling] = (found, expected)
+    assert not wrong
+
+
+@by_release
+def test_a_class_and_its_parameters_are_there_from_their_release_on(
+    release: Release, tmp_path: Path
+) -> None:
+    places = survey(release)["places"]
+    for model_type, architecture in (MODELS | OTHERS).items():
+        if model_type in places:
+            assert has_place(model_type, release) is places[model_type], model_type
+            continue
+        folder = save_folder(tmp_path / model_type, spell("k_scale", "v_scale"), quantization=QUARK)
+        geometry = plain_geometry(model_type=model_type, architecture=architecture)
+        report = ask_release(release, folder, geometry)
+        assert not report.ok
+        assert f"has no class {architecture}" in report.layers[0].k.why
+
+
+@by_release
+def test_methods_have_parameters_from_their_release_on(release: Release, tmp_path: Path) -> None:
+    for method, config in CONFIGS.items():
+        folder = save_folder(tmp_path / method, spell("k_scale", "v_scale"), quantization=config)
+        report = ask_release(release, folder)
+        assert report.ok is (method in survey(release)["methods"]), method
+
+
+@by_release
+def test_two_scales_of_zero(release: Release, tmp_path: Path) -> None:
+    scales = spell("k_scale", "v_scale", value=0.0)
+    folder = save_folder(tmp_path / "m", scales, quantization=MODELOPT)
+    verdict = ask_release(release, folder).layers[0].k
+    expected = survey(release)["zeros"]
+    assert (verdict.status == "refused") is (expected == "refused")
+    assert expected == "refused" or verdict.value == expected[0]
+
+
+@by_release
+def test_the_classes_that_take_a_file_of_scales(release: Release) -> None:
+    taken = set(survey(release)["files"])
+    for model_type in set(JSON_TYPES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        geometry = plain_geometry(model_type=model_type, architecture=architecture)
+        assert takes_sglang_json(geometry, release) is (architecture in taken), model_type
