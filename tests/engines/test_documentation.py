@@ -36,6 +36,31 @@ rules of 0.32; where a checkpoint has FP8 weights, `check` says so. Before 0.25 
 loader of its own; which of them map the names of scales was read (`vllm/remapping`). Of the
 arithmetic of releases before 0.32, Python was compared with that of 0.32, and no kernel.
 """
+RELEASES_OF_SGLANG = """
+## What differs between the releases of SGLang
+
+The code of each release from 0.5.1 to 0.5.23 was run on the names of scales: its models' loaders,
+its reader of files of scales, and what it does with scales of zero. FP8 weights are judged in all
+of them by the rules of 0.5.23; where a checkpoint has FP8 weights, `check` says so. The arithmetic
+of older releases was not read.
+
+|  | from which release on |
+|---|---|
+| Attention has parameters for KV scales with ModelOpt's and Quark's method | 0.5.1 |
+| ... with the `fp8` method (`fp8.py` get_quant_method) | 0.5.6 |
+| ... with compressed-tensors (`compressed_tensors.py` get_quant_method) | 0.5.19 |
+| ... in Qwen3-Next; in Qwen3.5 | 0.5.9; 0.5.17 |
+| `.mixer.k_proj.k_scale` is mapped (`maybe_remap_kv_scale_name`) | 0.5.9 |
+| ModelOpt's kv_cache_quant_algo is read in config.json (`modelopt_quant.py` from_config) | 0.5.15 |
+| Two scales of zero count as not loaded; before, SGLang stops (`kv_cache.py`) | 0.5.18 |
+| ModelOpt's and Quark's names are no error in Qwen3; MiniMax-M2 | 0.5.2; 0.5.10 |
+| ... in Gemma 3; Qwen3-VL | 0.5.14; 0.5.20 |
+| Any name of a scale is no error in GLM-4; Qwen2.5-VL | 0.5.4; 0.5.5 |
+| ... in GLM-4V; Qwen3-VL | 0.5.6; 0.5.7 |
+
+Classes that came later are listed in `sglang/model_types`: before, SGLang runs transformers' code,
+which loads no KV scales.
+"""
 ARITHMETIC = """
 ## Arithmetic that `verify --engine` emulates
 
@@ -200,7 +225,7 @@ def make_page() -> str:
     lines = [HEAD, *make_table(ENGINE_COLUMNS, rows)]
     lines += ["", "## What differs between the releases of vLLM", ""]
     lines += [RELEASES_OF_VLLM, *make_table(("", "from which release on"), describe_releases())]
-    lines.append(ARITHMETIC.rstrip())
+    lines += [RELEASES_OF_SGLANG.rstrip(), ARITHMETIC.rstrip()]
     meanings, seen = read_meanings(Numerics), set()
     for engine in releases:
         numerics = engine.numerics

@@ -1,4 +1,4 @@
-"""The releases of vLLM: how they are named, and what differs between them."""
+"""The releases of engines: how they are named, and what differs between them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Evidence
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import Status
+from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.errors import UsageError
+from fp8calib.geometry.model_geometry import ModelGeometry
 from tests import zoo
 from tests.engines.check_handmade import (
     FP8,
@@ -40,6 +41,7 @@ KNOWN = (
     "0.25.1, 0.24.0, 0.23.0, 0.22.1, 0.21.0, 0.20.2, 0.19.1, 0.18.1, 0.17.1, 0.16.0, 0.15.1, "
     "0.14.1, 0.13.0, 0.12.0, 0.11.2, 0.10.2"
 )
+SGLANG_KNOWN = ", ".join(f"0.5.{number}" for number in range(23, 0, -1))
 
 
 @pytest.mark.parametrize("find", [find_replayed, lambda name: find_emulated(name)[0]])
@@ -74,7 +76,7 @@ def test_a_version_selects_the_rules_of_a_release(
         ("vllm==", KNOWN),
         ("vllm==0.3", KNOWN),
         ("vllm==main", KNOWN),
-        ("sglang==0.5", "known versions of sglang: 0.5.23"),
+        ("sglang==0.5", f"known versions of sglang: {SGLANG_KNOWN}"),
         ("reference==1", "known versions of reference: none"),
     ],
 )
@@ -405,3 +407,47 @@ def test_check_says_that_a_version_has_the_rules_of_another(tmp_path: Path) -> N
     notes = [each.problems[-1] for each in report.engines.values()]
     assert notes[0] == "vLLM 0.11.0 is judged by the rules of 0.11.2"
     assert notes[1].startswith("vLLM 0.40 is unknown")
+
+
+@pytest.mark.parametrize(
+    ("method", "first"),
+    [(PER_TENSOR, 19), (FP8, 6), (MODELOPT, 1)],
+    ids=["compressed-tensors", "fp8", "modelopt"],
+)
+def test_sglang_loads_the_scales_of_a_method_from_its_release_on(
+    tmp_path: Path, method: object, first: int
+) -> None:
+    folder = save_folder(tmp_path / "m", PAIR, quantization=method)
+    for number in range(1, 23):
+        report = ask_sglang(folder, number)
+        assert report.ok is (number >= first)
+        if not report.ok:
+            verdict = report.layers[0].k
+            assert (verdict.status, verdict.value) == (Status.DROPPED, 1.0)
+            assert verdict.fix == "serve it with a newer release, or without scales"
+
+
+def test_a_class_that_sglang_did_not_have_loads_no_scales(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "m", PAIR, quantization=MODELOPT)
+    geometry = plain_geometry(model_type="opt", architecture="OPTForCausalLM")
+    why = ask_sglang(folder, 1, geometry).layers[0].k.why
+    assert why.endswith(
+        "SGLang 0.5.1 has no class OPTForCausalLM, which came with 0.5.2, and loads no KV scales "
+        "with transformers' class, so it uses 1.0"
+    )
+
+
+def test_two_scales_of_zero_stop_sglang_before_0_5_18(tmp_path: Path) -> None:
+    scales = spell("k_scale", "v_scale", value=0.0)
+    folder = save_folder(tmp_path / "m", scales, quantization=MODELOPT)
+    assert statuses(ask_sglang(folder, 17)) == both(Status.REFUSED)
+    assert statuses(ask_sglang(folder, 18)) == both(Status.DEFAULTED)
+
+
+def test_the_arithmetic_of_older_sglang_is_not_emulated() -> None:
+    with pytest.raises(UsageError, match="the arithmetic of this release has not been read"):
+        find_emulated("sglang==0.5.22")
+
+
+def ask_sglang(folder: Path, number: int, geometry: ModelGeometry | None = None) -> EngineReport:
+    return ask(f"sglang==0.5.{number}", folder, geometry)

@@ -156,6 +156,7 @@ _PARAMETER_RULES = ParameterRules(
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="sglang",
+        minor_parts=3,
         title="SGLang",
         version=release.version,
         evidence=Evidence.LOADER,
