@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.errors import ModelError
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.quantization.rounded_codes import RoundedCodes
@@ -27,6 +28,7 @@ from fp8calib.quantization.shard_layout import (
 )
 from fp8calib.quantization.weight_reader import (
     CHUNK_BYTES,
+    DAMAGED,
     WeightReader,
     require_finite,
     split_rows,
@@ -34,6 +36,7 @@ from fp8calib.quantization.weight_reader import (
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, part_amax, scale_parts
 from fp8calib.selection.matrices import Matrix
 
+_FLOATS = ("F16", "BF16", "F32")
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""
 
@@ -118,6 +121,8 @@ class ShardWriter:
         def copy(offset: int) -> None:
             stop = min(offset + step, tensor.size_bytes)
             span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
+            if len(tensor.shape) == 1 and tensor.dtype in _FLOATS:
+                _require_numbers(tensor, span.view(TORCH_DTYPES[tensor.dtype]), offset)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 
         return self._start(tensor, copy, range(0, tensor.size_bytes, step))
@@ -210,6 +215,13 @@ class ShardWriter:
     def _note(self, all_zero: AllZeroWeight | None) -> None:
         if all_zero is not None:
             self._all_zero.append(all_zero)
+
+
+def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) -> None:
+    """Refuse a norm or a bias that holds NaN; it can hold infinity, to mask."""
+    if bool((found := values.isnan()).any()):
+        index = offset // values.element_size() + int(found.nonzero()[0])
+        raise ModelError(f"{tensor.name} holds nan at [{index}]", hint=DAMAGED)
 
 
 def _finish(started: _Started, advance: Callable[[int], None]) -> None:

@@ -15,6 +15,7 @@ from fp8calib.fp8.schemes import BLOCK
 from fp8calib.machine.pinned import PinnedCopier
 from fp8calib.selection.matrices import Matrix
 
+DAMAGED = "the checkpoint is damaged, or overflowed in training or conversion"
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""
 _TRANSPOSED_ROWS = 2048
@@ -113,7 +114,7 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
     index = _find_index(matrix, rows.start + row, column)
     raise ModelError(
         f"{matrix.source} holds {float(values[row, column])} at {index}",
-        hint="the checkpoint is damaged, or overflowed in training or conversion",
+        hint=DAMAGED,
     )
 
 

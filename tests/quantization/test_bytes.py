@@ -249,6 +249,16 @@ def test_what_is_not_finite_is_named_and_nothing_is_left(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_nan_in_a_norm_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    (norm, *_) = (name for name in sorted(tensors) if name.endswith("layernorm.weight"))
+    tensors[norm][3] = math.nan
+    source = save(tmp_path / "source", tensors)
+    with pytest.raises(ModelError, match=rf"{norm} holds nan at \[3\]"):
+        run(source, tmp_path / "out", "fp8-dynamic")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def test_tiny_weights_do_not_divide_by_zero(tmp_path: Path) -> None:
     """Subnormals: the scale stops at the smallest normal number."""
     weight = torch.tensor([[2.0**-140, -(2.0**-145)], [2.0**-130, 0.0]])
