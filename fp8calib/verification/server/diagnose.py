@@ -27,6 +27,9 @@ orders and dtypes, which turns many roundings around."""
 _LARGER = 2.0
 """The most that squared changes may exceed a candidate's there, and that what a fault leaves may
 exceed the squared changes of all roundings."""
+_FAR_LESS = 8.0
+"""Squared changes that are fewer than those of any candidate by this factor come from no FP8 cache,
+even if they are related: 16 bits round, too, and disturb the same tokens."""
 _CLOSE = 0.98
 """Where a larger share is explained, faults of single layers are not tried."""
 _ABOVE_NOISE = 4.0
@@ -238,6 +241,8 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
         rivals = [fit.name for fit in fits if fit.name != best.name]
         rival = next((name for name in rivals if not changes.is_less(best.name, name)), "")
         return conclude(Finding.EQUAL if rival else Finding.CANDIDATE, best.name, rival)
+    if squares <= min(energies) / _FAR_LESS:
+        return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
     is_related = any((fit.correlation or 0.0) >= _RELATED for fit in emulated)
     if squares <= max(min(energies) / _LARGER, _ABOVE_NOISE * changes.noise) and not is_related:
         return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
