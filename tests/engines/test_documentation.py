@@ -42,7 +42,9 @@ RELEASES_OF_SGLANG = """
 The code of each release from 0.5.1 to 0.5.23 was run on the names of scales: its models' loaders,
 its reader of files of scales, and what it does with scales of zero. FP8 weights are judged in all
 of them by the rules of 0.5.23; where a checkpoint has FP8 weights, `check` says so. The arithmetic
-of older releases was not read.
+of 0.5.19 to 0.5.22 is that of 0.5.23: the functions and kernels it follows were compared, and what
+they changed concerns other GPUs, other formats or activations fused with quantization. That of
+older releases was not compared.
 
 |  | from which release on |
 |---|---|
@@ -55,7 +57,7 @@ of older releases was not read.
 | Two scales of zero count as not loaded; before, SGLang stops (`kv_cache.py`) | 0.5.18 |
 | ModelOpt's and Quark's names are no error in Qwen3; MiniMax-M2 | 0.5.2; 0.5.10 |
 | ... in Gemma 3; Qwen3-VL | 0.5.14; 0.5.20 |
-| Any name of a scale is no error in GLM-4; Qwen2.5-VL | 0.5.4; 0.5.5 |
+| Any name of a scale is no error in GLM-4; Qwen2.5-VL | 0.5.4; 0.5.5, but for 0.5.6 |
 | ... in GLM-4V; Qwen3-VL | 0.5.6; 0.5.7 |
 
 Classes that came later are listed in `sglang/model_types`: before, SGLang runs transformers' code,

@@ -19,6 +19,8 @@ from fp8calib.engines.engine import Evidence
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.sglang.model_types import takes_sglang_json
+from fp8calib.engines.sglang.releases import RELEASES
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from tests import zoo
@@ -27,6 +29,7 @@ from tests.engines.check_handmade import (
     MODELOPT,
     PER_HEAD,
     PER_TENSOR,
+    QUARK,
     ask,
     both,
     plain_geometry,
@@ -444,9 +447,56 @@ def test_two_scales_of_zero_stop_sglang_before_0_5_18(tmp_path: Path) -> None:
     assert statuses(ask_sglang(folder, 18)) == both(Status.DEFAULTED)
 
 
-def test_the_arithmetic_of_older_sglang_is_not_emulated() -> None:
+def test_the_arithmetic_of_sglang_is_emulated_from_0_5_19_on() -> None:
+    assert find_emulated("sglang==0.5.19")[1] == find_emulated("sglang")[1]
     with pytest.raises(UsageError, match="the arithmetic of this release has not been read"):
-        find_emulated("sglang==0.5.22")
+        find_emulated("sglang==0.5.18")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "outcomes"),
+    [
+        (
+            "qwen2_5_vl_text",
+            "Qwen2_5_VLForConditionalGeneration",
+            {4: "refused", 5: "dropped", 6: "refused", 7: "dropped"},
+        ),
+        ("qwen3_next", "Qwen3NextForCausalLM", {8: "refused", 9: "dropped"}),
+    ],
+)
+def test_from_which_release_sglang_skips_a_name(
+    tmp_path: Path, model_type: str, architecture: str, outcomes: Mapping[int, str]
+) -> None:
+    """Scales of 1.0, which qwen3_next asserts of what it skips; its older loader raises a KeyError.
+
+    Read in the loaders; qwen2_5_vl's of 0.5.6 raises a ValueError, those around it go on.
+    """
+    scales = spell("k_scale", "v_scale", value=1.0)
+    folder = save_folder(tmp_path / "m", scales, quantization=QUARK)
+    geometry = plain_geometry(model_type=model_type, architecture=architecture)
+
+    for number, status in outcomes.items():
+        assert statuses(ask_sglang(folder, number, geometry)) == both(status), number
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "first"),
+    [
+        ("glm4", "Glm4ForCausalLM", 4),
+        ("iquestcoder", "IQuestCoderForCausalLM", 8),
+        ("mimo_v2", "MiMoV2ForCausalLM", 11),
+        ("solar", "SolarForCausalLM", 24),
+    ],
+)
+def test_from_which_release_a_class_of_sglang_reads_a_file_of_scales(
+    model_type: str, architecture: str, first: int
+) -> None:
+    """Read in the classes; solar's has the function in its inner model alone."""
+    geometry = plain_geometry(model_type=model_type, architecture=architecture)
+
+    found = [each.number for each in RELEASES if takes_sglang_json(geometry, each)]
+
+    assert found == [*range(23, first - 1, -1)]
 
 
 def ask_sglang(folder: Path, number: int, geometry: ModelGeometry | None = None) -> EngineReport:

@@ -44,8 +44,6 @@ CONFIGS: Mapping[str, object] = {
     "modelopt": MODELOPT,
     "quark": QUARK,
 }
-NOT_SURVEYED = {(6, "qwen2_5_vl")}
-"""The loader needs more of the model than its names."""
 by_release = pytest.mark.parametrize("release", RELEASES, ids=lambda each: each.version)
 
 
@@ -121,8 +119,6 @@ def test_likewise_in_models_with_other_inputs(release: Release, tmp_path: Path) 
     folders = list_folders(tmp_path)
     wrong = {}
     for name, outcomes in survey(release)["wrappers"].items():
-        if (release.number, name) in NOT_SURVEYED:
-            continue
         architecture, model_type, _ = WRAPPERS[name]
         for spelling, expected in outcomes.items():
             found = check_statuses(

@@ -95,6 +95,11 @@ _NUMERICS = Numerics(
 )
 
 
+_NUMERICS_SINCE = 19
+"""The first release whose kernels and functions were compared with those of 0.5.23: they differ in
+nothing that `Numerics` names."""
+
+
 def _make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
     from fp8calib.engines.sglang.linear_loader import SglangLinearLoader  # noqa: PLC0415
 
@@ -183,7 +188,7 @@ _OLDER = tuple(
         _make_engine(release),
         key=f"sglang=={release.version}",
         loads_like="sglang",
-        numerics=None,
+        numerics=_NUMERICS if release.number >= _NUMERICS_SINCE else None,
         no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
     )
     for release in RELEASES[1:]

@@ -13,27 +13,19 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 
 JSON_TYPES = (
     *("llama", "qwen2", "qwen3", "mimo", "mimo_v2", "mimo_v2_flash", "opt", "glm4", "glm5_next"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4", "solar", "arcee", "apertus", "internlm3"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4", "arcee", "apertus", "internlm3"),
     *("iquestcoder", "ministral3", "mistral", "phi3"),
 )
 """Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
 five are subclasses of llama's. llama4's class inherits it too, but its inner model does not."""
-_JSON_SINCE: Mapping[str, int] = {
-    "opt": 2,
-    "apertus": 3,
-    "glm4": 4,
-    "ministral3": 6,
-    "mimo_v2_flash": 7,
-    "exaone4": 9,
-    "mimo_v2": 11,
-    "glm5_next": 20,
-}
+_JSON_SINCE = {"glm4": 4}
+"""The first release that has it, where the class is older."""
 _CLASSES_SINCE: Mapping[int, tuple[str, ...]] = {
     2: ("LongcatFlashForCausalLM", "OPTForCausalLM", "Qwen3NextForCausalLM"),
     3: (
         *("ApertusForCausalLM", "DeepseekV32ForCausalLM", "FalconH1ForCausalLM"),
         *("NemotronHForCausalLM", "Qwen3VLForConditionalGeneration"),
-        *("Qwen3VLMoeForConditionalGeneration", "Starcoder2ForCausalLM"),
+        *("Qwen3VLMoeForConditionalGeneration", "SolarForCausalLM", "Starcoder2ForCausalLM"),
     ),
     4: (
         *("KimiLinearForCausalLM", "MiniMaxM2ForCausalLM"),
@@ -52,6 +44,7 @@ _CLASSES_SINCE: Mapping[int, tuple[str, ...]] = {
     10: ("Lfm2VlForConditionalGeneration",),
     11: (
         *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "HYV3ForCausalLM"),
+        *("MiMoV2ForCausalLM", "Qwen3ASRForConditionalGeneration"),
         "VoxtralForConditionalGeneration",
     ),
     12: (
@@ -85,7 +78,7 @@ _CLASSES_SINCE: Mapping[int, tuple[str, ...]] = {
         "MuseSparkForConditionalGeneration",
     ),
 }
-"""Classes of transformers' names that came after 0.5.1, by release. Without a class SGLang runs
+"""Classes that came after 0.5.1, by release. Without a class SGLang runs
 transformers' code, whose attention has no parameters of its own (`models/transformers.py`)."""
 TYPES_WITHOUT_KV_SCALES = frozenset(
     {
@@ -149,6 +142,8 @@ _STRICT_UNTIL: Mapping[str, int] = {
     "glm4v_text": 6,
     "qwen3_vl_text": 7,
 }
+_STRICT_AGAIN = ("qwen2_5_vl_text", 6)
+"""Its loader raises a ValueError in this release, and no error in the next."""
 INDEXING_TYPES = frozenset(
     {
         *("cohere", "cohere2", "gemma2", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"),
@@ -214,7 +209,9 @@ def has_place(model_type: str, release: Release) -> bool:
 
 def is_strict(model_type: str, release: Release) -> bool:
     """Tell whether a name without a parameter is an error."""
-    return model_type in STRICT_TYPES or release.number < _STRICT_UNTIL.get(model_type, 0)
+    is_again = (model_type, release.number) == _STRICT_AGAIN
+    is_early = release.number < _STRICT_UNTIL.get(model_type, 0)
+    return model_type in STRICT_TYPES or is_early or is_again
 
 
 def fuses_first(model_type: str, release: Release, *, is_output: bool) -> bool:
@@ -225,7 +222,8 @@ def fuses_first(model_type: str, release: Release, *, is_output: bool) -> bool:
 
 def takes_sglang_json(geometry: ModelGeometry, release: Release) -> bool:
     """Check whether SGLang's class reads a file of scales; multimodal classes do not."""
-    if release.number < _JSON_SINCE.get(geometry.model_type, 0):
+    since = max(find_class_release(geometry.architecture), _JSON_SINCE.get(geometry.model_type, 0))
+    if release.number < since:
         return False
     is_wrapped = geometry.architecture.endswith(_WRAPPED) and geometry.model_type != "glm5_next"
     return geometry.model_type in JSON_TYPES and not is_wrapped

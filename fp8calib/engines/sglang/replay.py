@@ -233,8 +233,10 @@ def _refuse_strays(
     for name, stored in context.scales.items():
         target = name_sglang_parameter(name, model_type, release)
         is_stray = target not in places
-        if is_strict(model_type, release) and is_stray and not _is_passed(stored, model_type):
-            error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
+        asserts = model_type == "qwen3_next" and has_place(model_type, release)
+        is_passed = _is_passed(stored, model_type, asserts=asserts)
+        if is_strict(model_type, release) and is_stray and not is_passed:
+            error = "AssertionError" if asserts else "KeyError"
             why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
         is_unchanged = is_stray and target == name
@@ -247,9 +249,9 @@ def _refuse_strays(
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
 
 
-def _is_passed(stored: StoredScale, model_type: str) -> bool:
-    """Check whether a strict loader skips this name without an error."""
-    if model_type == "qwen3_next":  # it asserts that a scale it skips is 1.0
+def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:
+    """Check whether a strict loader skips this name without an error, or asserts that it is 1.0."""
+    if asserts:
         return stored.numel == 1 and abs(stored.values[0] - 1.0) < _NEARLY
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
 
