@@ -54,6 +54,8 @@ older releases was not compared.
 | ... in Qwen3-Next; in Qwen3.5 | 0.5.9; 0.5.17 |
 | `.mixer.k_proj.k_scale` is mapped (`maybe_remap_kv_scale_name`) | 0.5.9 |
 | ModelOpt's kv_cache_quant_algo is read in config.json (`modelopt_quant.py` from_config) | 0.5.15 |
+| ModelOpt's MIXED_PRECISION is not read as w4afp8 in Nemotron-H | 0.5.10, until 0.5.14 |
+| ... where a layer is NVFP4 | 0.5.15 |
 | Two scales of zero count as not loaded; before, SGLang stops (`kv_cache.py`) | 0.5.18 |
 | ModelOpt's and Quark's names are no error in Qwen3; MiniMax-M2 | 0.5.2; 0.5.10 |
 | ... in Gemma 3; Qwen3-VL | 0.5.14; 0.5.20 |

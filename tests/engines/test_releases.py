@@ -499,5 +499,44 @@ def test_from_which_release_a_class_of_sglang_reads_a_file_of_scales(
     assert found == [*range(23, first - 1, -1)]
 
 
+@pytest.mark.parametrize(
+    ("layer", "model_type", "first"),
+    [("FP8", "llama", 24), ("NVFP4", "llama", 15), ("NVFP4", "nemotron_h", 10)],
+)
+def test_from_which_release_sglang_reads_a_mixed_precision(
+    tmp_path: Path, layer: str, model_type: str, first: int
+) -> None:
+    """Read in `configs/model_config.py` (_parse_modelopt_quant_config)."""
+    layers = {"model.layers.0.mlp.down_proj": {"quant_algo": layer}}
+    mixed = {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    folder = save_folder(tmp_path / "f", PAIR, quantization=mixed, model_type=model_type)
+
+    for number in (9, 10, 14, 15, 22, 23):
+        verdict = ask_sglang(folder, number).layers[0].k
+        assert (verdict.status is Status.USED) is (number >= first), number
+        assert number >= first or "'w4afp8' has no parameters" in verdict.why
+
+
+def test_sglang_misreads_fp8_weights_in_a_mixed_precision(tmp_path: Path) -> None:
+    """w4afp8 looks for scales of 128 x 128 blocks that are named weight_scale_inv."""
+    linear = "model.layers.0.mlp.down_proj"
+    layers = {linear: {"quant_algo": "FP8"}}
+    mixed = {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    folder = save_folder(tmp_path / "f", PAIR, quantization=mixed)
+    tensors = {
+        f"{linear}.weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
+        f"{linear}.weight_scale": torch.ones(()),
+        f"{linear}.input_scale": torch.ones(()),
+    }
+    save_file(tensors, folder / "model-00001-of-00002.safetensors")
+
+    found = ask("sglang", folder).weights
+
+    assert found is not None
+    assert found.status is Status.MISREAD
+    assert "weight_scale_inv" in found.why
+
+
 def ask_sglang(folder: Path, number: int, geometry: ModelGeometry | None = None) -> EngineReport:
-    return ask(f"sglang==0.5.{number}", folder, geometry)
+    name = "sglang" if number == RELEASES[0].number else f"sglang==0.5.{number}"
+    return ask(name, folder, geometry)

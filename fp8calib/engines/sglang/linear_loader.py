@@ -13,7 +13,6 @@ from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.sglang.model_types import (
     FUSING_TYPES,
@@ -21,7 +20,8 @@ from fp8calib.engines.sglang.model_types import (
     STRICT_TYPES,
     find_sglang_type,
 )
-from fp8calib.engines.sglang.replay import CONFIG_KEYS
+from fp8calib.engines.sglang.releases import NEWEST
+from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.group_schemes import (
     GroupSchemes,
     Section,
@@ -51,6 +51,12 @@ _CREATE = "SGLang 0.5.23 srt/layers/quantization/ (create_weights), read"
 _MODELS = "SGLang 0.5.23 srt/models/ (load_weights), read"
 _STRICT_WHEN_FUSED = ("gemma3_text", "qwen3")
 """More model types that raise a KeyError for a tensor beside fused projections (loader run)."""
+_W4AFP8_LINEARS: Mapping[str, object] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+"""How w4afp8 creates all linears but experts, which it reads as int4 (`w4afp8.py`)."""
 _FUSED_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
@@ -63,9 +69,10 @@ class SglangLinearLoader(LinearLoader):
     unfilled_source = _CREATE
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry) -> None:
-        self._schemes = _SglangSchemes(
-            find_quantization(folder, keys=CONFIG_KEYS) or {}, folder.config
-        )
+        quantization = find_sglang_config(folder, NEWEST) or {}
+        is_replaced = quantization.get("quant_method") == "w4afp8"
+        section = _W4AFP8_LINEARS if is_replaced else quantization
+        self._schemes = _SglangSchemes(section, folder.config)
         model_type = find_sglang_type(geometry)
         self._is_strict = model_type in (*STRICT_TYPES, *INDEXING_TYPES)
         self._is_strict_when_fused = model_type in (*FUSING_TYPES, *_STRICT_WHEN_FUSED)

@@ -109,7 +109,7 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) 
     Raises:
         Refusal: SGLang does not start with this config.
     """
-    fault = _find_config_fault(find_quantization(folder, keys=CONFIG_KEYS), release)
+    fault = _find_config_fault(find_sglang_config(folder, release), release)
     if fault:
         return fault
     if release.number < (since := find_class_release(geometry.architecture)):
@@ -121,6 +121,31 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) 
     return ""
 
 
+def find_sglang_config(folder: ScaleFolder, release: Release) -> Mapping[str, object] | None:
+    """Find the quantization config, with the method that SGLang replaces ModelOpt's by.
+
+    It reads MIXED_PRECISION as w4afp8, unless a layer is NVFP4 (`configs/model_config.py`,
+    _parse_modelopt_quant_config); 0.5.10 to 0.5.14 unless the model is of Nemotron-H.
+    """
+    quantization = find_quantization(folder, keys=CONFIG_KEYS)
+    if quantization is None or quantization.get("quant_method", "modelopt") != "modelopt":
+        return quantization
+    nested = quantization.get("quantization", quantization)
+    section = nested if isinstance(nested, dict) else {}
+    layers = section.get("quantized_layers")
+    listed = layers.values() if isinstance(layers, dict) else ()
+    algorithms = {str(each.get("quant_algo")).upper() for each in listed if isinstance(each, dict)}
+    if release.number >= _MIXED_BY_LAYER_SINCE:
+        is_mixed = bool(algorithms & {"NVFP4", "W4A16_NVFP4"})
+    else:
+        is_nemotron = folder.config.get("model_type") == "nemotron_h"
+        is_mixed = is_nemotron and release.number >= _MIXED_SINCE
+    if section.get("quant_algo") != "MIXED_PRECISION" or is_mixed:
+        return quantization
+    return {**quantization, "quant_method": "w4afp8"}
+
+
+_MIXED_SINCE, _MIXED_BY_LAYER_SINCE = 10, 15
 _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
