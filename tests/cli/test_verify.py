@@ -733,7 +733,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_run(
     assert snapshot(tmp_path).keys() == {"folder", "file"}
 
 
-@pytest.mark.parametrize("failing", ["save_tensors", "write_page"])
+@pytest.mark.parametrize("failing", ["write_dump", "write_page"])
 def test_two_outputs_are_there_both_or_not_at_all(
     model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
@@ -106,7 +107,7 @@ def _require_weights(
 ) -> None:
     """Replay `HybridFP8UnquantLoader`, which reads `.weight` of each linear, FP8 or unquantized."""
     stored = {name for file in files for name in folder.tensors[file]}
-    modules = {name.rpartition(".")[0] for name in stored}
+    modules = {name.rpartition(".")[0] for name in stored if parse_name(name) is None}
     for module in _list_linears(geometry):
         if module in modules and f"{module}.weight" not in stored:
             what = f"there is no {shorten(module)}.weight"
