@@ -72,7 +72,7 @@ def survey(name: str) -> dict[str, str]:
     places = places if gives_scales_a_place(architecture) else {}
     return {
         spelling: newest.find_outcome(
-            lambda leaves=leaves: load(architecture, to_tensors(spell(*leaves)), places),
+            lambda leaves=leaves: load(architecture, newest.to_tensors(spell(*leaves)), places),
             places,
             spelling,
         )
@@ -86,18 +86,13 @@ def survey_wrapper(name: str) -> dict[str, str]:
     places = newest.find_wrapped_places(text_type)
 
     def run(leaves: tuple[str, ...]) -> Callable[[], Mapping[str, object]]:
-        scales = to_tensors(spell(*leaves, path="model.language_model.layers.{}.self_attn"))
+        scales = newest.to_tensors(spell(*leaves, path="model.language_model.layers.{}.self_attn"))
         return lambda: load(architecture, scales, places, text=text)
 
     return {
         spelling: newest.find_outcome(run(leaves), places, spelling)
         for spelling, leaves in newest.SPELLINGS.items()
     }
-
-
-def to_tensors(scales: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Make tensors of numbers."""
-    return {name: torch.tensor(value) for name, value in scales.items()}
 
 
 def gives_parameters(method: str) -> bool:

@@ -13,7 +13,7 @@ from fp8calib.api.export.graft import (
     GraftOptions,
     require_server,
 )
-from fp8calib.api.export.target import ExportTask, Target, open_target
+from fp8calib.api.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.api.recipe_options import decide_query, list_ignored, override_recipe
 from fp8calib.api.saved import ModelOrPath, saved_model
 from fp8calib.checkpoint.atomic import OutputFolder
@@ -167,7 +167,7 @@ def _export(
         )
 
 
-def _find_serving(task: ExportTask, target: Target, folder: Path) -> dict[str, Any]:
+def _find_serving(task: ExportTask, target: ExportTarget, folder: Path) -> dict[str, Any]:
     """Find who serves what was written; nothing without a model.
 
     Raises:

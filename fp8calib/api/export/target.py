@@ -37,7 +37,7 @@ class ExportTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ExportTarget:
     """The model that scales are written for."""
 
     source: Checkpoint | None
@@ -54,7 +54,7 @@ class Target:
 
 
 @contextmanager
-def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[Target]:
+def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTarget]:
     """Open the model of an export, and refuse what does not fit the statistics.
 
     Raises:
@@ -64,14 +64,14 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[Target]:
     options = task.graft
     if task.model is None:
         options.refuse()
-        yield Target(source=None, stats=stats)
+        yield ExportTarget(source=None, stats=stats)
         return
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     with Checkpoint.open(find_folder(task.model, None), require_config=True) as checkpoint:
         if task.with_weights and is_int4_source(checkpoint):
             _refuse_overlays(task.recipe.formats, checkpoint)
-            yield Target(source=checkpoint, stats=stats)
+            yield ExportTarget(source=checkpoint, stats=stats)
             return
         quantized = None if task.with_weights else find_quantized(checkpoint)
         if quantized is None:
@@ -80,10 +80,10 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[Target]:
                 check_unquantized(checkpoint)
             check_stats_model(stats, checkpoint)
             graft = Graft(replaces_scales=options.replaces_scales)
-            yield Target(source=checkpoint, stats=stats, graft=graft)
+            yield ExportTarget(source=checkpoint, stats=stats, graft=graft)
             return
         stats = _adopt_names(stats, checkpoint)
-        yield Target(
+        yield ExportTarget(
             source=checkpoint,
             stats=stats,
             quantized=quantized,

@@ -35,6 +35,12 @@ def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[
     return None
 
 
+def find_modelopt_section(quantization: Mapping[str, object]) -> Mapping[str, object]:
+    """Find the part of ModelOpt's config that names the algorithm: nested in its own file."""
+    nested = quantization.get("quantization", quantization)
+    return nested if isinstance(nested, dict) else {}
+
+
 def _look_up(config: Mapping[str, object], key: str) -> object:
     outer, _, inner = key.rpartition(".")
     section = config.get(outer) if outer else config

@@ -20,7 +20,11 @@ from fp8calib.engines.replay.kv_cache_method import (
     judge_pair,
 )
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
-from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
+from fp8calib.engines.replay.quantization_config import (
+    METHODS_FIX,
+    find_modelopt_section,
+    find_quantization,
+)
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, Status
@@ -130,8 +134,7 @@ def find_sglang_config(folder: ScaleFolder, release: Release) -> Mapping[str, ob
     quantization = find_quantization(folder, keys=CONFIG_KEYS)
     if quantization is None or quantization.get("quant_method", "modelopt") != "modelopt":
         return quantization
-    nested = quantization.get("quantization", quantization)
-    section = nested if isinstance(nested, dict) else {}
+    section = find_modelopt_section(quantization)
     layers = section.get("quantized_layers")
     listed = layers.values() if isinstance(layers, dict) else ()
     algorithms = {str(each.get("quant_algo")).upper() for each in listed if isinstance(each, dict)}
@@ -183,8 +186,7 @@ def _find_scheme_fault(scheme: object) -> str:
 
 
 def _find_modelopt_fault(quantization: Mapping[str, object], release: Release) -> str:
-    nested = quantization.get("quantization", quantization)
-    section = nested if isinstance(nested, dict) else {}
+    section = find_modelopt_section(quantization)
     if section.get("quant_algo") is None:
         why = "Cannot find 'quant_algo' in the model's quantization config"
         raise Refusal(why, fix="write the scales as compressed-tensors does (kv-overlay)")

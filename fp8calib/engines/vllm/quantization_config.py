@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from fp8calib.dialects.kv.config import SCHEME_HINT, find_scheme_fault
 from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.releases import Release
 
@@ -112,8 +113,7 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
 def _check_modelopt(
     quantization: Mapping[str, object], release: Release, beside: object
 ) -> KvMethod:
-    nested = quantization.get("quantization", quantization)
-    section = nested if isinstance(nested, dict) else {}
+    section = find_modelopt_section(quantization)
     algorithm = section.get("quant_algo")
     if not algorithm:
         why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"

@@ -65,12 +65,11 @@ def measure_damage(
     counting them takes longer than everything else. Without `saturates`, only values that would
     round beyond the largest one count as clipped.
     """
-    limit = fmt.max * AT_THE_EDGE if saturates else fmt.overflow
     exact = x.float()
     sums = (
         _sum_squares(exact),
         _sum_squares(fake.values - exact),
-        _count_beyond(fake.scaled, limit, x.device),
+        _count_beyond(fake.scaled, _clip_limit(fmt, saturates=saturates), x.device),
         _count_flushed(exact, fake.values, flush_stride),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
         (tensor_amax(x.detach()) if fake.amax is None else fake.amax).double(),
