@@ -63,5 +63,7 @@ class ServerResult(_Model):
     """Lower bound from the most likely tokens that the server names; on any text."""
     top_covered: float | None
     """The unquantized model's probability of these tokens, on average."""
+    repeated_requests: int
+    """Requests sent again to either server: it was busy or too slow, or the connection broke."""
     explanations: tuple[ExplanationResult, ...]
     """The best first."""

@@ -38,7 +38,7 @@ class ServerRequest:
     """None: recognised."""
     num_top: int = 1
     concurrency: int = 4
-    timeout_s: float = 300.0
+    timeout_s: float = 600.0
     is_sampled: bool = False
     """Whether the unquantized model writes the text."""
     reference: str | None = None

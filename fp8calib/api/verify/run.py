@@ -58,7 +58,7 @@ def verify(
     server_kind: str | None = None,
     server_logprobs: int = 1,
     server_concurrency: int = 4,
-    server_timeout: float = 300.0,
+    server_timeout: float = 600.0,
     sampled: bool = False,
     reference_server: str | None = None,
     reference_server_model: str | None = None,

@@ -47,6 +47,7 @@ class _Servers:
     server: _Connected
     reference: _Connected | None
     tokenizer: Any | None
+    vocab_size: int
     request: ServerRequest
 
     @property
@@ -54,6 +55,30 @@ class _Servers:
         """What could not be checked."""
         both = (self.server, self.reference)
         return tuple(one.server.note for one in both if one is not None and one.server.note)
+
+    def require_two(self) -> None:
+        """Refuse a reference that is the server itself.
+
+        Raises:
+            UsageError: naming the URL.
+        """
+        one, other = self.server, self.reference
+        if other is None or one.options.endpoint.url != other.options.endpoint.url:
+            return
+        if one.server.model == other.server.model:
+            raise UsageError(
+                f"--reference-server: {one.options.endpoint.url} is --server itself",
+                hint="name a server of the unquantized model, or --reference-server-model",
+            )
+
+    def make_text(self, sequences: tuple[torch.Tensor, ...], fingerprint: str) -> ServerText:
+        """Make what is sent to a server."""
+        return ServerText(
+            sequences=sequences,
+            fingerprint=fingerprint,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+        )
 
 
 def connect_all(
@@ -92,8 +117,10 @@ def connect_all(
             "--reference-server", reference, _REFERENCE_KEY, request.reference_model, None
         ),
         tokenizer=tokenizer,
+        vocab_size=int(source.text_config.vocab_size),
         request=request,
     )
+    job.require_two()
     usable, lost = _keep_spelled(job, plan)
     usable = replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
     return partial(_ask_servers, job), usable
@@ -130,9 +157,7 @@ def _write_sampled(
         return plan
     if job.reference is not None:
         one = job.reference
-        text = ServerText(
-            sequences=plan.sequences, fingerprint=plan.fingerprint, tokenizer=job.tokenizer
-        )
+        text = job.make_text(plan.sequences, plan.fingerprint)
         written = write(one.options, one.server, text, progress, kept=job.request.kept)
         return replace_sequences(plan, written)
     assert model is not None  # noqa: S101 -- the plan holds it whole
@@ -152,11 +177,7 @@ def _ask_servers(
     plan = _write_sampled(job, plan, model, progress)
 
     def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
-        text = ServerText(
-            sequences=sequences,
-            fingerprint=f"{plan.fingerprint} {stage} {len(sequences)}",
-            tokenizer=job.tokenizer,
-        )
+        text = job.make_text(sequences, f"{plan.fingerprint} {stage} {len(sequences)}")
         return score(one.options, one.server, text, progress, kept=job.request.kept, stage=stage)
 
     every = plan.sequences
@@ -167,6 +188,9 @@ def _ask_servers(
         if job.reference is None
         else ask(job.reference, every, "asking the unquantized server"),
         num_given=count_given(every) if job.request.is_sampled else None,
+        repeated=sum(
+            one.options.count.repeated for one in (job.server, job.reference) if one is not None
+        ),
     )
 
 

@@ -170,9 +170,9 @@ class VerifySettings:
             "--server-timeout",
             metavar="SECONDS",
             min=1.0,
-            help="The longest wait for one sequence, repetitions included.",
+            help="The longest wait for one sequence. After half of it, the sequence is sent again.",
         ),
-    ] = 300.0
+    ] = 600.0
     sampled: Annotated[
         bool,
         typer.Option(

@@ -172,6 +172,10 @@ def _show_server(report: VerifyReport) -> None:
             f"  the unquantized {found.engine.kind} server differs from the model here by "
             f"{found.engine.change_rms:.4f} nats, perplexity ratio {found.engine.ppl_ratio:.4f}"
         )
+    if found.repeated_requests:
+        print_text(
+            f"  requests sent again, as a server was slow or busy: {found.repeated_requests}"
+        )
 
 
 def _show_sites(report: VerifyReport) -> None:

@@ -42,6 +42,8 @@ class ServerAnswers:
     """An unquantized server."""
     num_given: int | None = None
     """The tokens that begin every sequence, if the unquantized model wrote the others."""
+    repeated: int = 0
+    """Requests sent again, to either server."""
 
     @property
     def watched(self) -> list[torch.Tensor] | None:
@@ -130,6 +132,7 @@ def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> As
         kld_top=estimates.top,
         kld_at_least=estimates.bound,
         top_covered=None if top is None else top.covered,
+        repeated_requests=answers.repeated,
         explanations=tuple(
             ExplanationResult(
                 candidate=fit.name, correlation=fit.correlation, residual_rms=fit.residual

@@ -10,10 +10,13 @@ import json
 import os
 import random
 import re
+import socket
 import ssl
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, Self
 
 import httpx
@@ -26,11 +29,16 @@ _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 _CONNECT_S = 10.0
 """The longest wait for a connection, TLS included; then another is tried."""
+_RESOLVE_S = 8.0
+"""The longest wait for the address of a host, a part of it."""
+_ATTEMPTS = 2
+"""How often a request is sent, at least, within the time-out."""
 _LARGEST_BYTES = 2**28
 _BROKEN_CONNECTIONS = 3
 """Requests that fail without an answer before a server counts as gone."""
 _SHOWN = 300
 _HINT_BUSY = "wait until it is free, raise --server-timeout, or lower --server-concurrency"
+_HINT_LATE = "raise --server-timeout, or lower --server-concurrency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +102,55 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     return Endpoint(url=base, option=option, variable=variable, key=key)
 
 
+@dataclass(slots=True)
+class RequestCount:
+    """The requests of a run to one server."""
+
+    repeated: int = 0
+    """Those sent again."""
+
+
+class ServerLoop(asyncio.SelectorEventLoop):
+    """An event loop that does not wait for a slow resolver, not even when it closes.
+
+    asyncio resolves names in threads that it joins when the loop closes. These threads are not
+    joined.
+    """
+
+    async def getaddrinfo(
+        self, host: bytes | str | None, port: bytes | str | int | None, **options: int
+    ) -> Any:
+        """Find the addresses of a host.
+
+        Raises:
+            OSError: there is none, or none is found in time.
+        """
+        found: Future[Any] = Future()
+        found.set_running_or_notify_cancel()  # the thread may set a result that nobody waits for
+
+        def resolve() -> None:
+            try:
+                found.set_result(socket.getaddrinfo(host, port, **options))
+            except (OSError, UnicodeError) as error:
+                found.set_exception(error)
+
+        Thread(target=resolve, daemon=True).start()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(found), _RESOLVE_S)
+        except TimeoutError as error:
+            name = host.decode() if isinstance(host, bytes) else host
+            raise OSError(f"the address of {name} was not found within {_RESOLVE_S:g} s") from error
+
+
 class ServerClient:
     """Sends requests to one server; each ends within `timeout_s`, repetitions included."""
 
-    def __init__(self, endpoint: Endpoint, *, timeout_s: float, concurrency: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, timeout_s: float, concurrency: int, count: RequestCount
+    ) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
+        self._count = count
         headers = {"User-Agent": f"fp8calib/{__version__}"}
         if endpoint.key:
             headers["Authorization"] = f"Bearer {endpoint.key}"
@@ -134,16 +185,19 @@ class ServerClient:
         while True:
             wait: float | None = None
             hint = _HINT_BUSY
+            left = until - time.monotonic()
+            limit = min(left, self._timeout_s / _ATTEMPTS)
             try:
-                async with asyncio.timeout(until - time.monotonic()):
+                async with asyncio.timeout(limit):
                     answer, wait = await self._attempt(method, path, body)
                 why = f"answers {answer.status}: {answer.text}"
             except TimeoutError as error:
-                raise self._fail(
-                    f"{path}: no answer within {self._timeout_s:g} s",
-                    "raise --server-timeout, or lower --server-concurrency",
-                ) from error
-            except httpx.TransportError as error:
+                if limit == left:
+                    why = f"{path}: no answer within {self._timeout_s:g} s"
+                    raise self._fail(why, _HINT_LATE) from error
+                why, hint = "no answer", _HINT_LATE
+                delay = min(delay, limit / 4)  # most of what is left is for the answer
+            except (httpx.TransportError, httpx.DecodingError) as error:
                 broken += 1
                 why, hint = self._explain_broken(error), _hint_broken(error)
                 if broken == _BROKEN_CONNECTIONS or _find_tls(error):
@@ -155,6 +209,7 @@ class ServerClient:
             delay *= 2
             if time.monotonic() + pause > until:
                 raise self._fail(f"{path}: {why}, for {self._timeout_s:g} s", hint)
+            self._count.repeated += 1
             await asyncio.sleep(pause)
 
     async def _attempt(
@@ -195,20 +250,23 @@ class ServerClient:
         if answer.status in {401, 403}:
             given = "refuses the key of" if self.endpoint.key else "asks for a key, expected in"
             raise self._fail(
-                f"{path}: the server {given} {self.endpoint.variable} ({answer.status})",
+                f"{path}: the server {given} {self.endpoint.variable} "
+                f"({answer.status}: {answer.text})",
                 f"set the environment variable {self.endpoint.variable}",
             )
         if httpx.codes.is_redirect(answer.status):
             raise self._fail(f"{path}: {answer.text}", "give the URL it is redirected to")
         return answer
 
-    def _explain_broken(self, error: httpx.TransportError) -> str:
+    def _explain_broken(self, error: httpx.RequestError) -> str:
         if tls := _find_tls(error):
             return f"TLS: {self._clean(first_line(tls))}"
         if isinstance(error, httpx.ConnectTimeout):
             return f"no connection within {_CONNECT_S:g} s"
         if isinstance(error, httpx.ConnectError):
             return f"no connection: {self._clean(first_line(error))}"
+        if isinstance(error, httpx.DecodingError):
+            return f"the answer cannot be decompressed: {self._clean(first_line(error))}"
         return f"the connection broke: {self._clean(first_line(error))}"
 
     def _fail(self, what: str, hint: str) -> VerificationError:
@@ -232,7 +290,7 @@ def _read_delay(response: httpx.Response) -> float | None:
         return None
 
 
-def _find_tls(error: httpx.TransportError) -> BaseException | None:
+def _find_tls(error: httpx.RequestError) -> BaseException | None:
     """Find the TLS error behind a broken connection."""
     found: BaseException | None = None if isinstance(error, httpx.TimeoutException) else error
     while found is not None and not isinstance(found, ssl.SSLError):
@@ -240,7 +298,7 @@ def _find_tls(error: httpx.TransportError) -> BaseException | None:
     return found
 
 
-def _hint_broken(error: httpx.TransportError) -> str:
+def _hint_broken(error: httpx.RequestError) -> str:
     if _find_tls(error):
         return "set SSL_CERT_FILE to the certificate of the server's authority, or check the URL"
     return "is the server running, and is the URL right? its log may name the cause"

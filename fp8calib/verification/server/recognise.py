@@ -171,14 +171,14 @@ def _show(ids: Sequence[int], place: int) -> str:
     return f"{'..., ' if first else ''}{shown} ({len(ids)} tokens)"
 
 
-async def _tokenize(server: Server, client: ServerClient, text: str) -> list[int] | None:
+async def _tokenize(server: Server, client: ServerClient, text: str) -> list[Any] | None:
     is_tgi = server.kind.name == TgiServer.name
     body: dict[str, Any] = {"model": server.model, "prompt": text, "add_special_tokens": False}
     answer = await client.post("/tokenize", {"inputs": text} if is_tgi else body)
     if not answer.is_ok:
         return None
     if is_tgi and isinstance(answer.body, list):
-        return [int(token["id"]) for token in answer.body if "id" in token]
+        return [token.get("id") if isinstance(token, dict) else token for token in answer.body]
     tokens = answer.body.get("tokens") if isinstance(answer.body, dict) else None
     return tokens if isinstance(tokens, list) else None
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
 from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, VerificationError
-from fp8calib.verification.server.client import Answer, Endpoint, ServerClient
+from fp8calib.verification.server.client import (
+    Answer,
+    Endpoint,
+    RequestCount,
+    ServerClient,
+    ServerLoop,
+)
 from fp8calib.verification.server.kinds.kind import (
     AnswerError,
     SequenceScores,
@@ -54,6 +60,8 @@ class ServerOptions:
     """The tokens at every position whose log-probabilities are asked for."""
     concurrency: int
     timeout_s: float
+    count: RequestCount = field(default_factory=RequestCount)
+    """Grows during the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,8 @@ class ServerText:
     """Identifies them."""
     tokenizer: Any | None
     """Of the model; None if it has none."""
+    vocab_size: int
+    """Of the model."""
 
 
 def connect(
@@ -176,7 +186,9 @@ def write(
             answer = await client.post(kind.path, request)
             if not answer.is_ok:
                 raise AnswerError(f"is {answer.status}: {answer.text}")
-            return {"tokens": torch.tensor([*start, *kind.read_written(answer.body, count)])}
+            more = kind.read_written(answer.body, count)
+            _require_vocabulary(f"{where}the continuation of sequence {number}", more, text)
+            return {"tokens": torch.tensor([*start, *more])}
         except AnswerError as error:
             raise VerificationError(
                 f"{where}the continuation of sequence {number} {error.message}",
@@ -193,9 +205,14 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return _run_here(work)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+        return pool.submit(_run_here, work).result()
+
+
+def _run_here(work: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=ServerLoop) as runner:
+        return runner.run(work)
 
 
 def _ask_each(
@@ -236,7 +253,10 @@ def _ask_each(
 
 def _open_client(options: ServerOptions) -> ServerClient:
     return ServerClient(
-        options.endpoint, timeout_s=options.timeout_s, concurrency=options.concurrency
+        options.endpoint,
+        timeout_s=options.timeout_s,
+        concurrency=options.concurrency,
+        count=options.count,
     )
 
 
@@ -256,12 +276,23 @@ async def _ask(
             hint="is there a proxy before the server? name the server itself",
         )
     try:
-        return kind.read_scores(answer.body, ids, num_top)
+        scores = kind.read_scores(answer.body, ids, num_top)
+        _require_vocabulary(f"{where}the answer", scores.top_ids.flatten().tolist(), text)
+        return scores
     except AnswerError as error:
         raise VerificationError(
             f"{where}the answer to sequence {number} (counting from 0) {error.message}",
             hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
         ) from error
+
+
+def _require_vocabulary(where: str, tokens: Sequence[int], text: ServerText) -> None:
+    largest = max(tokens, default=0)
+    if largest >= text.vocab_size:
+        raise ModelError(
+            f"{where} has token {largest}, and the model has {text.vocab_size} tokens",
+            hint="the server has another model: name the one that is served",
+        )
 
 
 def _refuse(

@@ -55,7 +55,7 @@ def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
         case Finding.NOISE:
             return (
                 "nothing can be told: the server's answers differ more from one scoring to the "
-                "next than FP8 changes them."
+                "next than FP8 changes them; are there several servers behind the URL?"
             )
         case Finding.UNLIKE:
             more = "" if context.has_reference else "; is it the engine? use --reference-server"
@@ -73,7 +73,7 @@ def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
             kld = f", {context.kld}" if context.kld else ""
             return (
                 f"the server differs from every candidate: perplexity ratio "
-                f"{context.ppl_ratio:.4g}{kld}; look at the backend."
+                f"{context.ppl_ratio:.4g}{kld}; look at the backend, and at the model that it serves."
             )
 
 

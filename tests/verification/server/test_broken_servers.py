@@ -7,6 +7,7 @@ import math
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -193,7 +194,12 @@ CASES: dict[str, Case] = {
     ),
     "nan": Case(broken=edit(set_logprob(math.nan)), says=("NaN or inf", "at position 3")),
     "minus infinity": Case(broken=edit(set_logprob(-9999.0)), says=("NaN or inf", "position 3")),
-    "a probability above 1": Case(broken=edit(set_logprob(0.5)), says=("is above 0 (0.5)",)),
+    "a probability above 1": Case(
+        broken=edit(set_logprob(0.5)), says=("is above 0 (0.5)", "--logprobs-mode")
+    ),
+    "a number too large": Case(
+        broken=edit(set_logprob(-(10**400))), says=("where a log-probability belongs",)
+    ),
     "a word for a number": Case(
         broken=edit(set_logprob("low")), says=("'low' where a log-probability belongs",)
     ),
@@ -212,6 +218,15 @@ CASES: dict[str, Case] = {
     "a token that is no number": Case(
         broken=edit(lambda d: rows(d)[2].update(x={"logprob": -1.0})),
         says=("names a token that is no number",),
+    ),
+    "a token too large": Case(
+        broken=edit(lambda d: rows(d)[2].update({"9" * 30: {"logprob": -1.0}})),
+        says=("where a token id belongs",),
+    ),
+    "a token of another vocabulary": Case(
+        broken=edit(lambda d: rows(d)[2].update({"200000": {"logprob": -1e-3}})),
+        says=("has token 200000, and the model has 128 tokens",),
+        code=4,
     ),
     "fewer likely tokens than asked for": Case(
         broken=edit(keep_sent),
@@ -261,7 +276,14 @@ CASES: dict[str, Case] = {
     ),
     "a wrong key": Case(
         broken=say(401, error(f"bad key {KEY}")),
-        says=("refuses the key of FP8CALIB_SERVER_KEY (401)",),
+        says=("refuses the key of FP8CALIB_SERVER_KEY (401: bad key ***)",),
+    ),
+    "a proxy that forbids it": Case(
+        broken=say(403, "<html>Blocked by policy</html>"), says=("(403: Blocked by policy)",)
+    ),
+    "an answer that is not compressed": Case(
+        broken=answer(lambda _a, r: replace(r, headers={"content-encoding": "gzip"})),
+        says=("the answer cannot be decompressed: ",),
     ),
     "an error that repeats the key": Case(
         broken=say(500, error(f"no quota for {KEY}")), says=("no quota for ***",)
@@ -285,6 +307,32 @@ def test_a_broken_server_gives_one_message(name: str, ask: Any) -> None:
     case = CASES[name]
     text = ask(case.code, case.broken, *case.options, **case.server)
     assert [words for words in case.says if words not in text] == [], text
+
+
+def test_a_reference_that_writes_tokens_of_another_vocabulary(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def rewrite(document: Any) -> None:
+        if "token_ids" in document["choices"][0]:
+            document["choices"][0]["token_ids"][0] = 200000
+
+    with (
+        FakeServer(predict, tokenize=tokenize) as server,
+        FakeServer(predict, tokenize=tokenize, broken=edit(rewrite)) as other,
+    ):
+        urls = ("--server", server.url, "--reference-server", other.url)
+        text = fail(4, "verify", model, "--data", data, "--seq-len", 16, *urls, "--sampled")
+    assert "the continuation of sequence " in text
+    assert "has token 200000, and the model has 128 tokens" in text
+
+
+def test_a_reference_that_is_the_server_itself_is_refused(model: Path, data: Path) -> None:
+    with FakeServer(predict, tokenize=tokenize) as server:
+        urls = ("--server", server.url, "--reference-server", f"{server.url}/v1")
+        text = fail(2, "verify", model, "--data", data, "--seq-len", 16, *urls)
+    assert f"--reference-server: {server.url} is --server itself" in text
 
 
 def test_a_server_that_is_gone_is_named_at_once(model: Path, data: Path) -> None:
@@ -411,6 +459,57 @@ def test_a_busy_server_is_asked_again(model: Path, data: Path) -> None:
         )
         assert server.count(COMPLETIONS) == 2 * SEQUENCES + 1
     assert found.json["candidates"][0]["name"] == "server"
+
+
+def test_a_sequence_without_an_answer_is_sent_again(model: Path, data: Path) -> None:
+    def lose(asked: Asked, reply: Reply) -> Reply:
+        is_lost = asked.path == COMPLETIONS and asked.number == 1
+        return replace(reply, delay_s=10.0) if is_lost else reply
+
+    command = ("verify", model, "--data", data, "--seq-len", 16, "--server-timeout", 2)
+    with FakeServer(predict, broken=lose, tokenize=tokenize) as server:
+        found = succeed(*command, "--server", server.url, "--json")
+        assert server.count(COMPLETIONS) == 2 * SEQUENCES + 1
+    assert found.json["server"]["repeated_requests"] == 1
+
+
+def test_a_server_that_stops_answering_is_asked_twice(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def hang(asked: Asked, reply: Reply) -> Reply:
+        is_late = asked.path == COMPLETIONS and asked.number >= 2
+        return replace(reply, delay_s=10.0) if is_late else reply
+
+    command = ("verify", model, "--data", data, "--seq-len", 16, "--server-timeout", 1)
+    with FakeServer(predict, broken=hang, tokenize=tokenize) as server:
+        started = time.monotonic()
+        text = fail(8, *command, "--server", server.url, "--server-concurrency", 1)
+        assert 1 <= time.monotonic() - started < 5
+        assert server.count(COMPLETIONS) == 2 + 2
+    assert f"{COMPLETIONS}: no answer within 1 s" in text
+    assert "raise --server-timeout" in text
+    assert "2 of 3 sequences are kept: --resume continues with them" in text
+
+
+def test_a_name_that_is_not_resolved_is_not_waited_for(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, found = threading.Event(), socket.getaddrinfo
+
+    def hang(host: Any, *rest: Any, **options: Any) -> Any:
+        if host in {"slow.example", b"slow.example"}:
+            done.wait(30)
+        return found(host, *rest, **options)
+
+    monkeypatch.setattr("fp8calib.verification.server.client._RESOLVE_S", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    started = time.monotonic()
+    text = fail(8, "verify", model, "--data", data, "--server", "http://slow.example:8000")
+    assert time.monotonic() - started < 5
+    assert "no connection: the address of slow.example was not found within 0.2 s" in text
+    done.set()
 
 
 def test_the_key_is_sent_and_never_written(

@@ -11,6 +11,7 @@ import torch
 
 _ROUNDING = 1e-3
 """A log-probability above 0 by more than this is none."""
+_LARGEST_TOKEN = 2**31 - 1
 
 
 class AnswerError(Exception):
@@ -160,10 +161,14 @@ def _make_table(
 def _require_logprob(value: float, place: int) -> None:
     if math.isfinite(value) and value <= _ROUNDING:
         return
-    said = "is above 0" if value > 0 and math.isfinite(value) else "is NaN or inf"
+    if value > 0 and math.isfinite(value):
+        said = "is above 0"
+        hint = "does it send logits (vLLM: --logprobs-mode)? if not, look at its attention backend"
+    else:
+        said = "is NaN or inf"
+        hint = "the server's logits are broken: look at its scales, dtype and attention backend"
     raise AnswerError(
-        f"has a log-probability that {said} ({value:g}) at position {place}",
-        hint="the server's logits are broken: look at its scales, dtype and attention backend",
+        f"has a log-probability that {said} ({value:g}) at position {place}", hint=hint
     )
 
 
@@ -211,9 +216,10 @@ def read_token(value: Any) -> int:
     Raises:
         AnswerError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    is_token = isinstance(value, int) and 0 <= value <= _LARGEST_TOKEN
+    if isinstance(value, bool) or not is_token:
         raise AnswerError(f"has {str(value)[:40]!r} where a token id belongs")
-    return value
+    return int(value)
 
 
 def read_number(value: Any) -> float:
@@ -222,9 +228,13 @@ def read_number(value: Any) -> float:
     Raises:
         AnswerError: it is no number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    try:
+        number = None if isinstance(value, bool | str) else float(value)
+    except (TypeError, OverflowError):
+        number = None
+    if number is None:
         raise AnswerError(f"has {str(value)[:40]!r} where a log-probability belongs")
-    return float(value)
+    return number
 
 
 def read_tokens(values: Sequence[Any], count: int) -> list[int]:

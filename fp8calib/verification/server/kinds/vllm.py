@@ -17,6 +17,7 @@ from fp8calib.verification.server.kinds.kind import (
     find_list,
     join_positions,
     read_number,
+    read_token,
     read_tokens,
     sort_top,
 )
@@ -99,7 +100,10 @@ def _read_row(row: Any) -> dict[int, float]:
     if not isinstance(row, dict):
         raise AnswerError(f"has {str(row)[:40]!r} where log-probabilities belong")
     try:
-        return {int(token): _read_logprob(find(entry, "logprob")) for token, entry in row.items()}
+        return {
+            read_token(int(token)): _read_logprob(find(entry, "logprob"))
+            for token, entry in row.items()
+        }
     except ValueError as error:
         raise AnswerError("names a token that is no number in prompt_logprobs") from error
 
