@@ -32,6 +32,7 @@ def main() -> None:
     """Print a line for every seed."""
     parser = make_parser("--sampled", str(__doc__), samples=40, dtypes=("float32", "bfloat16"))
     parser.add_argument("--seeds", type=int, default=10, help="texts (10)")
+    parser.add_argument("--first-seed", type=int, default=0, help="that of the first text (0)")
     parser.add_argument("--data", default="builtin", help="where texts begin (builtin)")
     options = parser.parse_args()
     progress = CallbackProgress(None)
@@ -52,7 +53,7 @@ def main() -> None:
         geometry = found.prepared.geometry
         candidate = build_unscaled("scale-1.0", geometry, E4M3FN, find_emulated(ENGINE)[1])
         comparison = WholeComparison(model, geometry, WeightSource(model, found.checkpoint))
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             text = replace_sequences(plan, write_text(model, plan.sequences, progress, seed=seed))
             compared = comparison.run(
                 batches(text, 4), {"x": candidate.emulation}, advance=progress.advance

@@ -73,7 +73,7 @@ def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
             kld = f", {context.kld}" if context.kld else ""
             return (
                 f"the server differs from every candidate: perplexity ratio "
-                f"{context.ppl_ratio:.4g}{kld}; look at the backend, and at the model that it serves."
+                f"{context.ppl_ratio:.4g}{kld}; look at the backend, and at the model it serves."
             )
 
 
