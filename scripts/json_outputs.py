@@ -23,6 +23,8 @@ class Output(TypedDict):
 
     schema_version: Literal[1]
     """It rises when a key changes its meaning or goes away."""
+    passed: bool
+    """False for an error, and where a gate or a check failed."""
 
 
 class BeforeAfter(TypedDict):

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from fp8calib.api.auto.report import AutoReport
-from fp8calib.cli.console import SCHEMA_VERSION
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
 from fp8calib.scales.rules import AMAX
@@ -32,14 +32,18 @@ OUTPUTS: Mapping[str, Any] = {
     "show": outputs.ShowStatsOutput | outputs.ShowScalesOutput,
 }
 """The types of outputs, by the names of the schemas."""
+_EVERY_OUTPUT: Mapping[str, Any] = {
+    "schema_version": {"const": SCHEMA_VERSION},
+    "passed": {"type": "boolean"},
+}
+"""What `Output` has, for types of the program, which lack it."""
 
 
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
     schemas = {name: _describe(name, kind) for name, kind in OUTPUTS.items()}
     schemas["verify"] = _describe_verify()
-    passed = {"passed": {"type": "boolean"}}
-    schemas["auto"] = _add(_describe("auto", AutoReport), passed)
+    schemas["auto"] = _add(_describe("auto", AutoReport), {})
     schemas["check"] = _describe_check()
     schemas["recipe"] = _describe_recipe()
     return schemas
@@ -61,8 +65,7 @@ def _describe_verify() -> dict[str, Any]:
     """Describe the report of `verify`, with what the command adds and leaves out."""
     schema = _describe("verify", VerifyReport)
     del schema["properties"]["histograms"], schema["$defs"]["HistogramResult"]
-    added = {"passed": {"type": "boolean"}, "next": {"type": "string"}}
-    return _add(schema, added, left_out="histograms")
+    return _add(schema, {"next": {"type": "string"}}, left_out="histograms")
 
 
 def _describe_check() -> dict[str, Any]:
@@ -79,11 +82,10 @@ def _describe_check() -> dict[str, Any]:
         "$schema": DIALECT,
         "title": "fp8calib check",
         "type": "object",
-        "required": ["schema_version", "ok", "passed", "engines"],
+        "required": [*_EVERY_OUTPUT, "ok", "engines"],
         "properties": {
-            "schema_version": {"const": SCHEMA_VERSION},
+            **_EVERY_OUTPUT,
             "ok": {"type": "boolean"},
-            "passed": {"type": "boolean"},
             "engines": {
                 "type": "object",
                 "additionalProperties": {"$ref": "#/$defs/EngineReport"},
@@ -101,10 +103,10 @@ def _add(
     is_output: bool = True,
 ) -> dict[str, Any]:
     """Add required properties to the schema of an object."""
-    numbered = {"schema_version": {"const": SCHEMA_VERSION}} if is_output else {}
-    schema["properties"] = {**numbered, **properties, **schema["properties"]}
+    first = _EVERY_OUTPUT if is_output else {}
+    schema["properties"] = {**first, **properties, **schema["properties"]}
     required = [name for name in schema.get("required", ()) if name != left_out]
-    schema["required"] = [*numbered, *properties, *required]
+    schema["required"] = [*first, *properties, *required]
     return schema
 
 

@@ -24,6 +24,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine.launch import report_to_torchrun
@@ -40,8 +41,6 @@ class _Console(Console):
 _out = _Console(highlight=False, soft_wrap=True)
 _err = _Console(stderr=True, highlight=False, soft_wrap=True)
 
-SCHEMA_VERSION = 1
-"""Of the objects that --json prints; it rises when a key changes its meaning or goes away."""
 _MAX_RICH_ROWS = 2000
 """Rows; a million of them took rich more than two minutes and two gigabytes."""
 
@@ -79,11 +78,14 @@ def list_top_level(files: Sequence[str]) -> str:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout; NaN, which JSON does not have, is an error."""
+    """Print one JSON object on stdout; NaN, which JSON does not have, is an error.
+
+    `passed` is true, unless `value` has it.
+    """
     if _out.quiet:
         return
     with _to_stdout():
-        numbered = {"schema_version": SCHEMA_VERSION, **value}
+        numbered = {"schema_version": SCHEMA_VERSION, "passed": True, **value}
         sys.stdout.write(json.dumps(numbered, indent=2, allow_nan=False) + "\n")
 
 
@@ -161,7 +163,8 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
     if hint:
         _err.print(_clean(f"hint: {hint}"))
     if as_json:
-        print_json({"error": {"kind": kind, "message": message, "hint": hint}})
+        error = {"kind": kind, "message": message, "hint": hint}
+        print_json({"passed": False, "error": error})
     return exit_code
 
 

@@ -46,7 +46,17 @@ def run(*arguments: object) -> Outcome:
             main([str(argument) for argument in arguments])
         except SystemExit as leaving:
             code = leaving.code
-    return Outcome(code if isinstance(code, int) else -1, out.getvalue(), err.getvalue())
+    outcome = Outcome(code if isinstance(code, int) else -1, out.getvalue(), err.getvalue())
+    if "--json" in arguments and outcome.out:
+        _check_passed(outcome, judges_freely=arguments[0] == "verify")
+    return outcome
+
+
+def _check_passed(outcome: Outcome, *, judges_freely: bool) -> None:
+    """Require that `passed` agrees with the exit code; `verify` without --gate fails nothing."""
+    assert outcome.json["schema_version"] == 1
+    passed = outcome.json["passed"]
+    assert passed is (outcome.code == 0) or (judges_freely and passed is False)
 
 
 def succeed(*arguments: object) -> Outcome:

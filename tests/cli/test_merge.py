@@ -33,6 +33,7 @@ def test_merged_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> 
         assert (tmp_path / "all.safetensors").read_bytes() == whole
     assert outcome.json == {
         "schema_version": 1,
+        "passed": True,
         "out": str(tmp_path / "all.safetensors"),
         "parts": [str(shards / name / "stats.safetensors") for name in ("1", "2")],
         "tokens": 96,

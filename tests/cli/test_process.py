@@ -75,7 +75,7 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     error = {"kind": "verification", "message": "interrupted", "hint": ""}
-    assert json.loads(out) == {"schema_version": 1, "error": error}
+    assert json.loads(out) == {"schema_version": 1, "passed": False, "error": error}
     assert "error: interrupted" in err
     assert "Traceback" not in err
     assert snapshot(tmp_path) == before

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.app import app
-from fp8calib.cli.console import SCHEMA_VERSION
 from fp8calib.recipe import recipe_files
 from scripts.json_schemas import make_schemas
 from tests import zoo

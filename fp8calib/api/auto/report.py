@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.verification.report import CandidateResult, ReferenceResult, RunProvenance
 
 
@@ -82,3 +83,8 @@ class AutoReport(_Record):
     def passed(self) -> bool:
         """Whether something passed, and was written."""
         return self.written is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Make the object that `auto --json` prints; report.json holds the same."""
+        added = {"schema_version": SCHEMA_VERSION, "passed": self.passed}
+        return {**added, **self.model_dump(mode="json")}

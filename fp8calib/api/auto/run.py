@@ -157,7 +157,7 @@ def run_auto(
                 "command": command,
             }
         )
-        (folder / REPORT_NAME).write_bytes(encode_json(report.model_dump(mode="json")))
+        (folder / REPORT_NAME).write_bytes(encode_json(report.to_json()))
     return report
 
 

@@ -40,7 +40,7 @@ def run_auto_command(settings: AutoSettings) -> int:
     for text in report.warnings:
         warn(text)
     if settings.as_json:
-        print_json({"passed": report.passed, **report.model_dump(mode="json")})
+        print_json(report.to_json())
     else:
         for text in _describe(report):
             print_text(text)

@@ -89,6 +89,7 @@ def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any])
     scheme = checkpoint["scheme"]
     report["quantize"] = checkpoint
     if "why" in checkpoint:
+        report["passed"] = False
         report["warnings"].append(f"{scheme} is not written: {checkpoint['why']}")
         return
     report["files"] = sorted([*report["files"], *(f"{scheme}/{n}" for n in checkpoint["files"])])

@@ -12,10 +12,11 @@ from typing import Any
 from fp8calib.api.recipe_options import decide_query
 from fp8calib.api.resumable.job import ResumableJob
 from fp8calib.api.resumable.run import RunMeasurements
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.command_line import spell_command
-from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say, warn
+from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.show.stats import describe_magnitudes, describe_skipped
 from fp8calib.dialects.registry import find_dialect
@@ -49,6 +50,7 @@ def build_calibration_report(
     counted = count_run(job, stats)
     return {
         "schema_version": SCHEMA_VERSION,
+        "passed": True,
         "model": job.name,
         "command": spell_command(),
         "recipe": job.recipe.name,
