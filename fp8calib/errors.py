@@ -6,6 +6,8 @@ from collections.abc import Collection
 from typing import ClassVar
 from unicodedata import category
 
+RESUMABLE = "a later run can continue with what is saved"
+"""The note on a KeyboardInterrupt after which `--resume` continues."""
 _MAX_MESSAGE = 4000
 _MAX_NAME = 200
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})

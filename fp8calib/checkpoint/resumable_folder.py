@@ -1,8 +1,8 @@
 """An output folder that a later run can continue to fill after an interruption.
 
 A run works in `DIR.partial`. Success renames it to `DIR`. An error removes it, unless only the
-renaming failed. An interruption or the death of the process keeps it. A lock prevents two runs from
-using the folder at the same time.
+renaming failed. An interruption keeps it if something is saved in it, the death of the process
+always. A lock prevents two runs from using the folder at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import OutputFolder, write_file_atomic
 from fp8calib.checkpoint.folder_lock import FolderLock
-from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
 
 PROGRESS_NAME = "fp8calib-partial.json"
 """A file with a JSON object: `tag`, by which a later run recognises the folder, and the progress
@@ -44,9 +44,11 @@ class ResumableFolder(OutputFolder):
     """Whether the progress of an interrupted run was removed, to start again."""
     _lock: FolderLock | None = field(default=None, init=False)
     _is_complete: bool = field(default=False, init=False)
+    _is_shared: bool = field(default=False, init=False)
 
     def share(self) -> None:
         """Let other processes of this run lock the temporary folder too."""
+        self._is_shared = True
         if self._lock is not None:
             self._lock.share()
 
@@ -118,11 +120,24 @@ class ResumableFolder(OutputFolder):
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:
-            if isinstance(exc, self.kept_after):
+            if isinstance(exc, self.kept_after) and self._is_kept(exc):
                 return
             super().__exit__(kind, exc, trace)
         finally:
             self._unlock()
+
+    def _is_kept(self, exc: BaseException) -> bool:
+        """Tell whether there is something to continue with; a note on an interruption says so.
+
+        All progress of a run is in safetensors files: shards, codes, or checkpoints. Where other
+        processes use the folder, they may still save some.
+        """
+        if not isinstance(exc, KeyboardInterrupt):
+            return True
+        is_kept = self._is_shared or any(self._staging.rglob("*.safetensors"))
+        if is_kept:
+            exc.add_note(RESUMABLE)
+        return is_kept
 
     def _commit(self) -> None:
         """Rename the folder before its progress file is removed: a later run can still continue."""

@@ -20,7 +20,7 @@ from fp8calib.cli.command_line import remember_arguments
 from fp8calib.cli.console import be_silent, discard, say, show_error
 from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import handle_signals
-from fp8calib.errors import Fp8CalibError, UsageError, fit_line
+from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
@@ -48,7 +48,6 @@ _STAGES = {
 
 _FIRST_PRINTS_S = 10.0
 """How long the other processes leave it to the first one to print an error."""
-_RESUMABLE = frozenset({"calibrate", "quantize"})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,7 +97,9 @@ def main_inner(arguments: Sequence[str]) -> int:
         return UsageError.exit_code
     _refuse_empty(arguments)
     outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
-    if outcome == INTERRUPTED:  # the parser turns KeyboardInterrupt into this code
+    if isinstance(outcome, KeyboardInterrupt):
+        raise outcome
+    if outcome == INTERRUPTED:  # of a command that cannot be resumed
         raise KeyboardInterrupt
     return outcome if isinstance(outcome, int) else 0
 
@@ -119,11 +120,9 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
             )
 
 
-def _resume_hint(arguments: Sequence[str]) -> str:
-    """Give the command line that resumes an interrupted one; empty where none can."""
-    command = next(iter(arguments), "")
-    asks_server = command == "verify" and any(a.startswith("--server") for a in arguments)
-    if not (command in _RESUMABLE or asks_server) or "--dry-run" in arguments:
+def _resume_hint(arguments: Sequence[str], interruption: BaseException) -> str:
+    """Give the command line that resumes an interrupted one; empty where nothing is saved."""
+    if RESUMABLE not in getattr(interruption, "__notes__", ()):
         return ""
     again = arguments if "--resume" in arguments else [*arguments, "--resume"]
     if find_process_rank(os.environ).size > 1:
@@ -165,11 +164,11 @@ def _guarded(  # noqa: PLR0911 -- one return per kind of error
         _wait_for_first(process_rank)
         message = error.format_message().strip().replace(": Input should be", ": must be")
         return show_error("usage", fit_line(message), _HINTS["usage"], as_json=as_json, exit_code=2)
-    except (KeyboardInterrupt, Abort):
+    except (KeyboardInterrupt, Abort) as interruption:
         if not process_rank.is_first:
             return INTERRUPTED
         kind = _STAGES.get(next(iter(arguments), ""), "data")
-        hint = _resume_hint(arguments)
+        hint = _resume_hint(arguments, interruption)
         return show_error(kind, "interrupted", hint, as_json=as_json, exit_code=INTERRUPTED)
     except Exit as leaving:
         return leaving.exit_code

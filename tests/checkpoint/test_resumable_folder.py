@@ -21,7 +21,7 @@ from fp8calib.checkpoint.resumable_folder import (
     ResumableFolder,
     remove_progress_file,
 )
-from fp8calib.errors import UsageError
+from fp8calib.errors import RESUMABLE, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +199,17 @@ def test_a_place_that_holds_no_folders_is_named() -> None:
     folder = ResumableFolder(place, owned=frozenset({"a"}), tag="t", resume=False)
     with pytest.raises(UsageError, match=r"/proc/fp8calib\.partial: cannot be created"), folder:
         pass
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.unfinished"])
+def test_an_interrupted_run_is_kept_where_something_is_saved(tmp_path: Path, name: str) -> None:
+    def save_and_interrupt() -> None:
+        with folder_of(tmp_path / "out") as staging:
+            (staging / name).touch()
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt) as interruption:
+        save_and_interrupt()
+    is_saved = name.endswith(".safetensors")
+    assert getattr(interruption.value, "__notes__", []) == [RESUMABLE] * is_saved
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * is_saved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fp8calib.api.models import open_run_model
@@ -24,7 +26,7 @@ from fp8calib.cli.verify.show import (
     show_verification,
     suggest_command,
 )
-from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.errors import CANNOT_TELL, RESUMABLE, VerificationError
 from fp8calib.verification.html.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport
 from fp8calib.verification.server.partial import KeptAnswers
@@ -44,13 +46,16 @@ def run_verify(settings: VerifySettings) -> int:
         seq_len=settings.seq_len,
         pack=not settings.no_pack,
     )
-    with open_run_model(
-        settings.model,
-        make_placement(settings),
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        if_quantized=if_quantized(settings.model),
-    ) as model:
+    with (
+        _noting_answers(kept),
+        open_run_model(
+            settings.model,
+            make_placement(settings),
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+            if_quantized=if_quantized(settings.model),
+        ) as model,
+    ):
         job = open_verify_job(model, options, text, server=_make_request(settings, kept))
         for note in (*job.plan.warnings, *job.warnings):
             warn(note)
@@ -75,6 +80,17 @@ def run_verify(settings: VerifySettings) -> int:
             if note not in (*job.plan.warnings, *job.warnings):
                 warn(note)
     return _finish(settings, verified, kept)
+
+
+@contextmanager
+def _noting_answers(kept: KeptAnswers) -> Iterator[None]:
+    """Note on an interruption that a later run can continue, where a server has answered."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        if kept.has_answers:
+            interruption.add_note(RESUMABLE)
+        raise
 
 
 def _finish(settings: VerifySettings, verified: VerificationResult, kept: KeptAnswers) -> int:

@@ -44,6 +44,11 @@ class KeptAnswers:
         self.paths.append(opened.path)
         return opened
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether a later run could resume."""
+        return any(path.exists() for path in self.paths)
+
     def remove(self) -> None:
         """Remove the files."""
         for path in self.paths:
