@@ -15,7 +15,11 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
+from fp8calib.verification.compare.comparison import (
+    Comparison,
+    ComparisonResult,
+    advance_by_share,
+)
 from fp8calib.verification.compare.summary import (
     compute_ppl,
     divergence_errors,
@@ -130,14 +134,14 @@ def verify(
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
     emulations = list_emulations(request)
     layers = comparison.num_layers
-    tokens = plan.num_tokens * (len(emulations) + 1) * max(layers, 1)
+    tokens = plan.num_tokens * max(layers, 1)
     progress.stage("verifying", tokens, unit="tokens", layers=layers)
     compared = comparison.run(
         batches(plan, batch_size),
         emulations,
         reference_hooks=measurements,
         watched=None if server is None else server.watched,
-        advance=progress.advance,
+        advance=advance_by_share(len(emulations) + 1, progress.advance),
     )
     runner = FaultRunner(
         comparison=comparison,

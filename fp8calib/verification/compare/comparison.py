@@ -76,7 +76,12 @@ class Comparison(Protocol):
 
 def advance_once(comparison: Comparison, advance: Advance) -> Advance:
     """Count tokens once, also where they are counted in every layer."""
-    share, done = max(comparison.num_layers, 1), 0
+    return advance_by_share(max(comparison.num_layers, 1), advance)
+
+
+def advance_by_share(share: int, advance: Advance) -> Advance:
+    """Count tokens once that are counted `share` times."""
+    done = 0
 
     def advance_share(tokens: int) -> None:
         nonlocal done
