@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv and install the package from the clone with one extra: scripts/setup-venv.sh demo|test|docs
 # Does nothing if .venv already has what pyproject.toml and constraints.txt require.
+# For the demo, an fp8calib that a user installed into .venv without -e stays as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,15 +42,33 @@ elif ! "$python" -m pip --version >/dev/null 2>&1; then
     "$python" -m ensurepip >&2
 fi
 
+is_plain_install() {
+    "$python" -I -c 'import importlib.metadata as m, json, sys
+found = [d.read_text("direct_url.json") or "{}" for d in m.distributions(name="fp8calib")]
+is_editable = any(json.loads(text).get("dir_info", {}).get("editable") for text in found)
+sys.exit(not found or is_editable)'
+}
+
+list_extra() {
+    "$python" -c 'import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["optional-dependencies"][sys.argv[1]], sep="\n")' "$extra"
+}
+
 echo "Installing fp8calib[$extra] into .venv (once; takes some minutes)" >&2
 quiet=--quiet
 if [ -t 2 ]; then
     quiet=
 fi
 pip_install() {
-    "$python" -m pip install $quiet --no-input --disable-pip-version-check -c constraints.txt "$@" >&2
+    "$python" -m pip install $quiet --no-input --disable-pip-version-check "$@" >&2
 }
-# torch first and alone: otherwise another package could select a different, larger build.
-pip_install torch
-pip_install -e ".[$extra]"
+if [ "$extra" = demo ] && is_plain_install; then
+    mapfile -t requirements < <(list_extra)
+    pip_install "${requirements[@]}"
+else
+    # torch first and alone: otherwise another package could select a different, larger build.
+    pip_install -c constraints.txt torch
+    pip_install -c constraints.txt -e ".[$extra]"
+fi
 echo "$wanted" >"$stamp"
