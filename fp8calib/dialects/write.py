@@ -186,7 +186,7 @@ def write_formats(
                 **_describe_source(dialect, stats.geometry, source, graft),
             )
             written.append(out / dialect.path(tp))
-            notes += _write(dialect, job, written[-1])
+            notes += _write(dialect, job, written[-1], Path(dialect.path(tp)))
         if dialect.has_linears:
             weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
             notes += (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
@@ -203,14 +203,15 @@ def write_table(
     target: Path,
     *,
     source: Checkpoint,
+    shown: Path | None = None,
     provenance: Provenance | None = None,
     graft: Graft = NO_GRAFT,
 ) -> tuple[Note, ...]:
     """Write a table of KV scales, for the ranks or heads that the dialect has.
 
-    The target is a file, or an overlay's folder, empty or not yet existing. `provenance` is the
-    quantized model that the scales were read from. What a user should know is returned: layers
-    without own scales, skipped files.
+    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is where it
+    will be, if not there. `provenance` is the quantized model that the scales were read from. What
+    a user should know is returned: layers without own scales, skipped files.
 
     Raises:
         UsageError: the format is not known.
@@ -224,7 +225,7 @@ def write_table(
         provenance=provenance,
         **_describe_source(dialect, table.geometry, source, graft),
     )
-    return tuple(_write(dialect, job, target))
+    return tuple(_write(dialect, job, target, shown or target))
 
 
 class _SourceFields(TypedDict):
@@ -251,14 +252,14 @@ def _describe_source(
     }
 
 
-def _write(dialect: Dialect, job: WriteJob, target: Path) -> list[Note]:
+def _write(dialect: Dialect, job: WriteJob, target: Path, shown: Path) -> list[Note]:
     """Write one file or overlay; return what a user should know about it."""
     assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
     dialect.write(job, target)
-    return list(_list_notes(dialect, job))
+    return list(_list_notes(dialect, job, shown))
 
 
-def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
+def _list_notes(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[Note]:
     for table in filter(None, (job.linears, job.table)):
         for site, scale in table.not_observed():
             yield Note(str(site), WHY_NOT_OBSERVED[scale.source])
@@ -268,7 +269,7 @@ def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
     if job.replaced:
         yield Note("KV scales of the model", f"replaced: {cut_list(sorted(job.replaced))}")
     for name, why in job.copied.items():
-        yield Note(f"{dialect.name}/{name}", why)
+        yield Note(str(shown / name), why)
     if dialect.lists_all_layers:
         why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
         layers = job.table.geometry.layers

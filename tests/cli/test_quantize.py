@@ -113,6 +113,7 @@ def test_no_command_is_given_for_what_check_refuses(
         ("qwen3", "model.layers.0.self_attn.k_norm.weight"),
         ("starcoder2", "model.layers.1.post_attention_layernorm.bias"),
         ("llama", "model.embed_tokens.weight"),
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
     ],
 )
 def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
@@ -124,7 +125,8 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
     del tensors[name]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     text = refused(4, "--scheme", "fp8-dynamic", source=source)
-    assert f"{source}: the checkpoint lacks {name}, " in text
+    assert f"{source}: the checkpoint is incomplete: it lacks {name}, " in text
+    assert "vllm" not in text
     out = tmp_path / "out"
     succeed("quantize", source, "--scheme", "fp8-dynamic", "--out", out, "--allow-unservable")
 

@@ -191,7 +191,13 @@ def _extract(settings: ExtractSettings, dialect: Dialect, target: _Target) -> Ex
             note
             for table, place in zip(tables, places, strict=True)
             for note in write_table(
-                table, dialect.name, place, source=checkpoint, provenance=provenance, graft=graft
+                table,
+                dialect.name,
+                place,
+                source=checkpoint,
+                shown=settings.save_path / place.relative_to(folder),
+                provenance=provenance,
+                graft=graft,
             )
         ]
         written = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -117,16 +117,18 @@ def find_first_fault(
     Args:
         geometry: the model's.
         tensors: the checkpoint's.
-        has_linears: whether to look at linears and experts too.
+        has_linears: whether to compare the shapes of linears and experts too.
     """
+    if absent := next(_list_absent_names(geometry, tensors), ""):
+        return (
+            f"the checkpoint is incomplete: it lacks {shorten(absent)}, which the model of its "
+            "config.json has"
+        )
 
     def counts(name: str) -> bool:
         is_linear = name in geometry.matrices or split_expert(name.rpartition(".")[0]) is not None
         return has_linears or not is_linear
 
-    absent = next(filter(counts, _list_absent_names(geometry, tensors)), "")
-    if absent:
-        return f"the checkpoint lacks {shorten(absent)}, which the model of its config.json has"
     for name, entry, shape in _list_other_shapes(geometry, tensors):
         if counts(name):
             sizes = f"{list(entry.shape)} in the checkpoint and {list(shape)} by its config.json"
