@@ -23,6 +23,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource, attend_causally
 from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology.search import is_linear
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -131,19 +132,18 @@ def check_live_model(model: PreTrainedModel) -> None:
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
+        inside = "pass the model inside of a wrapper (DDP, FSDP, torch.compile)"
         raise UsageError(
             f"{name} is neither a path nor a PreTrainedModel of transformers",
-            hint="pass the model inside of a wrapper (DDP, FSDP, torch.compile)",
+            hint=_MERGE if type(model).__module__.startswith("peft.") else inside,
         )
     hint = "pass the unquantized model, or the path of a checkpoint"
     sections = [section for _, section in find_quantization_configs(model.config.to_dict())]
     if getattr(model, "hf_quantizer", None) is not None or any(sections):
         raise ModelError(f"{name}: the model in memory is quantized", hint=hint)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError(
-            f"{name}: the model in memory has adapters",
-            hint="merge them into the weights first (PEFT: merge_and_unload)",
-        )
+        raise ModelError(f"{name}: the model in memory has adapters", hint=_MERGE)
+    _refuse_changed_linears(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is not a decoder-only language model")
     for parameter, value in model.named_parameters():
@@ -155,6 +155,33 @@ def check_live_model(model: PreTrainedModel) -> None:
             )
         if value.dtype not in _NAMES or not value.dtype.is_floating_point:
             raise ModelError(f"{name}: {parameter} is {value.dtype}: quantized", hint=hint)
+
+
+_MERGE = "merge adapters into the weights, and pass that model (PEFT: merge_and_unload)"
+
+
+def _refuse_changed_linears(model: PreTrainedModel) -> None:
+    """Refuse linears that compute with more than the parameters of their class.
+
+    Raises:
+        ModelError: naming the first one.
+    """
+    for path, module in model.named_modules():
+        if hasattr(module, "base_layer"):  # PEFT wraps the linear
+            raise ModelError(f"{path}: {type(module).__name__} is an adapter", hint=_MERGE)
+        if not is_linear(module):
+            continue
+        extra = [name for name in (*module._parameters, *module._modules) if name not in _OWN]
+        if "weight" not in module._parameters:  # parametrized, weight norm, pruned
+            raise ModelError(
+                f"{path}: its weight is computed from {', '.join(extra) or 'other tensors'}",
+                hint="make it a parameter first (torch: remove_parametrizations, prune.remove)",
+            )
+        if extra:
+            raise ModelError(f"{path}: beside weight and bias it has {extra[0]}", hint=_MERGE)
+
+
+_OWN = ("weight", "bias")
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 import fp8calib
@@ -202,6 +204,41 @@ def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> N
     stored = {n: t for shard in shards for n, t in load_file(shard).items() if n in heads}
     assert stored.keys() == heads.keys()
     assert all(torch.equal(stored[each], heads[each]) for each in heads)
+
+
+class LoRALinear(torch.nn.Linear):
+    """An adapter that somebody wrote, as a subclass."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.lora_a = torch.nn.Linear(size, 2)
+
+
+class Wrapped(torch.nn.Module):
+    """An adapter as PEFT has it."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (weight_norm, "its weight is computed from parametrizations"),
+        (lambda module: prune.l1_unstructured(module, "weight", 0.5), "computed from weight_orig"),
+        (lambda module: LoRALinear(module.in_features), "beside weight and bias it has lora_a"),
+        (Wrapped, "Wrapped is an adapter"),
+    ],
+)
+def test_a_linear_with_more_than_its_weight_is_refused(
+    change: Callable[[Any], Any], message: str
+) -> None:
+    model = zoo.build("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = change(attention.q_proj)
+    with pytest.raises(fp8calib.ModelError, match=rf"layers\.1\.self_attn\.q_proj: {message}"):
+        fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
 
 
 @pytest.mark.parametrize("tp", ["2", 2.0, None])
