@@ -32,6 +32,14 @@ class Saturation(BaseModel):
         """Describe the shares in one line."""
         return self._describe_at("saturation: at 1/4, 1/2, 3/4 of the data")
 
+    def describe_half(self) -> str:
+        """Describe the shares at half of the data: whether more data would change the scales."""
+        middle, least = self.median_share[1], self.least_share[1]
+        return (
+            f"half of the data had reached {middle:.1%} of the final amax in the median site, "
+            f"{least:.1%} in the slowest ({self.slowest_site})"
+        )
+
     def _describe_at(self, points: str) -> str:
         middle = ", ".join(f"{share:.1%}" for share in self.median_share)
         least = ", ".join(f"{share:.1%}" for share in self.least_share)

@@ -18,7 +18,7 @@ from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.cli.serving import describe_serving
-from fp8calib.cli.show.stats import describe_magnitudes, describe_skipped
+from fp8calib.cli.show.stats import describe_briefly, describe_skipped
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
@@ -168,12 +168,10 @@ def show_calibration_report(
         f"{report['duration_s']:.1f} s ({report['tokens_per_s']:,.0f} tokens/s), "
         f"{report['coverage']['observed']} sites observed"
     )
-    for text in (*describe_magnitudes(stats), *describe_skipped(stats)):
+    for text in (*describe_briefly(stats), *describe_skipped(stats)):
         show(text)
     if (saturation := compute_saturation(stats)) is not None:
-        show(saturation.describe())
-    if (by_position := compute_position_saturation(stats)) is not None:
-        show(by_position.describe())
+        show(saturation.describe_half())
     for text in describe_experts(report["experts"]):
         show(text)
     before, after = report["kv_bytes_per_token"].values()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8calib.cli.console import print_json, print_table, print_text
-from fp8calib.cli.show.summary import TABLES_HINT, summarize_layers
+from fp8calib.cli.show.summary import TABLES_HINT, summarize_briefly, summarize_layers
 from fp8calib.cli.show.tables import TableOptions
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.formats import E4M3FN
@@ -80,6 +80,11 @@ def describe_stats(stats: CalibrationStats) -> Iterator[str]:
 def describe_magnitudes(stats: CalibrationStats) -> Iterator[str]:
     """Describe the largest and the smallest amax of each kind, and the outliers."""
     return summarize_layers(_list_layers(stats), _list_linears(stats), list_unfit_queries(stats))
+
+
+def describe_briefly(stats: CalibrationStats) -> Iterator[str]:
+    """Describe what stands out in two lines."""
+    return summarize_briefly(_list_layers(stats), _list_linears(stats))
 
 
 def describe_skipped(stats: CalibrationStats) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median_low
 from typing import Any
@@ -38,9 +38,14 @@ def summarize(title: str, rows: Sequence[Magnitude]) -> str:
     outliers = list(find_outliers(known))
     if not outliers:
         return ends
-    outliers.sort(key=lambda found: -max(found[1], 1 / found[1]))
-    described = [_describe_outlier(row, ratio) for row, ratio in outliers]
-    return f"{ends}; outliers: {cut_list(described, _SHOWN_OUTLIERS)}"
+    return f"{ends}; outliers: {_cut_outliers(outliers)}"
+
+
+def _cut_outliers(outliers: Sequence[tuple[Magnitude, float]]) -> str:
+    """Describe the few that are farthest from the median, and count the others."""
+    farthest = sorted(outliers, key=lambda found: -max(found[1], 1 / found[1]))
+    described = [_describe_outlier(row, ratio) for row, ratio in farthest]
+    return cut_list(described, _SHOWN_OUTLIERS)
 
 
 def find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float]]:
@@ -66,24 +71,60 @@ def summarize_layers(
     unfit_queries: Iterable[int],
 ) -> Iterator[str]:
     """Summarize the rows of the tables of K, V and q and of linears."""
-    for role in ("k", "v", "q"):
-        rows = [
-            Magnitude(f"layer {row['layer']}", role, row[f"{role} amax"])
-            for row in layers
-            if row[f"{role} amax"] is not None
-        ]
-        line = summarize(f"{role} amax", rows)
-        needed = list(unfit_queries) if role == "q" else []
+    for column, rows in _list_magnitudes(layers, linears):
+        of_linears = f" of {len(rows)} linears" if column in _OF_LINEARS else ""
+        line = summarize(f"{column}{of_linears}", rows)
+        needed = list(unfit_queries) if column == "q amax" else []
         need = f"; layers that need a q scale: {format_ranges(needed)}" if needed else ""
         yield from [line + need] if line else []
-    for column in ("input amax", "weight amax"):
-        rows = [
-            Magnitude(shorten(row["linear"]), _name_kind(row["linear"]), row[column])
-            for row in linears
-            if row[column] is not None
+
+
+def summarize_briefly(
+    layers: Sequence[Mapping[str, Any]], linears: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Give the range of K, V and q in one line, and the outliers of all in another."""
+    ranges, outliers = [], []
+    for column, rows in _list_magnitudes(layers, linears):
+        role = column.removesuffix(" amax")
+        known = [row for row in rows if row.value > 0]
+        if known and column not in _OF_LINEARS:
+            least, most = (pick(known, key=lambda row: row.value) for pick in (min, max))
+            ranges.append(f"{role} {least.value:.4g} to {most.value:.4g} ({most.place})")
+        outliers += [
+            (replace(row, place=f"{role} of {row.place}"), ratio)
+            for row, ratio in find_outliers(known)
         ]
-        line = summarize(f"{column} of {len(rows)} linears", rows)
-        yield from [line] if line else []
+    if ranges:
+        yield f"amax: {', '.join(ranges)}"
+    if outliers:
+        yield f"outliers: {_cut_outliers(outliers)}"
+
+
+_OF_LINEARS = ("input amax", "weight amax")
+
+
+def _list_magnitudes(
+    layers: Sequence[Mapping[str, Any]], linears: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, list[Magnitude]]]:
+    """List the known values of each column: of K, V and q by layer, and of linears by name."""
+    for column in ("k amax", "v amax", "q amax"):
+        yield (
+            column,
+            [
+                Magnitude(f"layer {row['layer']}", column, row[column])
+                for row in layers
+                if row[column] is not None
+            ],
+        )
+    for column in _OF_LINEARS:
+        yield (
+            column,
+            [
+                Magnitude(shorten(row["linear"]), _name_kind(row["linear"]), row[column])
+                for row in linears
+                if row[column] is not None
+            ],
+        )
 
 
 def _name_kind(module: str) -> str:
