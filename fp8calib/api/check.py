@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp8calib.api.arguments import checked
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin
@@ -113,15 +114,9 @@ def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    try:
-        if not path.exists():
-            raise UsageError(
-                f"{path}: no such file or folder", hint="name a checkpoint folder or a JSON file"
-            )
-        if path.is_dir():
-            return True
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{str(path)[:200]!a}: cannot be read") from error
+    require_path(path, hint="name a checkpoint folder or a JSON file")
+    if path.is_dir():
+        return True
     if path.suffix not in _FILE_SUFFIXES or not path.is_file():
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
         if path.suffix == ".gguf":

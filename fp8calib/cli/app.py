@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fp8calib import __version__
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.card.settings import CardSettings
@@ -22,6 +23,7 @@ from fp8calib.cli.export.settings import ExportSettings
 from fp8calib.cli.extract.settings import ExtractSettings
 from fp8calib.cli.option_types import JsonOption
 from fp8calib.cli.quantize.settings import QuantizeSettings
+from fp8calib.cli.setup import refuse_missing
 from fp8calib.cli.verify.settings import VerifySettings
 
 _Settings = TypeVar("_Settings")
@@ -40,9 +42,14 @@ def _command(
     """Register a command that takes the fields of `settings`, a dataclass, as its options."""
 
     def register(run: Callable[[_Settings], int | None]) -> None:
-        def command(**options: Any) -> int | None:
-            with sign_of_life():
-                return run(settings(**options))
+        def command(**options: Any) -> int | KeyboardInterrupt | None:
+            given = settings(**options)
+            refuse_missing(given)
+            try:
+                with sign_of_life():
+                    return run(given)
+            except KeyboardInterrupt as interruption:  # the parser would make a number of it
+                return interruption
 
         command.__signature__ = inspect.signature(settings, eval_str=True)  # type: ignore[attr-defined]
         app.command(name, help=run.__doc__)(command)
@@ -180,8 +187,10 @@ def _merge(
 
     Example: fp8calib merge one/stats.safetensors two/stats.safetensors --out stats.safetensors
     """
-    from fp8calib.cli.merge import run_merge  # noqa: PLC0415
-
+    for path in stats:
+        require_path(path, hint="name the output folder of a shard, or its stats.safetensors")
+    with sign_of_life(), _heavy_imports():
+        from fp8calib.cli.merge import run_merge  # noqa: PLC0415
     run_merge(stats, out, force=force, as_json=as_json)
 
 
@@ -220,9 +229,10 @@ def _show(
 
     Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors --kv
     """
-    from fp8calib.cli.show.run import run_show  # noqa: PLC0415
-    from fp8calib.cli.show.tables import TableOptions  # noqa: PLC0415
-
+    require_path(path, hint="name statistics or scales")
+    with sign_of_life(), _heavy_imports():
+        from fp8calib.cli.show.run import run_show  # noqa: PLC0415
+        from fp8calib.cli.show.tables import TableOptions  # noqa: PLC0415
     options = TableOptions(
         everything=everything, kv=kv, layers=tuple(layer or ()), sort=sort, top=top
     )
@@ -261,3 +271,8 @@ def _program(
     ] = False,
 ) -> None:
     pass
+
+
+for _registered in app.registered_commands:  # without it, the list of --help cuts the sentences
+    _text = _registered.help or inspect.getdoc(_registered.callback) or ""
+    _registered.short_help = _text.partition("\n")[0]

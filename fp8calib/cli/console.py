@@ -283,16 +283,26 @@ class Bar:
             say(self._stage.describe(now))
 
 
+_LOADING = "loading libraries"
+
+
 class _Starting:
-    """A spinner on a terminal's stderr until a command prints its result or its bar."""
+    """A spinner on a terminal's stderr until a command prints its result or its bar.
+
+    Where stderr is piped, one line before the seconds that importing torch takes.
+    """
 
     def __init__(self) -> None:
         self._status: Status | None = None
 
     def start(self) -> None:
-        if self._status is None and _err.is_terminal and not _err.quiet:
-            self._status = _err.status("starting")
+        if self._status is not None or _err.quiet:
+            return
+        if _err.is_terminal:
+            self._status = _err.status(_LOADING)
             self._status.start()
+        elif "torch" not in sys.modules:
+            say(_LOADING)
 
     def stop(self) -> None:
         if self._status is not None:
@@ -305,7 +315,7 @@ _starting = _Starting()
 
 @contextmanager
 def sign_of_life() -> Iterator[None]:
-    """Show a spinner while a command starts: before its bar, or its result, where it has none."""
+    """Show that a command starts: before its bar, or its result, where it has none."""
     _starting.start()
     try:
         yield

@@ -1,8 +1,12 @@
-"""What commands do before a model runs: silence libraries, and say where it runs."""
+"""What commands do first: refuse missing paths, silence libraries, and say where a model runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
+from fp8calib.data.specs import parse_spec
 
 if TYPE_CHECKING:
     from fp8calib.api.models import Placement
@@ -19,6 +23,37 @@ class PlacementSettings(Protocol):
     def device_map(self) -> str | None: ...  # noqa: D102
     @property
     def memory(self) -> float | None: ...  # noqa: D102
+
+
+_PATH_HINTS = {
+    "path": "name a checkpoint folder or a JSON file",
+    "quantized_model": "name a checkpoint folder or a file of scales",
+    "stats": "calibrate writes stats.safetensors",
+}
+"""The settings that are one path, with the hint where there is none."""
+
+
+def refuse_missing(settings: Any) -> None:
+    """Refuse inputs that do not exist, before the seconds that importing the libraries takes.
+
+    What may be on the Hub is left to the command.
+
+    Raises:
+        UsageError: naming a file or folder.
+        ModelError: naming a model.
+        DataError: naming a data file.
+    """
+    for name in ("model", "base"):
+        if (model := getattr(settings, name, None)) is not None:
+            find_local_model(model)
+    for name, hint in _PATH_HINTS.items():
+        path = getattr(settings, name, None)
+        if path is not None and not may_be_on_hub(path):
+            require_path(path, hint=hint)
+    for each in getattr(settings, "scales", ()):
+        require_path(Path(each), option="--scales")
+    for spec in getattr(settings, "data", None) or ():
+        parse_spec(spec)
 
 
 def make_placement(settings: PlacementSettings) -> Placement:

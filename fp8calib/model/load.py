@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,15 +19,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
+from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
-_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
-"""ORG/NAME; a name alone, or that of a file, is a path."""
 HUB_FILES = [
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("LICEN[CS]E*", "NOTICE*", "*.md"),
@@ -125,17 +122,11 @@ def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
         files: patterns of the files to download; the folder may hold others from earlier.
+
+    Raises:
+        ModelError: there is no such folder, or the Hub does not give it.
     """
-    path = Path(model)
-    try:
-        if path.exists():
-            return path
-    except OSError as error:
-        raise ModelError(f"{model}: {error.strerror}", hint="pass a folder or a hub id") from error
-    looks_local = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
-    if looks_local:
-        raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
-    return _fetch(model, revision, files)
+    return find_local_model(model) or _fetch(model, revision, files)
 
 
 def fetch_hub_id(path: Path) -> Path:
@@ -144,11 +135,7 @@ def fetch_hub_id(path: Path) -> Path:
     Raises:
         ModelError: the hub has no such repository, or cannot be reached.
     """
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):
-        return path
-    return path if exists or not _HUB_NAME.fullmatch(str(path)) else find_folder(str(path), None)
+    return find_folder(str(path), None) if may_be_on_hub(path) else path
 
 
 def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:

@@ -10,12 +10,13 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.compressed_tensors import require_format
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -142,11 +143,7 @@ def find_candidate(name: str) -> Path:
         ModelError: the folder links to files outside of it.
     """
     path = Path(name)
-    try:
-        if not path.exists():
-            raise UsageError(f"--scales {name}: no such file or folder")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--scales {name}: cannot be read: {error}") from error
+    require_path(path, option="--scales")
     if not path.is_dir():
         return path
     refuse_external_links(path)

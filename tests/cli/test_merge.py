@@ -99,7 +99,7 @@ def test_sets_that_are_none_are_refused(
     assert "shard 2 of 2 is missing" in fail(2, "merge", shards / "1", *out)
     assert "are both shard 1 of 2" in fail(2, "merge", shards / "1", shards / "1", *out)
     assert "is not a shard" in fail(2, "merge", shards / "whole", shards / "1", *out)
-    assert "no stats file" in fail(2, "merge", tmp_path / "nothing", *out)
+    assert "no such file or folder" in fail(2, "merge", tmp_path / "nothing", *out)
     command = ("calibrate", model, "--data", data, *QUICK, "--samples", 5, "--shard", "2/2")
     succeed(*command, "--out", tmp_path / "other")
     text = fail(2, "merge", shards / "1", tmp_path / "other", *out)

@@ -118,6 +118,37 @@ def test_a_full_disk_under_stdout_is_told() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
+    model: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import contextlib, sys\nfrom fp8calib.cli import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    with contextlib.suppress(SystemExit):\n        main(line.split('|'))\n"
+        "    print(line, 'torch' in sys.modules)"
+    )
+    none = str(tmp_path / "none")
+    commands = [
+        ["check", none],
+        ["show", none],
+        ["merge", none, "--out", "a.safetensors"],
+        ["export", none, "--out", "out"],
+        *([name, none] for name in ("calibrate", "verify", "auto")),
+        ["quantize", none, "--scheme", "w8a16", "--out", "out"],
+        ["calibrate", str(model), "--data", f"{none}.jsonl"],
+        ["verify", str(model), "--scales", none],
+        ["extract-kv-scales", "--quantized-model", none, "--model", none, "--out", "out"],
+        ["check", str(model)],
+    ]
+    arguments = ["|".join(command) for command in commands]
+    out, err = start(sys.executable, "-c", code, *arguments).communicate(timeout=60)
+    assert [line for line in out.splitlines() if line.endswith("True")] == [f"{arguments[-1]} True"]
+    lines = [line for line in err.splitlines() if not line.startswith("hint: ")]
+    missing = lines[: len(commands) - 1]
+    assert all(line.startswith("error: ") and none in line for line in missing), missing
+    assert lines[len(missing)] == "loading libraries"
+
+
 def run_on_terminal(columns: int, *arguments: object) -> tuple[str, float, float]:
     """Run the program on a terminal; give its text, and the seconds to the first byte and the end.
 
@@ -154,7 +185,7 @@ def test_a_terminal_shows_life_at_once_and_a_bar_that_fits(
     command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
     text, first_s, whole_s = run_on_terminal(80, *command)
     lines = [line for line in text.splitlines() if line.strip()]
-    assert lines[0].endswith("starting")
+    assert lines[0].endswith("loading libraries")
     assert first_s < whole_s / 3  # a fraction of a second; torch takes several
     bars = [line for line in lines if "\u2501" in line]
     assert bars

@@ -14,6 +14,7 @@ from fp8calib.api.quantize.report import QuantizationOutcome
 from fp8calib.api.quantize.servable import require_servable
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
@@ -208,8 +209,8 @@ def _find_folder(model: str, revision: str | None) -> Path:
     Raises:
         ModelError: the model is neither local nor on the Hub.
     """
-    if Path(model).is_dir():
-        return Path(model)
+    if (local := find_local_model(model)) is not None:
+        return local
     from fp8calib.model.load import find_folder  # noqa: PLC0415
 
     return find_folder(model, revision)

@@ -9,7 +9,6 @@ from fp8calib.cli.console import warn
 from fp8calib.cli.show.scales import show_scales
 from fp8calib.cli.show.stats import show_stats
 from fp8calib.cli.show.tables import TableOptions
-from fp8calib.errors import UsageError, shorten
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
 
 
@@ -17,14 +16,9 @@ def run_show(path: Path, options: TableOptions, *, as_json: bool) -> None:
     """Print a file, or what a folder holds.
 
     Raises:
-        UsageError: it does not exist, or holds neither statistics nor scales.
+        UsageError: it holds neither statistics nor scales.
         ModelError: it cannot be read.
     """
-    try:
-        if not path.exists():
-            raise UsageError(f"{path}: no such file or folder")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{shorten(str(path))}: cannot be read") from error
     if as_json and options.given:
         has = "has" if len(options.given) == 1 else "have"
         warn(f"--json prints everything: {', '.join(options.given)} {has} no effect")

@@ -1,0 +1,53 @@
+"""Where a model or a file is: a path on this machine, or what may be an id on the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fp8calib.errors import ModelError, UsageError, shorten
+
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
+"""ORG/NAME; a name alone, or that of a file, is a path."""
+
+
+def find_local_model(model: str) -> Path | None:
+    """Give the path that names a model; None for what may be a Hub id.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    path = Path(model)
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ModelError(f"{model}: {error.strerror}", hint="pass a folder or a hub id") from error
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
+    return None
+
+
+def may_be_on_hub(path: Path) -> bool:
+    """Whether a path that does not exist may be meant as a Hub id."""
+    try:
+        return not path.exists() and _HUB_NAME.fullmatch(str(path)) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
+    """Refuse a path that does not exist.
+
+    Raises:
+        UsageError: naming it, and the option that it was given to.
+    """
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        message = f"{option} {shorten(str(path))}: cannot be read: {why}".strip()
+        raise UsageError(message) from error
+    if not exists:
+        raise UsageError(f"{option} {path}: no such file or folder".strip(), hint=hint)
