@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from fp8calib.api.saved import ModelOrPath
@@ -126,21 +127,42 @@ def open_run_model(
 ) -> Iterator[RunModel]:
     """Open a model to run; `if_quantized` is what to do instead of one that cannot be decoded.
 
-    A model in memory is in evaluation mode while the context is open.
+    While the context is open, a model in memory is in evaluation mode, and torch's inference mode
+    of the caller is off: its tensors have no versions, by which changes are found.
 
     Raises:
         UsageError: a device or dtype is unknown, or was chosen for a model in memory.
         ModelError: the model cannot be read, or is not supported.
         RecipeError: a pattern of the recipe matches no module.
     """
-    if not isinstance(model, str | Path):
-        placement.refuse()
-        yield from _open_live(model, recipe)
-        return
+    with torch.inference_mode(False):
+        if isinstance(model, str | Path):
+            yield from _open_path(
+                str(model),
+                placement,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                if_quantized=if_quantized,
+                recipe=recipe,
+            )
+        else:
+            placement.refuse()
+            yield from _open_live(model, recipe)
+
+
+def _open_path(
+    model: str,
+    placement: Placement,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    if_quantized: str,
+    recipe: Recipe | None,
+) -> Iterator[RunModel]:
     placement.check()
     device = choose_device(placement.device)
     source = open_source(
-        str(model), revision=revision, trust_remote_code=trust_remote_code, if_quantized=None
+        model, revision=revision, trust_remote_code=trust_remote_code, if_quantized=None
     )
     with open_model(source.folder, if_quantized=if_quantized) as checkpoint:
         if checkpoint.form:
@@ -150,7 +172,7 @@ def open_run_model(
         if recipe is None or recipe.observe.needs_forward:
             check_runnable(prepared.model)
         yield RunModel(
-            name=str(model),
+            name=model,
             source=source,
             checkpoint=checkpoint,
             prepared=prepared,

@@ -206,6 +206,19 @@ def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> N
     assert all(torch.equal(stored[each], heads[each]) for each in heads)
 
 
+def test_inference_mode_of_the_caller_changes_nothing(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    expected = stats_bytes(fp8calib.calibrate(model, token_rows(), seq_len=LENGTH), tmp_path)
+    with torch.inference_mode():
+        found = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+        fp8calib.verify(model, found, token_rows(), seq_len=LENGTH, scheme="fp8-dynamic")
+        assert torch.is_inference_mode_enabled()
+        unchangeable = zoo.build("llama")
+    assert stats_bytes(found, tmp_path) == expected
+    with pytest.raises(fp8calib.UsageError, match=r"embed_tokens.* made in torch.inference_mode"):
+        fp8calib.verify(unchangeable, [], token_rows(), seq_len=LENGTH, scheme="fp8-dynamic")
+
+
 class LoRALinear(torch.nn.Linear):
     """An adapter that somebody wrote, as a subclass."""
 
@@ -226,7 +239,10 @@ class Wrapped(torch.nn.Module):
     ("change", "message"),
     [
         (weight_norm, "its weight is computed from parametrizations"),
-        (lambda module: prune.l1_unstructured(module, "weight", 0.5), "computed from weight_orig"),
+        (
+            lambda module: prune.l1_unstructured(module, "weight", 0.5),
+            "its weight is computed from weight_orig",
+        ),
         (lambda module: LoRALinear(module.in_features), "beside weight and bias it has lora_a"),
         (Wrapped, "Wrapped is an adapter"),
     ],

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import torch
+
 from fp8calib.api.calibrate import fields_of
 from fp8calib.api.models import RunModel
 from fp8calib.api.text import plan_text
@@ -18,11 +20,12 @@ from fp8calib.api.verify.request import build_request
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.data.rows import Row
+from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.live_model import LiveCheckpoint
-from fp8calib.model.load import ModelSource, load_tokenizer
+from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
@@ -178,9 +181,25 @@ def _open_held(job: VerifyJob, mode: MemoryMode, progress: Progress) -> Iterator
     if isinstance(job.checkpoint, LiveCheckpoint):
         emulations = list_emulations(build_request(job, job.prepared.model))
         if any(each.weights for each in emulations.values()):
+            _refuse_inference_tensors(job.prepared.model)
             job.checkpoint.hold()
     with open_reference(job, mode, progress) as opened:
         yield opened
+
+
+def _refuse_inference_tensors(model: LoadedModel) -> None:
+    """Refuse a model whose weights cannot be replaced for a while.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    named: Iterator[tuple[str, torch.nn.Parameter]] = model.named_parameters()
+    for name, parameter in named:
+        if parameter.is_inference():
+            raise UsageError(
+                f"{name} was made in torch.inference_mode(), so it cannot be quantized in place",
+                hint="load the model outside of inference_mode, or pass its path",
+            )
 
 
 def _change_report(verified: VerificationResult, **fields: Any) -> VerificationResult:
