@@ -6,13 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 
-def describe_serving(
-    report: Mapping[str, Any], format_name: str = "", *, explained: Collection[str] | None = None
-) -> Iterator[str]:
+def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterator[str]:
     """Give the lines for the `serving`, `limitations` and `other_engines` of a report.
 
-    Why an engine cannot use a file is in the lines only for the formats in `explained`; None
-    explains all. Conditions under which it can are not in them: `check` prints those.
+    Conditions under which an engine can use a file are not in them: `check` prints those.
 
     `format_name` is the format of items that do not name their own.
     """
@@ -20,22 +17,46 @@ def describe_serving(
         name = item.get("format", format_name)
         where = f" ({name})" if name else ""
         yield f"serve with {item['engine']}{where}:\n    {item['command']}"
-    unable: dict[str, list[str]] = {}
     noted: dict[str, list[str]] = {}
     for item in report["limitations"]:
         name = item.get("format", format_name)
-        what = f"{name}, {item['engine']}" if name else item["engine"]
-        if not item["is_blocking"]:
-            noted.setdefault(name, []).append(item["engine"])
-        elif explained is None or name in explained:
-            yield f"  {what}: cannot use it: {item['why']}"
+        if item["is_blocking"]:
+            yield _explain(name, item)
         else:
-            unable.setdefault(name, []).append(item["engine"])
-    for names, text in ((unable, "cannot be used by"), (noted, "conditions for")):
-        for name, engines in names.items():
-            listed = ", ".join(dict.fromkeys(engines))
-            yield f"  {f'{name}: ' if name else ''}{text} {listed} (`fp8calib check` says why)"
+            noted.setdefault(name, []).append(item["engine"])
+    yield from _join(noted, "conditions for")
     yield from _describe_others(report, format_name)
+
+
+def describe_serving_briefly(
+    report: Mapping[str, Any], *, explained: Collection[str]
+) -> Iterator[str]:
+    """Give the commands that serve each format; of those in `explained`, why an engine cannot."""
+    commands: dict[str, list[Mapping[str, Any]]] = {}
+    for item in report["serving"]:
+        commands.setdefault(item["format"], []).append(item)
+    for name, items in commands.items():
+        engines = dict.fromkeys(item["engine"] for item in items)
+        lines = "".join(f"\n    {item['command']}" for item in items)
+        yield f"serve {name} with {', '.join(engines)}:{lines}"
+    unable: dict[str, list[str]] = {}
+    for item in report["limitations"]:
+        if item["is_blocking"] and item["format"] in explained:
+            yield _explain(item["format"], item)
+        elif item["is_blocking"]:
+            unable.setdefault(item["format"], []).append(item["engine"])
+    yield from _join(unable, "cannot be used by")
+
+
+def _explain(name: str, item: Mapping[str, Any]) -> str:
+    what = f"{name}, {item['engine']}" if name else item["engine"]
+    return f"  {what}: cannot use it: {item['why']}"
+
+
+def _join(engines: Mapping[str, list[str]], text: str) -> Iterator[str]:
+    for name, found in engines.items():
+        listed = ", ".join(dict.fromkeys(found))
+        yield f"  {f'{name}: ' if name else ''}{text} {listed} (`fp8calib check` says why)"
 
 
 def _describe_others(report: Mapping[str, Any], format_name: str) -> Iterator[str]:

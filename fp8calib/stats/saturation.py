@@ -36,8 +36,8 @@ class Saturation(BaseModel):
         """Describe the shares at half of the data: whether more data would change the scales."""
         middle, least = self.median_share[1], self.least_share[1]
         return (
-            f"half of the data had reached {middle:.1%} of the final amax in the median site, "
-            f"{least:.1%} in the slowest ({self.slowest_site})"
+            f"half of the data gave the median site {middle:.1%} of its amax, "
+            f"the slowest {least:.1%}"
         )
 
     def _describe_at(self, points: str) -> str:

@@ -553,11 +553,14 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
 ) -> None:
     done = succeed("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
     lines = done.out.splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("serve with "))
-    assert first <= 10
-    assert [line.split(":")[0] for line in lines[1:4]] == ["k amax", "v amax", "q amax"]
-    assert any(line.startswith("not observed: lm_head: ") for line in lines[:first])
-    assert "conditions for vLLM" in done.out  # of other hardware: check prints them
+    serve = lines.index("serve kv-overlay with vLLM, SGLang, TGI:")
+    assert serve <= 7
+    assert lines[1].startswith("amax: k ")
+    assert any(line.startswith("not observed: lm_head: ") for line in lines[:serve])
+    out = tmp_path / "out"
+    assert lines[serve + 1] == f"    vllm serve {out}/kv-overlay --kv-cache-dtype fp8"
+    more = f"more: fp8calib show {out}; fp8calib check {out}/kv-overlay"
+    assert lines[serve + 4 :] == [more]
     assert "MI300" not in done.out
     assert "gfx94x" not in done.out
 

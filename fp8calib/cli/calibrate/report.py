@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import list_top_level, print_text, say, warn
-from fp8calib.cli.serving import describe_serving
+from fp8calib.cli.serving import describe_serving_briefly
 from fp8calib.cli.show.stats import describe_briefly, describe_skipped
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
@@ -181,8 +182,18 @@ def show_calibration_report(
     show(f"written to {job.out}: {list_top_level(report['files'])}")
     if (then := describe_next(job)) is not None:
         show(then)
-    for text in describe_serving(report, explained=settings.formats or ()):
+    for text in describe_serving_briefly(report, explained=settings.formats or ()):
         show(text)
+    show(f"more: {'; '.join(_suggest_further(job))}")
+
+
+def _suggest_further(job: ResumableJob) -> Iterator[str]:
+    """Spell the commands that print what these lines leave out."""
+    out = shlex.quote(str(job.out))
+    yield f"fp8calib show {out}"
+    overlays = (find_dialect(name) for name in job.recipe.formats)
+    for path in [each.path() for each in overlays if each.needs_model][:1]:
+        yield f"fp8calib check {shlex.quote(str(job.out / path))}"
 
 
 _SHOWN_LAYERS = 20

@@ -41,11 +41,11 @@ def summarize(title: str, rows: Sequence[Magnitude]) -> str:
     return f"{ends}; outliers: {_cut_outliers(outliers)}"
 
 
-def _cut_outliers(outliers: Sequence[tuple[Magnitude, float]]) -> str:
+def _cut_outliers(outliers: Sequence[tuple[Magnitude, float]], most: int = _SHOWN_OUTLIERS) -> str:
     """Describe the few that are farthest from the median, and count the others."""
     farthest = sorted(outliers, key=lambda found: -max(found[1], 1 / found[1]))
     described = [_describe_outlier(row, ratio) for row, ratio in farthest]
-    return cut_list(described, _SHOWN_OUTLIERS)
+    return cut_list(described, most)
 
 
 def find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float]]:
@@ -89,7 +89,7 @@ def summarize_briefly(
         known = [row for row in rows if row.value > 0]
         if known and column not in _OF_LINEARS:
             least, most = (pick(known, key=lambda row: row.value) for pick in (min, max))
-            ranges.append(f"{role} {least.value:.4g} to {most.value:.4g} ({most.place})")
+            ranges.append(f"{role} {least.value:.3g}-{most.value:.3g} ({most.place})")
         outliers += [
             (replace(row, place=f"{role} of {row.place}"), ratio)
             for row, ratio in find_outliers(known)
@@ -97,7 +97,7 @@ def summarize_briefly(
     if ranges:
         yield f"amax: {', '.join(ranges)}"
     if outliers:
-        yield f"outliers: {_cut_outliers(outliers)}"
+        yield f"outliers: {_cut_outliers(outliers, 1)}"
 
 
 _OF_LINEARS = ("input amax", "weight amax")
