@@ -38,9 +38,16 @@ def test_verify_gives_the_figures_of_the_command(
     options = [] if scheme is None else ["--scheme", scheme]
     command = ("verify", model, "--scales", calibrated, "--data", data, "--json")
     expected = succeed(*command, *QUICK_OPTIONS, *options).json
+    calls: list[tuple[str, int, int | None]] = []
     report = fp8calib.verify(
-        model, calibrated, data, dtype="float32", scheme=scheme, progress=lambda *_: None, **QUICK
+        *(model, calibrated, data),
+        dtype="float32",
+        scheme=scheme,
+        progress=lambda *call: calls.append(call),
+        **QUICK,
     )
+    tokens = report.tokens + report.sequences  # the first of each sequence is not scored
+    assert calls[-1] == ("verifying", tokens, tokens)
     found = report.model_dump(mode="json")
     assert figures(found["candidates"]) == figures(expected["candidates"])
     assert report.advice == expected["advice"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -138,6 +139,19 @@ def test_our_own_forms_can_be_extracted_again(
         assert written == ([[number] * times for number in JOINT],) * 2
     else:
         assert written == _written(direct, name)
+
+
+def test_a_weight_that_is_copied_is_named_by_its_path(
+    extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_self: Path, _target: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    notes = extract(sources.save_autofp8(tmp_path / "q"))["notes"]
+    copied = tmp_path / "out" / "model-00001-of-00002.safetensors"
+    assert copied.is_file()
+    assert any(note.startswith(f"{copied}: copied (") for note in notes), notes
 
 
 def test_a_checkpoint_is_whole_and_its_weights_are_the_models(

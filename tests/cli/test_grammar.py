@@ -29,6 +29,7 @@ def test_the_help_of_a_command_has_an_example(command: str) -> None:
 def test_help_names_every_command() -> None:
     out = succeed("--help").out
     assert all(f"\n  {command} " in out for command in COMMANDS)
+    assert "..." not in out.partition("Commands:")[2], "a summary is cut"
 
 
 def test_the_version_is_printed() -> None:

@@ -165,6 +165,7 @@ def test_every_option_that_the_text_names_exists() -> None:
     """In inline code; the options of engines are those that the engines' records or rules name."""
     group: Any = get_command(app)
     known = {option for name in group.commands for option in _list_options(group, name)}
+    known |= {option for parameter in group.params for option in parameter.opts}
     folders = {
         "scripts": "**/*",
         "fp8calib/engines": "**/*.py",
