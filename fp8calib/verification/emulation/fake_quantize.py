@@ -87,11 +87,16 @@ class Quantizer:
             return is_equal and replace(self, scale=b) == other
         return a is b and self == other
 
-    def fake(self, x: torch.Tensor) -> FakeQuantized:
-        """Quantize and dequantize in fp32, and keep what measuring the damage needs."""
+    def fake(self, x: torch.Tensor, *, is_within: bool = False) -> FakeQuantized:
+        """Quantize and dequantize in fp32, and keep what measuring the damage needs.
+
+        `is_within` tells that no magnitude exceeds the largest value of the format.
+        """
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
-        before, amax = (None, None) if self._covers_all() else self._find_excess(x, scale, scaled)
+        before, amax = None, None
+        if not (is_within or self._covers_all()):
+            before, amax = self._find_excess(x, scale, scaled)
         if before is not None:
             scaled = before.clamp(-self.fmt.max, self.fmt.max)
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=False)

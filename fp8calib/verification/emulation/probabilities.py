@@ -17,13 +17,14 @@ from fp8calib.observe.hooks import AttentionCall
 from fp8calib.verification.emulation.damage import Row, add_damage, reduce_damage
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
-_CHUNK_SIZE = 1 << 20
+_CHUNK_SIZE = 1 << 18
 """Scores that are held at a time."""
-_MOST_ROWS = 128
+_MOST_ROWS = 64
 """Queries at a time: fewer of the scores that a causal mask hides are computed."""
 _GPU_CHUNK_SIZE, _GPU_MOST_ROWS = 1 << 25, 1024
 """The same on a GPU, where each chunk launches its own kernels."""
-_FLUSH_STRIDE = 8
+_STRIDE = 8
+"""The damage to P is measured in every 8th query."""
 _TINY = torch.finfo(torch.float32).tiny
 """The output of a query that sees no key, such as one of padding under a window, is zero."""
 _CLOSE = 0.02
@@ -66,14 +67,11 @@ def attend_in_fp32(
         if (sinks := call.options.get("s_aux")) is not None:
             total += (sinks[chunk.heads].float()[:, None, None] - largest).exp()
         if quantizer is not None:
-            fake = quantizer.fake(p)
+            fake = quantizer.fake(p, is_within=True)
             if chunk.sequence == 0:
                 counted = _find_counted(kept, chunk)
-                taken = fake if counted is None else fake.map(partial(_take_rows, rows=counted))
-                exact = p if counted is None else _take_rows(p, rows=counted)
-                damage.append(
-                    reduce_damage(exact, taken, quantizer.fmt, flush_stride=_FLUSH_STRIDE)
-                )
+                exact, taken = _take_rows(p, counted), fake.map(partial(_take_rows, rows=counted))
+                damage.append(reduce_damage(exact, taken, quantizer.fmt))
             p = fake.values
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
@@ -158,19 +156,20 @@ def _is_causal(call: AttentionCall) -> bool:
 
 
 def _mask_later(scores: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-    rows = torch.arange(chunk.rows.start, chunk.rows.stop, device=scores.device)
-    keys = torch.arange(scores.shape[-1], device=scores.device)
-    return scores.masked_fill_(keys > rows[:, None], -torch.inf)
+    """Mask the keys after each query; those before the chunk's first query are seen by all."""
+    is_later = torch.ones_like(scores[0, :, chunk.rows.start :], dtype=torch.bool).triu_(1)
+    scores[..., chunk.rows.start :].masked_fill_(is_later, -torch.inf)
+    return scores
 
 
-def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | None:
-    """Find the rows of a chunk of the first sequence that are no padding; None for all."""
+def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | slice:
+    """Find the measured rows of a chunk of the first sequence, none of them padding."""
     if kept is None:
-        return None
+        return slice(None, None, _STRIDE)
     is_inside = (kept >= chunk.rows.start) & (kept < chunk.rows.stop)
     counted: torch.Tensor = kept[is_inside] - chunk.rows.start
-    return counted
+    return counted[::_STRIDE]
 
 
-def _take_rows(x: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
-    return x.index_select(1, rows.to(x.device))
+def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    return x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows.to(x.device))
