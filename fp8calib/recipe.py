@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from fp8calib.errors import RecipeError, UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 from fp8calib.scales.scale_table import Fallback
@@ -133,6 +133,11 @@ class Quantize(_Section):
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
         f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"
     )
+    layer_schemes: dict[str, str] = Field(
+        default={},
+        description="other schemes of some linears, by patterns like those of `ignore`; the first "
+        "pattern that matches counts; the folder is then named SCHEME-mixed",
+    )
     rounding: WeightRounding = Field(
         default=NEAREST,
         description="how weights are rounded: nearest, or gptq, where later columns of a weight "
@@ -148,6 +153,20 @@ class Quantize(_Section):
         if name not in SCHEMES:
             raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
         return name
+
+    @field_validator("layer_schemes")
+    @classmethod
+    def _are_schemes(cls, names: dict[str, str]) -> dict[str, str]:
+        for pattern, name in names.items():
+            if name not in SCHEMES:
+                known = ", ".join(SCHEMES)
+                raise ValueError(f"{pattern!r:.60} must be one of {known}, not {name!r:.60}")
+        return names
+
+    @property
+    def folder(self) -> str:
+        """Name the folder that the checkpoint is written to."""
+        return name_mixed(self.scheme, is_mixed=bool(self.layer_schemes))
 
 
 class Recipe(_Section):
@@ -182,10 +201,10 @@ class Recipe(_Section):
     def _observes_static_inputs(self) -> Self:
         if self.quantize is None or self.observe.inputs:
             return self
-        if SCHEMES[self.quantize.scheme].has_static_inputs:
-            raise ValueError(
-                f"quantize: {self.quantize.scheme} needs observe.inputs, for its input scales"
-            )
+        names = (self.quantize.scheme, *self.quantize.layer_schemes.values())
+        for name in names:
+            if SCHEMES[name].has_static_inputs:
+                raise ValueError(f"quantize: {name} needs observe.inputs, for its input scales")
         if self.quantize.rounding == GPTQ:
             raise ValueError(f"quantize: rounding {GPTQ} needs observe.inputs")
         return self

@@ -95,6 +95,14 @@ class ShardIndex(TypedDict):
     count: int
 
 
+class LayerScheme(TypedDict):
+    """A pattern that gives linears another scheme, and the number of these linears."""
+
+    pattern: str
+    scheme: str
+    linears: int
+
+
 class Plan(MemoryPlan):
     """A planned run."""
 
@@ -114,6 +122,7 @@ class Plan(MemoryPlan):
     engine: NotRequired[str]
     candidates: NotRequired[list[str]]
     scheme: NotRequired[str]
+    layer_schemes: NotRequired[list[LayerScheme]]
     rounding: NotRequired[str]
     linears: NotRequired[int]
     output_size_bytes: NotRequired[int]
@@ -142,6 +151,7 @@ class QuantizeReport(TypedDict):
     out: str
     files: list[str]
     scheme: str
+    layer_schemes: list[LayerScheme]
     format: str
     bytes: BeforeAfter
     duration_s: float

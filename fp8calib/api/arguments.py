@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +34,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     "Sequence[str]": ("a list of strings", lambda value: _is_strings(value, Sequence)),
     "Collection[str]": ("a list of strings", lambda value: _is_strings(value, Collection)),
+    "Mapping[str, str]": (
+        "a mapping of strings to strings",
+        lambda value: _is_strings(value, Mapping) and _is_strings(list(value.values()), list),
+    ),
     "ProgressCallback": ("a function", callable),
     "None": ("None", lambda value: value is None),
 }

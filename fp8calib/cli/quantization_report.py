@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -33,8 +34,8 @@ def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> Non
 def _describe_checkpoint(report: Mapping[str, Any]) -> Iterator[str]:
     before, after = (format_size(size) for size in report["bytes"].values())
     yield (
-        f"{len(report['quantized'])} linears quantized ({report['scheme']}, {report['format']}), "
-        f"weights {before} -> {after}, {report['duration_s']:.1f} s"
+        f"{len(report['quantized'])} linears quantized ({_describe_schemes(report)}, "
+        f"{report['format']}), weights {before} -> {after}, {report['duration_s']:.1f} s"
     )
     yield from _describe_unquantized(report["left"])
     yield from _describe_rounding(report["rounded"])
@@ -44,6 +45,14 @@ def _describe_checkpoint(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"KV cache: {plain:,} bytes per token now, {quantized:,} with FP8 ({scales})"
     yield f"written to {report['out']}: {_list_files(report['files'])}"
     yield from describe_serving(report)
+
+
+def _describe_schemes(report: Mapping[str, Any]) -> str:
+    """Name the scheme, and how many linears have another."""
+    counts: Counter[str] = Counter()
+    for each in report["layer_schemes"]:
+        counts[each["scheme"]] += each["linears"]
+    return ", ".join([report["scheme"], *(f"{number} {name}" for name, number in counts.items())])
 
 
 def _describe_unquantized(left: list[dict[str, str]]) -> Iterator[str]:

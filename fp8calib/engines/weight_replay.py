@@ -30,7 +30,11 @@ from fp8calib.engines.weights.completeness import (
 )
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
 from fp8calib.engines.weights.linear_loader import LinearGroup
-from fp8calib.engines.weights.loading import find_weight_fit, list_loading_faults
+from fp8calib.engines.weights.loading import (
+    find_weight_fit,
+    list_loading_faults,
+    list_other_schemes,
+)
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
 from fp8calib.engines.weights.rules import apply_rules, list_stack_faults, list_weight_faults
 from fp8calib.engines.weights.stored import (
@@ -57,6 +61,7 @@ class WeightReplay:
         self._problem = ""
         self._faults: list[WeightFault] = []
         self._weights: QuantizedWeights | None = None
+        self._schemes: Mapping[str, StoredScheme] = {}
         self._opened = cache(partial(_OpenedWeights, folder, geometry))
         self._index_problems = list_index_problems(folder, geometry)
         self._located = list_opened_tensors(folder, Opened.INDEXED)
@@ -89,6 +94,7 @@ class WeightReplay:
         for module in stored:
             with suppress(ContradictionError):
                 schemes[module] = find_scheme(module)
+        self._schemes = schemes if len(set(schemes.values())) > 1 else {}
         return QuantizedWeights(
             dialect=_refine_dialect(dialect, schemes, self._tensors),
             config=self._folder.config,
@@ -109,6 +115,7 @@ class WeightReplay:
             except Refusal as refusal:
                 return [_refuse_config(engine, refusal)]
             faults += list_loading_faults(loader, opened.groups, opened.values)
+            faults += list_other_schemes(loader, opened.groups, self._schemes)
         if rules is None:
             return faults
         faults += list_parameter_faults(

@@ -97,17 +97,23 @@ SCHEMES = {
 }
 
 
-def find_scheme(name: str) -> Scheme:
-    """Give the scheme called `name`.
+def find_scheme(name: str, *, option: str = "") -> Scheme:
+    """Give the scheme called `name`; `option` is what named it, if not `--scheme`.
 
     Raises:
         UsageError: there is none; the message lists them.
     """
     if name not in SCHEMES:
         raise UsageError(
-            f"--scheme {name}: unknown scheme", hint=f"known schemes: {', '.join(SCHEMES)}"
+            f"{option or f'--scheme {name}'}: unknown scheme",
+            hint=f"known schemes: {', '.join(SCHEMES)}",
         )
     return SCHEMES[name]
+
+
+def name_mixed(scheme: str, *, is_mixed: bool) -> str:
+    """Name a checkpoint of this scheme, in which some linears may have another."""
+    return f"{scheme}-mixed" if is_mixed else scheme
 
 
 def choose_block_scales(scheme: Scheme, rounding: str, power_of_two: bool | None = None) -> Scheme:

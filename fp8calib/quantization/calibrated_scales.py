@@ -96,9 +96,10 @@ def find_scales(
     """
     kv = find_kv_scales(stats, checkpoint, settings.dialect, options)
     inputs = NO_SCALES
-    if settings.scheme.has_static_inputs:
+    static, others = split_static(settings, selection)
+    if static:
         inputs = find_input_scales(
-            stats, selection.quantized, shares_scales=settings.shares_scales, options=options
+            stats, static, others=others, shares_scales=settings.shares_scales, options=options
         )
     return CalibratedScales(
         inputs=inputs.inputs,
@@ -113,14 +114,16 @@ def find_input_scales(
     stats: CalibrationStats,
     quantized: Collection[Matrix],
     *,
+    others: Collection[Matrix] = (),
     shares_scales: bool,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute a static scale for the input of every quantized linear.
+    """Compute a static scale for the input of every linear that has one.
 
     Args:
         stats: of the same model.
-        quantized: the weights.
+        quantized: the weights of these linears.
+        others: the weights of linears without a static scale.
         shares_scales: use one scale per fused projection for all experts of a layer, as engines
             do; otherwise each expert has its own. Linears that read one tensor (q, k, v) always
             share a scale.
@@ -129,7 +132,7 @@ def find_input_scales(
     Raises:
         ExportError: the statistics have no data for a linear.
     """
-    inputs = _Inputs(stats, quantized, options)
+    inputs = _Inputs(stats, quantized, others, options)
     found = {matrix.module: inputs.find(matrix) for matrix in quantized}
     if shares_scales:
         groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
@@ -140,10 +143,22 @@ def find_input_scales(
     return CalibratedScales(inputs=found, kv={}, notes=tuple(_explain_substitutes(inputs.table)))
 
 
-def list_unmeasured(stats: CalibrationStats, quantized: Collection[Matrix]) -> list[str]:
+def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Matrix], list[Matrix]]:
+    """List the weights of linears that have a static input scale, and of those that have none."""
+    static: list[Matrix] = []
+    others: list[Matrix] = []
+    for matrix in selection.quantized:
+        is_static = settings.schemes.of(matrix.module).has_static_inputs
+        (static if is_static else others).append(matrix)
+    return static, others
+
+
+def list_unmeasured(
+    stats: CalibrationStats, quantized: Collection[Matrix], others: Collection[Matrix] = ()
+) -> list[str]:
     """Name the linears outside the decoder layers by the outermost modules that hold only such.
 
-    Calibration measures inputs in decoder layers alone.
+    Calibration measures inputs in decoder layers alone. `others` need no measurement.
     """
     layers = {prefix for layer in stats.geometry.layers for prefix in _find_prefixes(layer)}
     measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
@@ -152,7 +167,7 @@ def list_unmeasured(stats: CalibrationStats, quantized: Collection[Matrix]) -> l
         for matrix in quantized
         if matrix.tensor not in measured and layers.isdisjoint(list_paths(matrix.module))
     }
-    modules = [matrix.module for matrix in quantized]
+    modules = [matrix.module for matrix in (*quantized, *others)]
     inside = {path for name in modules if name not in outside for path in list_paths(name)}
     outermost = (
         next((path for path in list_paths(name) if path not in inside), name)
@@ -166,12 +181,17 @@ class _Inputs:
     """Finds the scales of inputs by the names of weights in the checkpoint."""
 
     def __init__(
-        self, stats: CalibrationStats, quantized: Collection[Matrix], options: ScaleOptions
+        self,
+        stats: CalibrationStats,
+        quantized: Collection[Matrix],
+        others: Collection[Matrix],
+        options: ScaleOptions,
     ) -> None:
         self.table = compute_linear_scales(
             stats, E4M3FN, rule=options.rule, fallback=options.fallback
         )
         self._quantized = quantized
+        self._others = others
         self._rule = options.rule
         self._stats = stats
         self._linears = {
@@ -210,7 +230,7 @@ class _Inputs:
 
     def _explain_missing(self, matrix: Matrix) -> str:
         """Explain what to do instead, with the options that exclude all unmeasured linears."""
-        names = list_unmeasured(self._stats, self._quantized)
+        names = list_unmeasured(self._stats, self._quantized, self._others)
         if any(name in names for name in list_paths(matrix.module)):
             return (
                 "calibrate with --recipe w8a8-static, and exclude the linears outside the layers "

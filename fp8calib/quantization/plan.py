@@ -18,6 +18,7 @@ from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
+from fp8calib.dialects.fp8.weights import name_fused_path
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -31,8 +32,9 @@ from fp8calib.quantization.shard_layout import (
     WeightScale,
     lay_out,
 )
+from fp8calib.selection.layer_schemes import LayerSchemes, check_layer_schemes
 from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.select import Selection
+from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
 
@@ -47,7 +49,7 @@ _VERSION = 1
 class PlanSettings:
     """The options of a quantization."""
 
-    scheme: Scheme
+    schemes: LayerSchemes
     dialect: Fp8Dialect
     ignore: tuple[str, ...] = ()
     shares_scales: bool = True
@@ -137,6 +139,18 @@ class QuantizePlan:
         return frozenset({CONFIG_NAME, *self.json_files, *shards, *sides})
 
 
+def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
+    """Choose the linears to quantize.
+
+    Raises:
+        UsageError: a pattern names no linear, or divides what engines load as one weight.
+        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
+    """
+    selection = select(checkpoint, ignore=settings.ignore)
+    check_layer_schemes(settings.schemes, selection)
+    return selection
+
+
 def make_plan(
     checkpoint: Checkpoint,
     settings: PlanSettings,
@@ -150,8 +164,8 @@ def make_plan(
     Args:
         checkpoint: an unquantized checkpoint (`check_unquantized`).
         settings: the options.
-        selection: from `select`, with the patterns of the settings.
-        scales: of inputs and of the KV cache; a static scheme needs the inputs of every linear.
+        selection: from `select_linears`, with the same settings.
+        scales: of inputs and of the KV cache; linears of a static scheme need that of their input.
         rounding: how weights are rounded; None means to nearest.
 
     Raises:
@@ -170,7 +184,8 @@ def make_plan(
     shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, metadata))
     has_kv = bool(scales.kv)
     job = ConfigJob(
-        scheme=settings.scheme,
+        scheme=settings.schemes.default,
+        groups=_group_by_scheme(settings.schemes, selection.quantized),
         unquantized=selection.unquantized,
         quantized=[matrix.module for matrix in selection.quantized],
         has_kv=has_kv,
@@ -197,6 +212,17 @@ def make_plan(
     )
 
 
+def _group_by_scheme(
+    schemes: LayerSchemes, quantized: Iterable[Matrix]
+) -> dict[Scheme, dict[str, None]]:
+    """List the linears of each scheme, and the weights that engines fuse them into."""
+    found: dict[Scheme, dict[str, None]] = defaultdict(dict)
+    for matrix in quantized:
+        paths = (matrix.module, name_fused_path(matrix.module))
+        found[schemes.of(matrix.module)] |= dict.fromkeys(paths)
+    return found
+
+
 def _list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
     """List tensors in the source's files that its index does not name; engines read whole files."""
     names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
@@ -214,11 +240,12 @@ def _make_tag(
 ) -> str:
     asked = [
         _VERSION,
-        settings.scheme.name,
+        settings.schemes.default.name,
         settings.dialect.name,
         sorted(settings.ignore),
         settings.shares_scales,
-        *(["power-of-two"] if settings.scheme.has_power_of_two_scales else []),
+        *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
+        *([settings.schemes.names] if settings.schemes.by_pattern else []),
         *(
             [[name, float(value)] for name, value in sorted(part.items())]
             for part in (scales.inputs, scales.kv)
@@ -285,7 +312,7 @@ def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:
 def _quantized_tensors(
     matrix: Matrix, settings: PlanSettings, scales: CalibratedScales
 ) -> Iterable[OutputTensor]:
-    dialect, scheme = settings.dialect, settings.scheme
+    dialect, scheme = settings.dialect, settings.schemes.of(matrix.module)
     yield OutputTensor(
         name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=Codes(matrix)
     )

@@ -93,7 +93,7 @@ def quantize(
                 advance(shard.data_bytes)
                 continue
             temporary = staging / f"{shard.name}.unfinished"
-            writer = ShardWriter(shard, reader, scales, plan.settings.scheme, rounded)
+            writer = ShardWriter(shard, reader, scales, plan.settings.schemes, rounded)
             all_zero = writer.write(temporary, advance)
             journal.add(shard, temporary, all_zero)
             temporary.replace(staging / shard.name)

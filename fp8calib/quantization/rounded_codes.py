@@ -18,6 +18,7 @@ from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.fp8.schemes import Granularity, Scheme, count_blocks
 from fp8calib.quantization.shard_layout import OutputTensor, lay_out
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
 _CODES = "layer-{:05}.safetensors"
@@ -68,14 +69,18 @@ class RoundedCodes:
 
     @contextmanager
     def written_layer(
-        self, index: int, matrices: Sequence[Matrix], scheme: Scheme
+        self, index: int, matrices: Sequence[Matrix], schemes: LayerSchemes
     ) -> Iterator[Callable[[Matrix, torch.Tensor, torch.Tensor, RoundedLinear], None]]:
         """Write a layer: yields a function that writes codes, scales and report of one matrix."""
         path = self._folder / _CODES.format(index)
         path.parent.mkdir(exist_ok=True)
         tensors = [OutputTensor(name=m.tensor, dtype="F8_E4M3", shape=m.shape) for m in matrices]
         tensors += [
-            OutputTensor(name=_SCALES.format(m.tensor), dtype="F32", shape=_shape_parts(m, scheme))
+            OutputTensor(
+                name=_SCALES.format(m.tensor),
+                dtype="F32",
+                shape=_shape_parts(m, schemes.of(m.module)),
+            )
             for m in matrices
         ]
         layout = lay_out(path.name, tensors, metadata={})

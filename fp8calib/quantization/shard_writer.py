@@ -15,7 +15,7 @@ import torch
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.encode import encode_blocks, encode_rows
-from fp8calib.fp8.schemes import Granularity, Scheme
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import (
     Codes,
@@ -34,6 +34,7 @@ from fp8calib.quantization.weight_reader import (
     split_rows,
 )
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, part_amax, scale_parts
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
 _FLOATS = ("F16", "BF16", "F32")
@@ -61,14 +62,14 @@ class ShardWriter:
         shard: ShardLayout,
         reader: WeightReader,
         scales: WeightScales,
-        scheme: Scheme,
+        schemes: LayerSchemes,
         rounded: RoundedCodes | None = None,
     ) -> None:
         """Write a shard; weights with `rounded` codes get these, and others the nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
-        self._scheme = scheme
+        self._schemes = schemes
         self._rounded = rounded
         self._places = {
             tensor.content.matrix.module: tensor
@@ -135,7 +136,7 @@ class ShardWriter:
         return self._start(tensor, copy, split_rows(matrix))
 
     def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        if self._scheme.weights is Granularity.TENSOR:
+        if self._schemes.of(matrix.module).weights is Granularity.TENSOR:
             return self._start_per_tensor(tensor, matrix)
         return self._start_per_part(tensor, matrix)
 
@@ -155,15 +156,16 @@ class ShardWriter:
 
     def _start_per_part(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         """Start a weight with a scale per row or block, for which one reading is enough."""
-        has_blocks, block = self._scheme.weights is Granularity.BLOCK, self._scheme.block
+        scheme = self._schemes.of(matrix.module)
+        has_blocks, block = scheme.weights is Granularity.BLOCK, scheme.block
 
         def quantize(rows: range) -> torch.Tensor:
             values = self._reader.read(matrix, rows)
-            amax = part_amax(values, self._scheme)
+            amax = part_amax(values, scheme)
             require_finite(amax, matrix, rows, values)
             codes = self._find_rounded(matrix, rows)
             if codes is None:
-                scale = scale_parts(amax, self._scheme)
+                scale = scale_parts(amax, scheme)
                 codes = (
                     encode_blocks(values, scale, block)
                     if has_blocks

@@ -63,7 +63,7 @@ class WeightScales:
     ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
         all_zero = _count_zeros(matrix, amax)
-        scales = scale_parts(amax, self._settings.scheme)
+        scales = scale_parts(amax, self._scheme_of(matrix))
         if all_zero is None:
             return scales, None
         is_whole = all_zero.count == all_zero.total
@@ -72,7 +72,7 @@ class WeightScales:
 
     def of_weight(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
         """Compute the scales of a whole weight: fp32 [], or one per row or block, on its device."""
-        scheme = self._settings.scheme
+        scheme = self._scheme_of(matrix)
         if scheme.weights is Granularity.TENSOR:
             return self.of_group(matrix)[0].to(values.device)
         amax = part_amax(values, scheme).cpu()
@@ -83,8 +83,11 @@ class WeightScales:
         for pool in (self._siblings[span_experts(matrix.module)], self._layers[matrix.layer]):
             largest = max(self._reader.measure(pool))
             if largest > 0:
-                return scale_parts(torch.tensor(largest), self._settings.scheme)
+                return scale_parts(torch.tensor(largest), self._scheme_of(matrix))
         return torch.tensor(1.0)
+
+    def _scheme_of(self, matrix: Matrix) -> Scheme:
+        return self._settings.schemes.of(matrix.module)
 
 
 def scale_parts(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -97,13 +97,16 @@ def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Rea
     return None
 
 
-def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[str, str]:
+def match_patterns(
+    patterns: Collection[str], modules: Collection[str], *, option: str = "--ignore"
+) -> dict[str, str]:
     """Find the linears that patterns match, by their own path or that of a module around them.
 
     Args:
         patterns: each a path, a glob, or `re:` and an expression for a whole path, of a module or
             of a tensor (`X.weight`).
         modules: paths of the linears in the checkpoint.
+        option: that has the patterns, for messages.
 
     Returns:
         The matching pattern, by linear.
@@ -114,11 +117,11 @@ def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[
     matched: dict[str, str] = {}
     paths = {path for module in modules for path in list_paths(module)}
     for pattern in patterns:
-        named = {path for path in paths if _matches(pattern, path)}
+        named = {path for path in paths if _matches(pattern, path, option)}
         if not named:
             example = _pick_example(modules)
             raise UsageError(
-                f"--ignore {pattern}: matches no module of the model that is or holds a linear",
+                f"{option} {pattern}: matches no module of the model that is or holds a linear",
                 hint=f"linears look like {example}; globs and re: expressions match whole paths; "
                 "biases, norms and convolutions are never quantized",
             )
@@ -128,6 +131,15 @@ def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[
             if module not in matched and not named.isdisjoint(list_paths(module))
         }
     return matched
+
+
+def matches_module(pattern: str, module: str, *, option: str) -> bool:
+    """Tell whether a pattern of an option matches a linear, or a module around it.
+
+    Raises:
+        UsageError: it is not a regular expression.
+    """
+    return any(_matches(pattern, path, option) for path in list_paths(module))
 
 
 def _pick_example(modules: Collection[str]) -> str:
@@ -146,10 +158,10 @@ def spell_options(patterns: Iterable[str]) -> str:
     return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
 
 
-def _matches(pattern: str, path: str) -> bool:
+def _matches(pattern: str, path: str, option: str) -> bool:
     try:
         if pattern.startswith("re:"):
             return matches_pattern(pattern, path, f"{path}.weight")
         return matches_pattern(pattern.removesuffix(".weight"), path)
     except ValueError as error:
-        raise UsageError(f"--ignore {pattern}: {error}") from error
+        raise UsageError(f"{option} {pattern}: {error}") from error

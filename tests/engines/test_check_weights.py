@@ -26,6 +26,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
 from tests.architectures import families
@@ -47,7 +48,7 @@ def make(
     else:
         families.save(family, FAMILIES[family], folder / "model")
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
-    settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
+    settings = PlanSettings(schemes=LayerSchemes(find_scheme(scheme)), dialect=FP8_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
         scales = find_scales(stats, checkpoint, settings, select(checkpoint))
     ignored = (ignore,) if ignore else ()

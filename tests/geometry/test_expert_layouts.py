@@ -21,6 +21,7 @@ from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
@@ -364,7 +365,9 @@ def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> Non
         tmp_path / "m", tensors, model_type="qwen3_5_moe_text", quantization_config=quantization
     )
     found = find_scheme("fp8-dynamic")
-    settings = PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found))
+    settings = PlanSettings(
+        schemes=LayerSchemes(found), dialect=find_written("compressed-tensors", found)
+    )
     with DequantizedCheckpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, settings, select(checkpoint))
         device = torch.device("cpu")

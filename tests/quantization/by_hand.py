@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -26,9 +27,10 @@ from fp8calib.quantization.plan import (
     PlanSettings,
     QuantizePlan,
     make_plan,
+    select_linears,
 )
 from fp8calib.quantization.quantize import Written, quantize
-from fp8calib.selection.select import select
+from fp8calib.selection.layer_schemes import LayerSchemes
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"
@@ -128,13 +130,17 @@ def run(
     resume: bool = False,
     force: bool = False,
     power_of_two: bool = False,
+    layer_schemes: Mapping[str, str] = MappingProxyType({}),
     **settings: Any,
 ) -> Run:
     """Quantize a checkpoint."""
     found = replace(find_scheme(scheme), has_power_of_two_scales=power_of_two)
-    asked = PlanSettings(scheme=found, dialect=find_written(form, found), **settings)
+    others = tuple((pattern, find_scheme(name)) for pattern, name in layer_schemes.items())
+    asked = PlanSettings(
+        schemes=LayerSchemes(found, others), dialect=find_written(form, found), **settings
+    )
     with Checkpoint.open(source) as checkpoint:
-        selection = select(checkpoint, ignore=asked.ignore)
+        selection = select_linears(checkpoint, asked)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         written = quantize(
             checkpoint,

@@ -18,6 +18,7 @@ from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests.quantization.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
 
@@ -60,7 +61,7 @@ def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.T
     dialect = find_written("compressed-tensors", found)
     with DequantizedCheckpoint.open(source) as checkpoint:
         check_unquantized(checkpoint)
-        asked = PlanSettings(scheme=found, dialect=dialect, ignore=ignore)
+        asked = PlanSettings(schemes=LayerSchemes(found), dialect=dialect, ignore=ignore)
         plan = make_plan(checkpoint, asked, select(checkpoint, ignore=ignore))
         quantize(checkpoint, plan, out, device=torch.device("cpu"), advance=Silent().advance)
     return read(out)

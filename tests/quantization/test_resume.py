@@ -18,6 +18,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, read, run, save
 
@@ -47,7 +48,9 @@ def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str 
     with Checkpoint.open(source) as checkpoint:
         plan = make_plan(
             checkpoint,
-            PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found)),
+            PlanSettings(
+                schemes=LayerSchemes(found), dialect=find_written("compressed-tensors", found)
+            ),
             select(checkpoint),
         )
         progress = Stopping(plan.shards[0].data_bytes, signal_number)

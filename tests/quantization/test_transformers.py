@@ -16,16 +16,18 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
 from tests import zoo
 from tests.architectures import families
 from tests.quantization.by_hand import run
@@ -93,6 +95,36 @@ def test_logits_are_those_the_emulation_predicts(
     found = compute_logits(loaded)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, compute_logits(subject.model), rtol=1e-3, atol=1e-3)
+
+
+def test_logits_of_several_schemes_are_those_the_emulation_predicts(
+    folder: Path, subject: Subject, stats: CalibrationStats, tmp_path: Path
+) -> None:
+    """Read from the checkpoint, whose linears all have the scheme of their pattern."""
+    with Checkpoint.open(folder) as checkpoint:
+        taken = select(checkpoint).quantized
+    inputs = find_input_scales(stats, taken, shares_scales=True).inputs
+    scales = CalibratedScales(inputs=inputs, kv={})
+    choice = {"*.down_proj": "w8a16", "*.layers.1.mlp": "fp8-block", "*.o_proj": "fp8-static"}
+    out = run(folder, tmp_path / "out", "fp8-dynamic", scales=scales, layer_schemes=choice).out
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    decompress(loaded)
+    with Fp8Checkpoint.open(out, fuse=True) as stored:
+        quantizers, weights = emulate_checkpoint(
+            stored,
+            WeightSource(subject.model, stored),
+            subject.geometry,
+            subject.model,
+            PLAIN,
+            is_changed=lambda _: False,
+        )
+        (hidden,) = emulate(subject, Emulation(quantizers=quantizers, weights=weights), BATCH)
+    with torch.no_grad():
+        expected = subject.model.lm_head(hidden)
+    torch.testing.assert_close(compute_logits(loaded), expected, rtol=1e-5, atol=1e-5)
+    quantized = {str(site).rpartition(".")[0] for site in quantizers}
+    assert not any("down_proj" in module for module in quantized)
+    assert len(quantizers) == 12
 
 
 def compute_logits(model: PreTrainedModel) -> torch.Tensor:

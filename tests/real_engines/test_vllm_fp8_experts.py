@@ -13,6 +13,7 @@ from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
 from tests.quantization.by_hand import run
@@ -47,7 +48,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
         stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
         with Checkpoint.open(folder / "model") as checkpoint:
             for _, form, scheme in (case for case in CASES if case[0] == family):
-                settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
+                settings = PlanSettings(
+                    schemes=LayerSchemes(find_scheme(scheme)), dialect=FP8_DIALECTS[form]
+                )
                 scales = find_scales(stats, checkpoint, settings, select(checkpoint))
                 out = folder / f"{form}-{scheme}"
                 run(folder / "model", out, scheme, form, scales=scales)

@@ -14,6 +14,7 @@ from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
 from tests.cli.program import succeed
@@ -52,7 +53,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
     with Checkpoint.open(folder / "model") as checkpoint:
         for form, scheme, shared in (*SHARED, *SEPARATE):
             settings = PlanSettings(
-                scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form], shares_scales=shared
+                schemes=LayerSchemes(find_scheme(scheme)),
+                dialect=FP8_DIALECTS[form],
+                shares_scales=shared,
             )
             scales = find_scales(stats, checkpoint, settings, select(checkpoint))
             out = folder / f"{form}-{scheme}-{shared}"

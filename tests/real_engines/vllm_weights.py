@@ -2,11 +2,11 @@
 
 Runs in vLLM's own environment, which takes long to import: a fork of this process loads each model.
 A job names `model`, `dtype` and `result`, a safetensors file of all parameters: `loaded.X` as the
-loader left them, `ready.X` as vLLM has prepared them for its kernels, and `held.LAYER.k`, `.v` and
-`.is_fp8` of attention layers. No kernel is looked for: the CPU build has none for FP8 matrices
-without AMX and none for FP4, and experts keep the form in which they were loaded. Where a model is
-refused, a text file beside `result` has the error and the engine's line. A line on stdout says that
-a job is done.
+loader left them, `ready.X` as vLLM has prepared them for its kernels, `held.LAYER.k`, `.v` and
+`.is_fp8` of attention layers, and `scheme.X` of linears and experts, as text. No kernel is looked
+for: the CPU build has none for FP8 matrices without AMX and none for FP4, and experts keep the form
+in which they were loaded. Where a model is refused, a text file beside `result` has the error and
+the engine's line. A line on stdout says that a job is done.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
     def load_and_take(loader: Any, module: torch.nn.Module, *arguments: Any) -> None:
         load_weights(loader, module, *arguments)
         take("loaded", module)
+        taken.update(name_schemes(module))
 
     def process_and_take(module: torch.nn.Module, *arguments: Any) -> None:
         for inner in module.modules():
@@ -167,6 +168,23 @@ def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
         loader = get_model_loader(config.load_config)
         loader.load_model(vllm_config=config, model_config=config.model_config)
     return taken | list_held(config)
+
+
+def name_schemes(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name the class, the weights' strategy and the inputs of each scheme of compressed-tensors."""
+    named: dict[str, torch.Tensor] = {}
+    for name, inner in module.named_modules():
+        method = getattr(inner, "scheme", None) or getattr(inner, "quant_method", None)
+        weights = getattr(method, "weight_quant", None)
+        if weights is None:
+            continue
+        is_static = any(
+            getattr(method, each, False)
+            for each in ("is_static_input_scheme", "static_input_scales")
+        )
+        words = (type(method).__name__, weights.strategy, "static" if is_static else "dynamic")
+        named[f"scheme.{name}"] = torch.tensor(list(" ".join(words).encode()), dtype=torch.uint8)
+    return named
 
 
 def make_config(model: str, dtype: str) -> VllmConfig:

@@ -186,6 +186,7 @@ def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[
         asked = resolve_plan(
             name,
             COMPRESSED_TENSORS.name,
+            layer_schemes={},
             ignore=(),
             power_of_two_scales=False,
             shared_scales=True,

@@ -38,7 +38,11 @@ from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import build_skeleton, find_folder, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.stored_parameters import UnfilledModelError
-from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
+from fp8calib.quantization.calibrated_scales import (
+    check_stats_model,
+    find_scales,
+    split_static,
+)
 from fp8calib.quantization.gptq.input_map import map_inputs
 from fp8calib.quantization.plan import (
     NO_SCALES,
@@ -46,13 +50,15 @@ from fp8calib.quantization.plan import (
     PlanSettings,
     QuantizePlan,
     make_plan,
+    select_linears,
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Data, Observe, Quantize, Recipe
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.decoder import check_runnable
+from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
-from fp8calib.selection.select import Selection, select
+from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -110,8 +116,8 @@ def open_gptq(task: GptqTask) -> Iterator[GptqJob]:
         if task.stats is not None:
             check_stats_model(task.stats, job.checkpoint)
         selection = select_matrices(job, task.asked)
-        if task.asked.scheme.has_static_inputs and task.stats is None:
-            _check_measured(job, selection)
+        if task.stats is None:
+            _check_measured(job, split_static(task.asked, selection)[0])
         expected = _plan_checkpoint(job, task.asked, selection, task.stats, None)
         if not task.allow_unservable and (
             note := require_servable(expected, job.checkpoint.folder)
@@ -172,7 +178,7 @@ def _open_job(task: GptqTask) -> Iterator[ResumableJob]:
     folder = find_folder(task.model, task.revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         check_unquantized(checkpoint)
-        select(checkpoint, ignore=task.asked.ignore)
+        select_linears(checkpoint, task.asked)
         job = _make_job(task, checkpoint)
         plan = plan_recipe_text(job, job.recipe, task.rows, tokenizer=task.tokenizer)
         job = replace(job, plan=plan)
@@ -229,19 +235,24 @@ def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
 
 def _make_recipe(task: GptqTask) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
-    scheme = task.asked.scheme
+    schemes = task.asked.schemes
     return Recipe(
         name=f"quantize --rounding {GPTQ}",
-        observe=Observe(kv=False, query=False, inputs=True, weights=scheme.has_static_inputs),
+        observe=Observe(kv=False, query=False, inputs=True, weights=schemes.has_static_inputs),
         data=task.data,
         formats=(),
-        quantize=Quantize(scheme=scheme.name, rounding=GPTQ, ignore=task.asked.ignore),
+        quantize=Quantize(
+            scheme=schemes.default.name,
+            layer_schemes=schemes.names,
+            rounding=GPTQ,
+            ignore=task.asked.ignore,
+        ),
     )
 
 
-def _check_measured(job: ResumableJob, selection: Selection) -> None:
-    """Refuse linears whose inputs would not be measured, before the run."""
-    missing = map_inputs(job.prepared, selection.quantized).unreached
+def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
+    """Refuse linears of a static scheme whose inputs would not be measured, before the run."""
+    missing = map_inputs(job.prepared, static).unreached
     if not missing:
         return
     patterns = dict.fromkeys(map(span_layers, missing))
@@ -260,19 +271,20 @@ def _plan_checkpoint(
     measured: CalibrationStats | None,
 ) -> QuantizePlan:
     """Plan the checkpoint; input scales that are still to be measured are 1, at their places."""
-    measures_inputs = asked.scheme.has_static_inputs and given is None
+    static = split_static(asked, selection)[0]
+    measures_inputs = bool(static) and given is None
     stats = given or (measured if measures_inputs else None)
     if stats is not None:
         scales = find_scales(stats, job.checkpoint, asked, selection)
     elif measures_inputs:
-        ones = {matrix.module: torch.tensor(1.0) for matrix in selection.quantized}
+        ones = {matrix.module: torch.tensor(1.0) for matrix in static}
         scales = CalibratedScales(inputs=ones, kv={})
     else:
         scales = NO_SCALES
     if scales.origin is None or measures_inputs:
         scales = replace(scales, origin=_find_origin(job))
     assert job.plan is not None  # noqa: S101 -- gptq runs data
-    rounding = make_rounding_record(job.plan, asked.scheme, measures_inputs=measures_inputs)
+    rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=measures_inputs)
     return make_plan(job.checkpoint, asked, selection, scales=scales, rounding=rounding)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,13 @@ from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
-from fp8calib.dialects.fp8.registry import find_written
+from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import (
     GPTQ,
     NEAREST,
     Granularity,
-    choose_block_scales,
-    find_scheme,
+    Scheme,
     list_without_calibration,
 )
 from fp8calib.machine.devices import choose_device
@@ -35,11 +34,13 @@ from fp8calib.quantization.plan import (
     PlanSettings,
     QuantizePlan,
     make_plan,
+    select_linears,
 )
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
-from fp8calib.selection.select import Selection, select
+from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
+from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
@@ -102,6 +103,7 @@ def resolve_plan(
     scheme_name: str,
     dialect_name: str,
     *,
+    layer_schemes: Mapping[str, str],
     ignore: Sequence[str],
     power_of_two_scales: bool | None,
     shared_scales: bool,
@@ -110,29 +112,46 @@ def resolve_plan(
 ) -> PlanSettings:
     """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
 
-    With `power_of_two_scales` None, `choose_block_scales` decides.
+    `layer_schemes` are names of schemes, by pattern. With `power_of_two_scales` None,
+    `choose_block_scales` decides.
 
     Raises:
         UsageError: a name is unknown, or the options contradict each other.
     """
-    scheme = find_scheme(scheme_name)
-    dialect = find_written(dialect_name, scheme)
-    if power_of_two_scales and scheme.weights is not Granularity.BLOCK:
+    schemes = make_layer_schemes(scheme_name, layer_schemes, rounding, power_of_two_scales)
+    dialect = find_written(dialect_name, schemes.default)
+    if layer_schemes and not dialect.has_groups:
+        others = (each.name for each in list_written() if each.has_groups)
         raise UsageError(
-            f"--power-of-two-scales: --scheme {scheme.name} has no scales of blocks",
+            f"{OPTION}: --format {dialect.name} has one scheme for all linears",
+            hint=f"leave it out, or write {', '.join(others)}",
+        )
+    if (
+        power_of_two_scales
+        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.BLOCK) is None
+    ):
+        raise UsageError(
+            f"--power-of-two-scales: --scheme {schemes.default.name} has no scales of blocks",
             hint="leave it out: no engine rounds other scales",
         )
-    scheme = choose_block_scales(scheme, rounding, power_of_two_scales)
-    if scheme.has_static_inputs and not is_calibrated:
+    static = _find_option(schemes, lambda scheme: scheme.has_static_inputs)
+    if static is not None and not is_calibrated:
         raise UsageError(
-            f"--scheme {scheme.name}: its input scales come from calibration",
+            f"{static}: its input scales come from calibration",
             hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, use --rounding "
             f"{GPTQ}, which measures them, or choose a scheme that needs no calibration: "
             f"{', '.join(list_without_calibration())}",
         )
     return PlanSettings(
-        scheme=scheme, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
+        schemes=schemes, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
     )
+
+
+def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> str | None:
+    """Find the first option that names such a scheme."""
+    options = {f"--scheme {schemes.default.name}": schemes.default}
+    options |= {f"{OPTION} {pattern}={each.name}": each for pattern, each in schemes.by_pattern}
+    return next((option for option, scheme in options.items() if is_meant(scheme)), None)
 
 
 @contextmanager
@@ -154,7 +173,7 @@ def open_planned(
     reader = DequantizedCheckpoint if dequantize else Checkpoint
     with reader.open(_find_folder(model, revision), require_config=True) as checkpoint:
         check_unquantized(checkpoint)
-        selection = select(checkpoint, ignore=asked.ignore)
+        selection = select_linears(checkpoint, asked)
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ def build_quantization_report(outcome: QuantizationOutcome) -> dict[str, Any]:
     return {
         "out": str(out),
         "files": list(outcome.written.files),
-        "scheme": plan.settings.scheme.name,
+        "scheme": plan.settings.schemes.default.name,
+        "layer_schemes": list_layer_schemes(plan),
         "format": plan.settings.dialect.name,
         "bytes": {
             "before": outcome.source_bytes,
@@ -70,6 +72,16 @@ def build_quantization_report(outcome: QuantizationOutcome) -> dict[str, Any]:
         "limitations": [asdict(item) for item in serving.limitations],
         "other_engines": [asdict(item) for item in serving.others],
     }
+
+
+def list_layer_schemes(plan: QuantizePlan) -> list[dict[str, Any]]:
+    """List the patterns that give linears another scheme, with the number of these linears."""
+    schemes = plan.settings.schemes
+    counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
+    return [
+        {"pattern": pattern, "scheme": name, "linears": counts[pattern]}
+        for pattern, name in schemes.names.items()
+    ]
 
 
 def _find_serving(outcome: QuantizationOutcome) -> tuple[Serving, str]:

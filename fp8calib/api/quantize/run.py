@@ -50,6 +50,7 @@ def quantize(
     pack: bool = True,
     stats: str | Path | CalibrationStats | None = None,
     dialect: str = COMPRESSED_TENSORS.name,
+    layer_schemes: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
     power_of_two_scales: bool | None = None,
     shared_scales: bool = True,
@@ -83,6 +84,8 @@ def quantize(
         pack: for `gptq`, whether rows are joined and cut into sequences.
         stats: statistics for the scales of inputs, K and V, or their path.
         dialect: the form of the checkpoint (`--format`).
+        layer_schemes: other schemes of some linears, by patterns like those of `ignore`; the first
+            pattern that matches counts.
         ignore: patterns of modules that stay unquantized.
         power_of_two_scales: with `fp8-block`, round weight scales up to powers of two; if None,
             with `gptq`.
@@ -120,6 +123,7 @@ def quantize(
     asked = resolve_plan(
         scheme,
         dialect,
+        layer_schemes=layer_schemes or {},
         ignore=ignore,
         power_of_two_scales=power_of_two_scales,
         shared_scales=shared_scales,

@@ -69,7 +69,7 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
     if all(faults.values()):
         listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
         raise ExportError(
-            f"no engine can load {plan.settings.scheme.name} of this model in this format: "
+            f"no engine can load {plan.settings.schemes.name} of this model in this format: "
             f"{listed}",
             hint=f"choose another --scheme or --format; {_FORCE_HINT}",
         )

@@ -11,9 +11,9 @@ from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.selection.select import Selection, select
+from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 
 
@@ -41,8 +41,8 @@ class ResumableJob(CalibrationJob):
     def owned(self) -> frozenset[str]:
         """Names of the files and folders that a calibration writes in the output folder."""
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
-        scheme = self.recipe.quantize and self.recipe.quantize.scheme
-        checkpoint = {scheme} if scheme else frozenset[str]()
+        folder = self.recipe.quantize and self.recipe.quantize.folder
+        checkpoint = {folder} if folder else frozenset[str]()
         return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint
 
 
@@ -52,9 +52,9 @@ def select_matrices(job: ResumableJob, settings: PlanSettings) -> Selection:
     Raises:
         ModelError: the weights cannot be quantized.
         ExportError: the recipe asks for another FP8 format than checkpoints hold.
-        UsageError: a pattern names no linear.
+        UsageError: a pattern names no linear, or divides what engines load as one weight.
     """
     if job.recipe.scales.fp8_dtype != E4M3FN.name:
         raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}")
     check_unquantized(job.checkpoint.stored)
-    return select(job.checkpoint, ignore=settings.ignore)
+    return select_linears(job.checkpoint, settings)

@@ -12,7 +12,7 @@ from fp8calib.api.resumable.job import ResumableJob, select_matrices
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, Scheme
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.quantization.gptq.input_map import map_inputs
@@ -26,6 +26,7 @@ from fp8calib.quantization.plan import PlanSettings, RoundingRecord
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.resume.journal import NAME_PREFIX
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
 
@@ -85,8 +86,9 @@ def check_same_rounding(job: ResumableJob, folder: Path) -> None:
 def _list_options(settings: PlanSettings) -> dict[str, object]:
     """List the options that the codes depend on, beside the model and the text."""
     return {
-        "scheme": settings.scheme.name,
-        "power_of_two": settings.scheme.has_power_of_two_scales,
+        "scheme": settings.schemes.default.name,
+        "power_of_two": settings.schemes.has_power_of_two_scales,
+        **({"layer_schemes": settings.schemes.names} if settings.schemes.by_pattern else {}),
         "shares_scales": settings.shares_scales,
         "ignore": sorted(settings.ignore),
         "damping": DAMPING,
@@ -138,9 +140,13 @@ def open_codes(folder: Path) -> Iterator[RoundedCodes]:
 
 
 def make_rounding_record(
-    plan: DataPlan, scheme: Scheme, *, measures_inputs: bool
+    plan: DataPlan, schemes: LayerSchemes, *, measures_inputs: bool
 ) -> RoundingRecord:
     """Make the record of the rounding for the checkpoint's metadata."""
+    searched = [searches_scales(scheme) for scheme in schemes.all]
+    scales = _SEARCHED if all(searched) else _SMALLEST
+    if any(searched) and not all(searched):
+        scales = f"per channel: {_SEARCHED}; others: {_SMALLEST}"
     return RoundingRecord(
         rounding=GPTQ,
         data=plan.fingerprint,
@@ -149,7 +155,7 @@ def make_rounding_record(
         damping=DAMPING,
         order="by falling diagonal of the Hessian",
         tokens=f"scaled to the power {LENGTH_POWER} of their length",
-        scales=_SEARCHED if searches_scales(scheme) else _SMALLEST,
+        scales=scales,
         measures_inputs=measures_inputs,
     )
 

@@ -18,6 +18,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import Fp8CalibError, ModelError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
 from fp8calib.verification.candidates import OpenedCandidate, find_candidate
 
@@ -65,7 +66,8 @@ def _find_scheme_fault(model: RunModel, scheme: Scheme, engine: Engine) -> str:
     """Replay the checkpoint that `quantize` would write; empty where it would need statistics."""
     if scheme.has_static_inputs:
         return ""
-    settings = PlanSettings(scheme=scheme, dialect=find_written("compressed-tensors", scheme))
+    dialect = find_written("compressed-tensors", scheme)
+    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect)
     try:
         plan = make_plan(model.checkpoint, settings, find_selection(model.checkpoint))
     except Fp8CalibError:  # verify names what it cannot emulate itself

@@ -20,11 +20,12 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.console import Bar
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.fp8.schemes import choose_block_scales, find_scheme
-from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured
+from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.recipe import Recipe
+from fp8calib.selection.layer_schemes import make_layer_schemes
+from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
@@ -32,11 +33,11 @@ def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
     """Make the options of the recipe's checkpoint; None if it has none."""
     if recipe.quantize is None:
         return None
-    scheme = find_scheme(recipe.quantize.scheme)
+    asked = recipe.quantize
     return PlanSettings(
-        scheme=choose_block_scales(scheme, recipe.quantize.rounding),
+        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
         dialect=COMPRESSED_TENSORS,
-        ignore=recipe.quantize.ignore,
+        ignore=asked.ignore,
     )
 
 
@@ -59,7 +60,7 @@ def check_replaced_checkpoint(job: ResumableJob) -> None:
     """
     if job.recipe.quantize is None:
         return
-    folder = job.out / job.recipe.quantize.scheme
+    folder = job.out / job.recipe.quantize.folder
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -77,47 +78,46 @@ def write_checkpoint(
     """
     if job.quantization is None:
         return None
-    scheme = job.quantization.scheme.name
     try:
         return _quantize(job, job.quantization, stats, folder, bar)
     except (ModelError, ExportError) as error:
+        scheme = job.quantization.schemes.default.name
         return {"scheme": scheme, "why": "; ".join(filter(None, (error.message, error.hint)))}
 
 
-def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
-    """Add the report of the FP8 checkpoint to that of the calibration."""
-    scheme = checkpoint["scheme"]
+def add_checkpoint_report(
+    report: dict[str, Any], checkpoint: Mapping[str, Any], folder: str
+) -> None:
+    """Add the report of the FP8 checkpoint in a folder of this name to that of the calibration."""
     report["quantize"] = checkpoint
     if "why" in checkpoint:
         report["passed"] = False
-        report["warnings"].append(f"{scheme} is not written: {checkpoint['why']}")
+        report["warnings"].append(f"{folder} is not written: {checkpoint['why']}")
         return
-    report["files"] = sorted([*report["files"], *(f"{scheme}/{n}" for n in checkpoint["files"])])
-    report["warnings"] += [f"{scheme}: {note}" for note in checkpoint["notes"]]
+    report["files"] = sorted([*report["files"], *(f"{folder}/{n}" for n in checkpoint["files"])])
+    report["warnings"] += [f"{folder}: {note}" for note in checkpoint["notes"]]
     report["warnings"] += [
-        f"{scheme}: {item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales"
+        f"{folder}: {item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales"
         for item in checkpoint["dead"]
     ]
     for key in ("serving", "limitations", "other_engines"):
-        report[key] += [{"format": scheme, **item} for item in checkpoint[key]]
+        report[key] += [{"format": folder, **item} for item in checkpoint[key]]
 
 
 def _quantize(
     job: ResumableJob, asked: PlanSettings, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     started = time.monotonic()
-    scheme, settings = asked.scheme.name, asked
+    name, settings = asked.schemes.name, asked
     selection = select_matrices(job, settings)
-    unmeasured = []
-    if asked.scheme.has_static_inputs:
-        unmeasured = list_unmeasured(stats, selection.quantized)
+    unmeasured = list_unmeasured(stats, *split_static(settings, selection))
     if unmeasured:
         settings = replace(settings, ignore=(*asked.ignore, *unmeasured))
-        selection = select_matrices(job, settings)
+        selection = select(job.checkpoint, ignore=settings.ignore)
     scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
     rounding = None
     if job.rounds_by_gptq and job.plan is not None:
-        rounding = make_rounding_record(job.plan, asked.scheme, measures_inputs=True)
+        rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=True)
     if rounding is not None:
         scales = replace(scales, origin=stats.origin)
     plan = make_plan(job.checkpoint, settings, selection, scales=scales, rounding=rounding)
@@ -126,7 +126,7 @@ def _quantize(
         written = quantize(
             job.checkpoint,
             plan,
-            folder / scheme,
+            folder / name,
             device=torch.device("cpu"),
             advance=bar.advance,
             rounded=codes if job.rounds_by_gptq else None,
@@ -135,8 +135,8 @@ def _quantize(
     outcome = QuantizationOutcome(
         plan=plan,
         written=written,
-        folder=folder / scheme,
-        out=job.out / scheme,
+        folder=folder / name,
+        out=job.out / name,
         source_bytes=job.checkpoint.total_size_bytes,
         duration_s=time.monotonic() - started,
         stats=stats,

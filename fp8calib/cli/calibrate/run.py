@@ -172,9 +172,9 @@ def _open_job(
         check_replaced(recipe.formats, out, checkpoint.stored)
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
-            scheme = recipe.quantize and recipe.quantize.scheme
+            folder = recipe.quantize and recipe.quantize.folder
             hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
-            raise ExportError(f"{scheme} cannot be written: {refusal}", hint=hint)
+            raise ExportError(f"{folder} cannot be written: {refusal}", hint=hint)
         job = replace(job, plan=plan_recipe_text(model, recipe))
         if job.rounds_by_gptq:
             check_rounding_data(job.plan)
@@ -244,7 +244,7 @@ def _write_all(
         job, stats, measured, folder=folder, files=files, notes=written.notes
     )
     checkpoint = write_checkpoint(job, stats, folder, bar)
-    if checkpoint is not None:
-        add_checkpoint_report(report, checkpoint)
+    if checkpoint is not None and recipe.quantize is not None:
+        add_checkpoint_report(report, checkpoint, recipe.quantize.folder)
     save_report(folder / REPORT_NAME, report)
     return report

@@ -6,7 +6,7 @@ import os
 
 from fp8calib.api.models import Placement
 from fp8calib.api.quantize.gptq import GptqJob, GptqTask, open_gptq, run_gptq
-from fp8calib.api.quantize.report import QuantizationOutcome
+from fp8calib.api.quantize.report import QuantizationOutcome, list_layer_schemes
 from fp8calib.api.recipe_options import make_data_options
 from fp8calib.api.resumable.memory import choose_calibration_mode
 from fp8calib.api.resumable.rounding import count_code_bytes
@@ -69,7 +69,8 @@ def _show_plan(opened: GptqJob, settings: QuantizeSettings) -> None:
         **described,
         "out": str(settings.out),
         "writes": sorted(expected.names),
-        "scheme": expected.settings.scheme.name,
+        "scheme": expected.settings.schemes.default.name,
+        **({"layer_schemes": mixed} if (mixed := list_layer_schemes(expected)) else {}),
         "rounding": GPTQ,
         "linears": len(expected.selection.quantized),
         "output_size_bytes": expected.size_bytes,

@@ -32,6 +32,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
     asked = resolve_plan(
         settings.scheme,
         settings.dialect,
+        layer_schemes=settings.layer_schemes,
         ignore=settings.ignore or (),
         power_of_two_scales=settings.power_of_two_scales,
         shared_scales=not settings.no_shared_scales,

@@ -25,6 +25,7 @@ from fp8calib.cli.option_types import (
 )
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import list_written
+from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
 
 _OF_TEXT = (
@@ -101,6 +102,15 @@ class QuantizeSettings:
             help=f"{', '.join(_describe_dialects())}.",
         ),
     ] = COMPRESSED_TENSORS.name
+    layer_scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layer-scheme",
+            metavar="PATTERN=SCHEME",
+            help="Another scheme for the linears that a pattern like those of --ignore matches; "
+            "repeat for more: the first pattern that matches counts.",
+        ),
+    ] = None
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -168,6 +178,23 @@ class QuantizeSettings:
     trust_remote_code: TrustOption = False
     force: ForceOption = False
     as_json: JsonOption = False
+
+    @property
+    def layer_schemes(self) -> dict[str, str]:
+        """The names of schemes by pattern.
+
+        Raises:
+            UsageError: a scheme or a pattern is missing, or a pattern is given twice.
+        """
+        found: dict[str, str] = {}
+        for text in self.layer_scheme or ():
+            pattern, _, scheme = text.rpartition("=")
+            if not pattern or not scheme:
+                raise UsageError(f"--layer-scheme {text}: must be PATTERN=SCHEME")
+            if pattern in found:
+                raise UsageError(f"--layer-scheme {pattern}: is given twice")
+            found[pattern] = scheme
+        return found
 
     @property
     def text_options(self) -> dict[str, object]:

@@ -20,6 +20,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     refuse_ignored,
     weight_contradiction,
 )
+from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, Scheme
@@ -158,23 +159,35 @@ def _make_input_quantizer(scheme: Scheme) -> Config | None:
     return _make_quantizer({"strategy": scheme.inputs.value, **sizes}, dynamic=True)
 
 
+def _name_format(scheme: Scheme) -> str:
+    return "naive-quantized" if scheme.inputs is InputScaling.NONE else "float-quantized"
+
+
+def _make_group(targets: list[str], scheme: Scheme) -> Config:
+    return {
+        "targets": targets,
+        "weights": _make_weight_quantizer(scheme),
+        "input_activations": _make_input_quantizer(scheme),
+        "output_activations": None,
+        "format": _name_format(scheme),
+    }
+
+
 def _make_config(job: ConfigJob) -> Config:
-    inputs = _make_input_quantizer(job.scheme)
-    codec = "naive-quantized" if inputs is None else "float-quantized"
+    """Make the config; its format is that of the first group, because TGI reads no other."""
+    groups = [_make_group(["Linear"], job.scheme)]
+    for scheme, modules in job.groups.items():
+        if scheme != job.scheme:
+            others = [
+                each for other, named in job.groups.items() if other != scheme for each in named
+            ]
+            groups.append(_make_group(make_targets(modules, others), scheme))
     config: Config = {
         "quant_method": "compressed-tensors",
-        "format": codec,
+        "format": _name_format(job.scheme),
         "quantization_status": "compressed",
         "ignore": _list_excluded(job),
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": _make_weight_quantizer(job.scheme),
-                "input_activations": inputs,
-                "output_activations": None,
-                "format": codec,
-            }
-        },
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
     }
     if job.has_kv:
         config["kv_cache_scheme"] = make_cache_scheme("tensor")
@@ -218,6 +231,7 @@ COMPRESSED_TENSORS = Fp8Dialect(
     method="compressed-tensors",
     make_finder=_make_finder,
     make_config=_make_config,
+    has_groups=True,
     add_kv=_add_kv,
     kv_strategies=("tensor", "attn_head"),
     scalar_shape=(1,),

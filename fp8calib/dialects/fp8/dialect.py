@@ -6,7 +6,7 @@ Neither this module nor one that declares a dialect imports torch: `--help` name
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +62,9 @@ class ConfigJob:
     """What a quantization config has to express."""
 
     scheme: Scheme
+    """Of all linears that are not in the group of another."""
+    groups: Mapping[Scheme, Collection[str]]
+    """The paths of the linears of each scheme, and of the weights that engines fuse them into."""
     unquantized: Sequence[UnquantizedMatrix]
     quantized: Sequence[str]
     """The paths of the linears that get scales."""
@@ -110,6 +113,8 @@ class Fp8Dialect:
     """Make the JSON files beside config.json, by name."""
     expressible: Sequence[str] | None = None
     """The schemes that its config has words for, by name; None: all, by their granularities."""
+    has_groups: bool = False
+    """The config that is written can give linears different schemes."""
     scale_name: str = "weight_scale"
     """Of a linear's weight."""
     block_scale_name: str = "weight_scale"

@@ -23,17 +23,18 @@ WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
 
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 _OUTPUT_SCALES = ("output_scale", "prob_output_scale")
-_FUSED_PROJECTIONS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-    ("c_fc_0", "c_fc_1"),
-)
-"""Projections of one module that engines load into one weight (vLLM 0.32.0 `models/*.py`)."""
-_FUSED_NAMES = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
+FUSED_PATHS = {
+    "q_proj+k_proj+v_proj": "qkv_proj",
+    "gate_proj+up_proj": "gate_up_proj",
+    "w1+w3": "gate_up_proj",
+    "q_a_proj+kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    "in_proj_qkv+in_proj_z": "in_proj_qkvz",
+    "in_proj_b+in_proj_a": "in_proj_ba",
+    "c_fc_0+c_fc_1": "gate_up_proj",
+}
+"""Projections of one module that engines load into one weight, and its name in engines (vLLM
+0.32.0, SGLang 0.5.23 `models/`)."""
+_FUSED_NAMES = {part: parts for parts in FUSED_PATHS for part in parts.split("+")}
 """Projection -> the fused projection that engines load it into."""
 
 
@@ -41,6 +42,12 @@ def name_fused_group(module: str) -> str:
     """Name the fused weight into which engines load a linear."""
     parent, _, projection = module.rpartition(".")
     return f"{parent}.{_FUSED_NAMES.get(projection, projection)}"
+
+
+def name_fused_path(module: str) -> str:
+    """Name the engine's module of the fused weight into which it loads a linear."""
+    parent, _, fused = name_fused_group(module).rpartition(".")
+    return f"{parent}.{FUSED_PATHS.get(fused, fused)}".removeprefix(".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
@@ -158,11 +159,19 @@ class _SglangSchemes(GroupSchemes):
         """Find the first target: by path, by class, then by all projections; the head's by path."""
         if group.kind is GroupKind.HEAD:
             return next((each for each in self.targets if self.ignores(each, group.path)), None)
+        if group.kind is GroupKind.EXPERTS:
+            return super().find_target(group)
         return (
             self.find_path_target(group.path)
             or self.find_class_target(group)
             or self.find_part_target(group)
         )
+
+    def probe_expert(self, group: LinearGroup) -> LinearGroup:
+        """Name the projections as SGLang does for every model (`get_moe_scheme`)."""
+        first = group.members[0]
+        names = (f"{group.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
+        return replace(group, members=tuple(replace(first, module=name) for name in names))
 
     def judge_untargeted(self, group: LinearGroup) -> Unquantized:
         """Judge a group that no target matches: SGLang stops, but for the output layer."""

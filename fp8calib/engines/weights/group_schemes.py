@@ -10,6 +10,7 @@ _get_scheme_from_parts), `compressed_tensors/utils.py`, `utils/config_utils.py`,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatch
 
 from fp8calib.dialects.fp8.compressed_tensors import FORMATS
@@ -128,7 +129,12 @@ class GroupSchemes:
         return None
 
     def find_target(self, group: LinearGroup) -> str | None:
-        """Find the first target of compressed-tensors: by path, all projections, or class."""
+        """Find the first target of compressed-tensors: by path, all projections, or class.
+
+        Experts have no path of their own: those of the first expert's projections count.
+        """
+        if group.kind is GroupKind.EXPERTS:
+            return self.find_path_target(group.members[0].module) or self.find_class_target(group)
         return (
             self.find_path_target(group.path)
             or self.find_part_target(group)
@@ -175,6 +181,12 @@ class GroupSchemes:
         require_served(group, scheme, form, self.formats)
         return scheme
 
+    def probe_expert(self, group: LinearGroup) -> LinearGroup:
+        """Take the projections of the first expert, by which engines decide for a layer's."""
+        first = f"{group.path}.0."
+        members = tuple(each for each in group.members if each.module.startswith(first))
+        return replace(group, members=members)
+
     def judge_untargeted(self, group: LinearGroup) -> Unquantized:
         """Judge a group that no target of compressed-tensors matches.
 
@@ -185,7 +197,7 @@ class GroupSchemes:
         return Unquantized(why="no config group has it")
 
     def _find_compressed(self, group: LinearGroup) -> Found:
-        probe = group if group.kind is not GroupKind.EXPERTS else _probe_expert(group)
+        probe = group if group.kind is not GroupKind.EXPERTS else self.probe_expert(group)
 
         def find_entry(path: str) -> str | None:
             names = self.spell(path)
@@ -193,10 +205,27 @@ class GroupSchemes:
 
         if covers_group(probe, lambda path: find_entry(path) is not None):
             return _exclude(find_entry(probe.members[0].module) or probe.path)
+        if group.kind is GroupKind.EXPERTS:
+            self._require_one(probe)
         target = self.find_target(probe)
         if target is None:
             return self.judge_untargeted(group)
         return self.read_group(self.targets[target])
+
+    def _require_one(self, probe: LinearGroup) -> None:
+        """Refuse projections of experts in several config groups.
+
+        Raises:
+            Refusal: they are.
+        """
+        targets = (self.find_path_target(each.module) for each in probe.members)
+        found = [self.targets.get(each or self.find_class_target(probe) or "") for each in targets]
+        if any(each != found[0] for each in found[1:]):
+            raise Refusal(
+                f"the projections of {probe.path} are in several config groups (ValueError: All "
+                "MoE projections need to have same quantization scheme)",
+                fix=_PART_FIX,
+            )
 
     def _find_fp8(self, group: LinearGroup) -> Found:
         if group.kind is GroupKind.HEAD:
@@ -316,15 +345,6 @@ def _find_algorithm(group: LinearGroup, layers: Section) -> str:
             fix=_PART_FIX,
         )
     return found.pop() if found else ""
-
-
-def _probe_expert(group: LinearGroup) -> LinearGroup:
-    """Take the projections of the first expert, by which engines decide for a layer's experts."""
-    first = f"{group.path}.0."
-    members = tuple(each for each in group.members if each.module.startswith(first))
-    return LinearGroup(
-        path=group.path, kind=GroupKind.EXPERTS, members=members, is_known=group.is_known
-    )
 
 
 def _name_class(group: LinearGroup) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
@@ -30,7 +30,7 @@ from fp8calib.engines.weights.parameters import (
 from fp8calib.engines.weights.stored import ScaleValues, is_fp8
 from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.errors import shorten
-from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling
+from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling, find_nearest
 
 _PACKED = ("weight_packed", "qweight")
 """Names of weights in other formats than FP8."""
@@ -91,6 +91,41 @@ def list_loading_faults(
                 key = (finding.outcome.effect, finding.fix)
                 kinds.setdefault(key, []).append(finding)
     return [_join(loader.engine, findings) for findings in kinds.values()]
+
+
+def list_other_schemes(
+    loader: LinearLoader, groups: Iterable[LinearGroup], schemes: Mapping[str, StoredScheme]
+) -> list[WeightFault]:
+    """List linears that an engine gives another scheme than their paths have in the config.
+
+    Args:
+        loader: the engine's.
+        groups: the linears of the checkpoint.
+        schemes: that the config gives to paths of linears, where it gives several.
+    """
+    findings: list[_Finding] = []
+    for group in groups:
+        for part in (group,) if loader.joins(group) else _split(group):
+            findings += _compare_scheme(loader, part, schemes)
+    return [_join(loader.engine, findings)] if findings else []
+
+
+def _compare_scheme(
+    loader: LinearLoader, group: LinearGroup, schemes: Mapping[str, StoredScheme]
+) -> Iterator[_Finding]:
+    if loader.engine == "transformers" and group.kind is GroupKind.EXPERTS:
+        return  # it dequantizes them while it loads them
+    try:
+        created = loader.find_scheme(group)
+    except Refusal:  # a fault already
+        return
+    wanted = (schemes.get(each.module) for each in group.members)
+    other = next((each for each in wanted if each not in (None, created)), None)
+    if isinstance(created, StoredScheme) and other is not None:
+        own, found = (find_nearest(each.weights, each.inputs).name for each in (other, created))
+        what = f"is {own} in the config, but {loader.title} finds no such group for it: {found}"
+        outcome = Outcome(effect=Effect.CONDITION, what=what, source=loader.unfilled_source)
+        yield _Finding(subject=group.path, outcome=outcome, fix=_CONFIG_FIX)
 
 
 def find_weight_fit(

@@ -11,7 +11,12 @@ import torch
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_fused_group
+from fp8calib.dialects.fp8.weights import (
+    FUSED_PATHS,
+    WEIGHT_FORMATS,
+    is_linear_scale,
+    name_fused_group,
+)
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, WEIGHT, Shape
@@ -22,16 +27,6 @@ from fp8calib.scales.scale_table import SMALLEST_SCALE
 _HEADS = ("lm_head", "embed_out")
 _TRANSPOSED_TYPES = ("gpt2",)
 """Model types whose checkpoints store linears as [in, out]; engines transpose them."""
-_FUSED_PATHS = {
-    "q_proj+k_proj+v_proj": "qkv_proj",
-    "gate_proj+up_proj": "gate_up_proj",
-    "w1+w3": "gate_up_proj",
-    "q_a_proj+kv_a_proj_with_mqa": "fused_qkv_a_proj",
-    "in_proj_qkv+in_proj_z": "in_proj_qkvz",
-    "in_proj_b+in_proj_a": "in_proj_ba",
-    "c_fc_0+c_fc_1": "gate_up_proj",
-}
-"""The fused projection's name in engines (vLLM 0.32.0, SGLang 0.5.23 `models/`)."""
 _STACKED = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),
@@ -182,7 +177,7 @@ def _group_plain(
     for (parent, fused), members in joined.items():
         parts = fused.split("+")
         if len(members) == len(parts) > 1:
-            path = f"{parent}.{_FUSED_PATHS[fused]}" if parent else _FUSED_PATHS[fused]
+            path = f"{parent}.{FUSED_PATHS[fused]}" if parent else FUSED_PATHS[fused]
             ordered = tuple(members[part] for part in parts)
             yield _make_group(path, ordered, known, linears)
         else:

@@ -105,14 +105,15 @@ class LayerRounding(HessianCollector):
         device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
         reader = WeightReader(self._checkpoint, pool, device=device)
         scales = WeightScales(self._matrices, self._settings, reader)
-        with self._codes.written_layer(index, matrices, self._settings.scheme) as put:
+        with self._codes.written_layer(index, matrices, self._settings.schemes) as put:
             for sums, group in self._group_by_input(matrices, hessians):
-                rounding = _InputRounding(sums, hessians.changing, self._settings.scheme)
+                rounding = _InputRounding(sums, hessians.changing)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
                     scale = scales.of_weight(matrix, weight)
                     key = self._inputs.inputs[matrix.module].key
-                    put(matrix, *rounding.round(matrix, key, weight, scale))
+                    scheme = self._settings.schemes.of(matrix.module)
+                    put(matrix, *rounding.round(matrix, key, weight, scale, scheme))
 
     def _group_by_input(
         self, matrices: list[Matrix], hessians: LayerHessians
@@ -129,14 +130,13 @@ class LayerRounding(HessianCollector):
 class _InputRounding:
     """Rounds the weights that multiply one input."""
 
-    def __init__(self, sums: HessianSums | None, changing: Collection[str], scheme: Scheme) -> None:
+    def __init__(self, sums: HessianSums | None, changing: Collection[str]) -> None:
         self._sums = sums
         self._changing = changing
-        self._scheme = scheme
         self._factor: HessianFactor | None = None
 
     def round(
-        self, matrix: Matrix, key: str, weight: torch.Tensor, scale: torch.Tensor
+        self, matrix: Matrix, key: str, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
     ) -> tuple[torch.Tensor, torch.Tensor, RoundedLinear]:
         """Round a weight [out, in] with the better of both roundings on the held-back tokens.
 
@@ -144,7 +144,7 @@ class _InputRounding:
             Codes, their scales (as `scale`, which rounding to nearest uses), and the report.
         """
         shape = tuple(weight.shape)
-        spread = spread_scales(scale, shape, self._scheme)
+        spread = spread_scales(scale, shape, scheme)
         nearest = encode_rows(weight, spread)
         sums = self._sums
         why = self._explain_nearest(key)
@@ -160,9 +160,9 @@ class _InputRounding:
         if self._factor is None:
             self._factor = factorise(sums.used, damping=DAMPING)
         chosen = scale
-        if searches_scales(self._scheme):
+        if searches_scales(scheme):
             chosen = search_scales(weight, scale, sums.used.diagonal())
-        wider = spread_scales(chosen, shape, self._scheme)
+        wider = spread_scales(chosen, shape, scheme)
         codes = round_compensated(weight, wider, self._factor)
         wide = weight.to(torch.float32)
         signal = output_error(wide, sums.held)

@@ -1,0 +1,153 @@
+"""Which scheme each linear has: that of the first pattern that matches it, else the default."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fp8calib.dialects.fp8.weights import name_fused_group
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import Scheme, choose_block_scales, find_scheme, name_mixed
+from fp8calib.geometry.module_paths import split_expert
+from fp8calib.selection.patterns import match_patterns, matches_module, span_layers
+from fp8calib.selection.select import Selection
+
+OPTION = "--layer-scheme"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSchemes:
+    """The schemes of the linears of a checkpoint."""
+
+    default: Scheme
+    by_pattern: tuple[tuple[str, Scheme], ...] = ()
+    """Of linears that a pattern matches, as `--ignore` does; the first pattern counts."""
+
+    def of(self, module: str) -> Scheme:
+        """Give the scheme of a linear."""
+        index = self._find(module)
+        return self.default if index is None else self.by_pattern[index][1]
+
+    def pattern_of(self, module: str) -> str | None:
+        """Give the pattern that a linear has its scheme from; None for the default."""
+        index = self._find(module)
+        return None if index is None else self.by_pattern[index][0]
+
+    def _find(self, module: str) -> int | None:
+        return _find_first(tuple(pattern for pattern, _ in self.by_pattern), module)
+
+    @property
+    def all(self) -> tuple[Scheme, ...]:
+        """List all schemes, the default first."""
+        return tuple(dict.fromkeys((self.default, *(scheme for _, scheme in self.by_pattern))))
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Tell whether some scales of inputs come from calibration."""
+        return any(scheme.has_static_inputs for scheme in self.all)
+
+    @property
+    def has_power_of_two_scales(self) -> bool:
+        """Tell whether some scales of weights are rounded up to powers of two."""
+        return any(scheme.has_power_of_two_scales for scheme in self.all)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Name the scheme of each pattern."""
+        return {pattern: scheme.name for pattern, scheme in self.by_pattern}
+
+    @property
+    def name(self) -> str:
+        """Name them together."""
+        return name_mixed(self.default.name, is_mixed=bool(self.by_pattern))
+
+
+@lru_cache(maxsize=1 << 17)
+def _find_first(patterns: tuple[str, ...], module: str) -> int | None:
+    """Find the first pattern that matches a linear, or a module around it."""
+    matching = (i for i, each in enumerate(patterns) if matches_module(each, module, option=OPTION))
+    return next(matching, None)
+
+
+def make_layer_schemes(
+    scheme: str, by_pattern: Mapping[str, str], rounding: str, power_of_two: bool | None = None
+) -> LayerSchemes:
+    """Find the schemes by their names; `choose_block_scales` makes those of blocks.
+
+    Raises:
+        UsageError: a name is unknown.
+    """
+
+    def choose(name: str, option: str) -> Scheme:
+        return choose_block_scales(find_scheme(name, option=option), rounding, power_of_two)
+
+    named = ((p, choose(name, f"{OPTION} {p}={name}")) for p, name in by_pattern.items())
+    return LayerSchemes(choose(scheme, f"--scheme {scheme}"), tuple(named))
+
+
+def check_layer_schemes(schemes: LayerSchemes, selection: Selection) -> None:
+    """Refuse patterns that give no linear its scheme, or that divide what engines load as one.
+
+    Raises:
+        UsageError: naming the pattern.
+    """
+    if not schemes.by_pattern:
+        return
+    quantized = [matrix.module for matrix in selection.quantized]
+    reasons = {path: item.why for item in selection.unquantized for path in item.linears}
+    patterns = [pattern for pattern, _ in schemes.by_pattern]
+    used = {schemes.pattern_of(module) for module in quantized}
+    for pattern in patterns:
+        named = match_patterns([pattern], [*quantized, *reasons], option=OPTION)
+        if pattern in used:
+            continue
+        taken = next((module for module in named if module not in reasons), None)
+        if taken is not None:
+            raise UsageError(
+                f"{OPTION} {pattern}: an earlier pattern matches all of its linears, such as "
+                f"{taken} ({schemes.pattern_of(taken)})",
+                hint="the first pattern that matches counts: write the narrower one first",
+            )
+        module = next(iter(named))
+        raise UsageError(
+            f"{OPTION} {pattern}: matches only linears that stay unquantized, such as {module} "
+            f"({reasons[module]})",
+            hint="leave it out",
+        )
+    _refuse_divided(schemes, quantized)
+
+
+def _refuse_divided(schemes: LayerSchemes, quantized: list[str]) -> None:
+    """Refuse several schemes in one weight of an engine.
+
+    vLLM 0.32.0 (`compressed_tensors/utils.py`, `compressed_tensors_moe.py`) and SGLang 0.5.23 join
+    projections, and the experts of a layer.
+    """
+    members: dict[str, list[str]] = defaultdict(list)
+    for module in quantized:
+        expert = split_expert(module)
+        members[name_fused_group(module) if expert is None else expert[0]].append(module)
+    for group, modules in members.items():
+        names: dict[str, str] = {}
+        for module in modules:
+            names.setdefault(schemes.of(module).name, module)
+        if len(names) > 1:
+            pattern = next(filter(None, map(schemes.pattern_of, modules)))
+            found = ", ".join(f"{module} {name}" for name, module in names.items())
+            whole = shlex.quote(f"{_match_group(group)}={schemes.names[pattern]}")
+            raise UsageError(
+                f"{OPTION} {pattern}: engines load {group} as one weight, and it has several "
+                f"schemes ({found})",
+                hint=f"give all of it one scheme: {OPTION} {whole}",
+            )
+
+
+def _match_group(group: str) -> str:
+    """Make a pattern for a group in all layers."""
+    parent, _, last = group.rpartition(".")
+    if "+" not in last:
+        return span_layers(group)
+    return f"re:.*{parent.rpartition('.')[2]}[.]({last.replace('+', '|')})"

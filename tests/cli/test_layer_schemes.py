@@ -1,0 +1,257 @@
+"""`--layer-scheme`, `layer_schemes` in recipes and in Python: one checkpoint, several schemes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import fp8calib
+from fp8calib.quantization.gptq.layer_rounding import LayerRounding
+from tests import zoo
+from tests.cli.conftest import QUICK
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.quantization.gptq.test_checkpoints import command
+
+CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
+OPTIONS = [part for pair in CHOICE.items() for part in ("--layer-scheme", "=".join(pair))]
+
+
+@pytest.fixture
+def stats(calibrated: tuple[Path, Outcome]) -> Path:
+    return calibrated[0] / "stats.safetensors"
+
+
+def find_scheme(module: str) -> str:
+    """Find the scheme of a linear of the llama by hand."""
+    if module.endswith("o_proj"):
+        return "fp8-static"
+    if ".layers.1.mlp." in module:
+        return "w8a16"
+    return "fp8-block" if module.endswith("down_proj") else "fp8-dynamic"
+
+
+def test_the_report_names_each_pattern_and_counts_its_linears(
+    model: Path, stats: Path, tmp_path: Path
+) -> None:
+    made = ("quantize", model, "--scheme", "fp8-dynamic", *OPTIONS, "--stats", stats)
+    report = succeed(*made, "--out", tmp_path / "a", "--json").json
+    assert report["scheme"] == "fp8-dynamic"
+    assert report["layer_schemes"] == [
+        {"pattern": "*.o_proj", "scheme": "fp8-static", "linears": 2},
+        {"pattern": "*.layers.1.mlp", "scheme": "w8a16", "linears": 3},
+        {"pattern": "*.down_proj", "scheme": "fp8-block", "linears": 1},
+    ]
+    text = succeed(*made, "--out", tmp_path / "b").out
+    schemes = "fp8-dynamic, 2 fp8-static, 3 w8a16, 1 fp8-block"
+    assert f"14 linears quantized ({schemes}, compressed-tensors)" in text
+    stored = load_file(tmp_path / "a" / "model.safetensors")
+    linears = {name.removesuffix(".weight_scale") for name in stored if "weight_scale" in name}
+    static = {name.removesuffix(".input_scale") for name in stored if "input_scale" in name}
+    assert static == {module for module in linears if find_scheme(module) == "fp8-static"}
+    single = succeed("quantize", model, "--scheme", "w8a16", "--out", tmp_path / "c", "--json")
+    assert single.json["layer_schemes"] == []
+
+
+def test_a_linear_has_the_bytes_that_its_scheme_alone_would_give(
+    model: Path, stats: Path, tmp_path: Path
+) -> None:
+    made = ("quantize", model, "--stats", stats)
+    succeed(*made, "--scheme", "fp8-dynamic", *OPTIONS, "--out", tmp_path / "mixed")
+    for scheme in ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block"):
+        succeed(*made, "--scheme", scheme, "--out", tmp_path / scheme, "--allow-unservable")
+    compare(tmp_path, 14)
+
+
+def compare(folder: Path, count: int) -> None:
+    """Compare all tensors of each linear with those of the checkpoint of its scheme."""
+    mixed = load_file(folder / "mixed" / "model.safetensors")
+    linears = [name.removesuffix("_scale") for name in mixed if name.endswith("weight_scale")]
+    assert len(linears) == count
+    for weight in linears:
+        module = weight.removesuffix(".weight")
+        single = load_file(folder / find_scheme(module) / "model.safetensors")
+        names = {name for name in single if name.startswith(f"{module}.")}
+        assert names == {name for name in mixed if name.startswith(f"{module}.")}
+        for name in names:
+            assert torch.equal(mixed[name].float(), single[name].float()), name
+
+
+def test_recipes_and_python_write_the_same_bytes(model: Path, data: Path, tmp_path: Path) -> None:
+    recipe = {
+        "name": "mine",
+        "formats": [],
+        "quantize": {"scheme": "fp8-dynamic", "layer_schemes": CHOICE},
+    }
+    path, out = tmp_path / "mine.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    made = ("calibrate", model, "--data", data, *QUICK, "--recipe", path, "--out", out)
+    report = succeed(*made, "--json").json
+    found = out / "fp8-dynamic-mixed"
+    assert "fp8-dynamic-mixed/model.safetensors" in report["files"]
+    assert report["quantize"]["scheme"] == "fp8-dynamic"
+    assert {item["format"] for item in report["serving"]} == {"fp8-dynamic-mixed"}
+    stats = out / "stats.safetensors"
+    made = ("quantize", model, "--scheme", "fp8-dynamic", *OPTIONS, "--stats", stats)
+    succeed(*made, "--out", tmp_path / "cli")
+    fp8calib.quantize(
+        str(model), "fp8-dynamic", tmp_path / "python", layer_schemes=CHOICE, stats=stats
+    )
+    assert snapshot(found) == snapshot(tmp_path / "cli") == snapshot(tmp_path / "python")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["*.o_proj"], "--layer-scheme *.o_proj: must be PATTERN=SCHEME"),
+        (["=w8a16"], "--layer-scheme =w8a16: must be PATTERN=SCHEME"),
+        (["*.o_proj=w8a16", "*.o_proj=fp8-block"], "--layer-scheme *.o_proj: is given twice"),
+        (["*.o_proj=w8a17"], "--layer-scheme *.o_proj=w8a17: unknown scheme"),
+        (["re:a=b=w8a16"], "--layer-scheme re:a=b: matches no module"),
+        (["*.o_proj=fp8-static"], "--layer-scheme *.o_proj=fp8-static: its input scales come"),
+        (["lm_head=w8a16"], "--layer-scheme lm_head: matches only linears that stay unquantized"),
+        (["*.v_proj=w8a16"], "--layer-scheme *.v_proj: engines load model.layers.0.self_attn.q_"),
+    ],
+)
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_a_wrong_pattern_or_scheme_is_an_error_that_names_it(
+    options: list[str], says: str, rounding: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    patterns = [part for text in options for part in ("--layer-scheme", text)]
+    made = ("quantize", model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
+    if rounding == "gptq":
+        if "its input scales" in says:
+            pytest.skip("gptq measures them")
+        made = (*made, "--rounding", "gptq", "--data", data, "--seq-len", 16, "--samples", 8)
+    assert says in fail(2, *made)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"), [("autofp8", "fp8-block"), ("modelopt", "fp8-dynamic")]
+)
+def test_other_formats_have_one_scheme(model: Path, tmp_path: Path, form: str, scheme: str) -> None:
+    made = ("quantize", model, "--scheme", scheme, "--format", form, "--out", tmp_path / "out")
+    text = fail(2, *made, "--layer-scheme", "*.o_proj=w8a16")
+    assert f"--layer-scheme: --format {form} has one scheme for all linears" in text
+    assert "compressed-tensors" in text
+
+
+def test_python_refuses_what_is_no_mapping_of_names(model: Path, tmp_path: Path) -> None:
+    asked: Any = {"*.o_proj": 8}
+    with pytest.raises(fp8calib.UsageError, match="layer_schemes: must be a mapping"):
+        fp8calib.quantize(str(model), "w8a16", tmp_path / "out", layer_schemes=asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_schemes": {"*.o_proj": "w8a17"}}, "'*.o_proj' must be one of fp8-static"),
+        ({"layer_scheme": {"*.o_proj": "w8a16"}}, "did you mean layer_schemes?"),
+        ({"layer_schemes": {"*.o_proj": "fp8-static"}}, "fp8-static needs observe.inputs"),
+    ],
+)
+def test_a_recipe_with_a_wrong_scheme_is_refused(
+    changes: dict[str, Any], says: str, model: Path, tmp_path: Path
+) -> None:
+    recipe = {
+        "name": "mine",
+        "observe": {"kv": False, "query": False, "inputs": False},
+        "quantize": {"scheme": "w8a16", **changes},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert says in fail(3, "calibrate", model, "--recipe", path, "--out", tmp_path / "out")
+
+
+def test_only_the_static_linears_need_an_input_that_was_measured(
+    model: Path, tmp_path: Path
+) -> None:
+    """A model with a linear outside its layers, which calibration does not see."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in model.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.side.proj.weight"] = torch.randn(32, 32)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    stats = tmp_path / "stats"
+    succeed("calibrate", source, *QUICK, "--recipe", "w8a8-static", "--out", stats)
+    made = ("quantize", source, "--scheme", "fp8-static", "--allow-unservable")
+    made = (*made, "--stats", stats / "stats.safetensors", "--out", tmp_path / "out")
+    assert "model.side" in fail(7, *made)
+    succeed(*made, "--layer-scheme", "model.side=fp8-dynamic")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.side.proj.input_scale" not in stored
+    assert "model.layers.0.mlp.up_proj.input_scale" in stored
+
+
+# --- GPTQ -----------------------------------------------------------------------------------------
+
+
+def round_mixed(folder: Path, out: str = "mixed") -> tuple[Any, ...]:
+    return (*command(folder / "model", folder, "fp8-dynamic", out), *OPTIONS)
+
+
+def test_gptq_rounds_each_linear_as_a_run_of_its_scheme_does(tmp_path: Path) -> None:
+    """A run does not change the model, so inputs and Hessians are the same in all runs."""
+    zoo.save("llama", tmp_path / "model")
+    report = succeed(*round_mixed(tmp_path), "--json").json
+    for scheme in ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block"):
+        succeed(*command(tmp_path / "model", tmp_path, scheme, scheme))
+    compare(tmp_path, 14)
+    chosen = {find_scheme(e["module"]) for e in report["rounded"] if e["rounding"] == "gptq"}
+    assert chosen == {"fp8-static", "fp8-dynamic", "w8a16", "fp8-block"}
+
+
+def test_gptq_continues_with_the_same_schemes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("llama", tmp_path / "model", num_hidden_layers=3)
+    succeed(*round_mixed(tmp_path, "whole"))
+    finish = LayerRounding.finish_layer
+
+    def stop(self: LayerRounding, layer: Any) -> None:
+        if layer.index == 2:
+            raise KeyboardInterrupt
+        finish(self, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerRounding, "finish_layer", stop)
+        assert run(*round_mixed(tmp_path, "cut")).code not in {0, 1}
+    other = (*command(tmp_path / "model", tmp_path, "fp8-dynamic", "cut"), *OPTIONS[:2])
+    assert "another scheme or other options" in fail(2, *other, "--resume")
+    succeed(*round_mixed(tmp_path, "cut"), "--resume")
+    assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
+    other = (*command(tmp_path / "model", tmp_path, "fp8-dynamic", "cut"), *OPTIONS[:4])
+    assert "the folder is not empty" in fail(2, *other, "--resume")
+
+
+def test_the_plan_of_gptq_names_the_patterns(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    plan = succeed(*round_mixed(tmp_path), "--dry-run", "--json").json["plan"]
+    assert plan["scheme"] == "fp8-dynamic"
+    assert [each["linears"] for each in plan["layer_schemes"]] == [2, 3, 1]
+
+
+# --- what reads the checkpoint --------------------------------------------------------------------
+
+
+def test_verify_check_and_card_read_it(
+    model: Path, data: Path, stats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    made = ("quantize", model, "--scheme", "fp8-dynamic", *OPTIONS[:4], "--stats", stats)
+    succeed(*made, "--out", out)
+    report = succeed("verify", model, "--scales", out, "--data", data, *QUICK, "--json")
+    (tmp_path / "verify.json").write_text(json.dumps(report.json))
+    assert report.json["candidates"][0]["name"] == str(out)
+    checked = succeed("check", out, "--json").json
+    assert all(engine["ok"] for engine in checked["engines"].values())
+    succeed("card", out, "--verify-report", tmp_path / "verify.json", "--base-model", "a/b")
+    assert "compressed-tensors" in (out / "README.md").read_text()

@@ -1,0 +1,312 @@
+"""Checkpoints of several schemes, read as compressed-tensors itself and the engines read them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import match_named_modules, match_targets
+
+import fp8calib
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.dialects.fp8.targets import make_targets
+from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.weights.linear_loader import GroupKind
+from fp8calib.engines.weights.stored import list_groups
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.quantization.plan import CalibratedScales
+from tests import zoo
+from tests.architectures import families
+from tests.quantization.by_hand import (
+    LAYER,
+    Run,
+    Tensors,
+    codes_of,
+    encode,
+    make_tensors,
+    run,
+    save,
+    scale_for,
+    to_numpy,
+)
+
+SIZES = {"llama": {"num_hidden_layers": 3}}
+CHOICES: dict[str, list[dict[str, str]]] = {
+    "llama": [
+        {"*.mlp.down_proj": "w8a16"},
+        {"*.self_attn": "w8a16", r"re:model\.layers\.(0|2)\..*": "fp8-block"},
+        {"model.layers.1": "fp8-static", "*.o_proj": "w8a16"},
+        {r"re:.*[.](q_proj|k_proj|v_proj)": "w8a16", "*": "fp8-block"},
+    ],
+    "mixtral": [{"*.self_attn": "w8a16"}, {"*.layers.1.*.experts": "fp8-static"}],
+    "qwen3_moe": [{"*.experts": "fp8-static", "*.o_proj": "w8a16"}],
+    "deepseek_v3": [{"*.shared_experts": "w8a16", "*.mlp.experts": "fp8-static"}],
+}
+"""By family, some choices beside fp8-dynamic. No pattern divides what engines join."""
+CASES = [(family, choice) for family, choices in CHOICES.items() for choice in choices]
+
+
+def find_by_hand(choice: Mapping[str, str], module: str) -> str:
+    """Find the scheme of a linear: of the first pattern for it or for a module around it."""
+    parts = module.split(".")
+    paths = [".".join(parts[: place + 1]) for place in range(len(parts))]
+    for pattern, scheme in choice.items():
+        expression = pattern[3:] if pattern.startswith("re:") else re.escape(pattern)
+        expression = expression if pattern.startswith("re:") else expression.replace(r"\*", ".*")
+        if any(re.fullmatch(expression, path) for path in paths):
+            return scheme
+    return "fp8-dynamic"
+
+
+def read_by_compressed_tensors(
+    config: Mapping[str, object], modules: list[str]
+) -> Iterator[tuple[str, QuantizationScheme]]:
+    """Let compressed-tensors itself find the scheme of each linear of a model."""
+    parsed = QuantizationConfig.model_validate(config)
+    targets = {target: group for group in parsed.config_groups.values() for target in group.targets}
+    root = torch.nn.Module()
+    for module in modules:
+        parent = root
+        *outer, last = module.split(".")
+        for part in outer:
+            if not hasattr(parent, part):
+                parent.add_module(part, torch.nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(last, torch.nn.Linear(1, 1, device="meta"))
+    for name, module in match_named_modules(root, targets, parsed.ignore):
+        yield name, targets[match_targets(name, module, targets)[0]]
+
+
+def name_scheme(group: QuantizationScheme) -> str:
+    assert group.weights is not None
+    assert (group.weights.num_bits, group.weights.type, group.weights.dynamic) == (
+        8,
+        "float",
+        False,
+    )
+    inputs = group.input_activations
+    kind = None if inputs is None else (str(inputs.strategy), inputs.dynamic)
+    names = {
+        ("tensor", ("tensor", False)): "fp8-static",
+        ("channel", ("token", True)): "fp8-dynamic",
+        ("channel", None): "w8a16",
+        ("block", ("group", True)): "fp8-block",
+    }
+    name = names[group.weights.strategy, kind]
+    assert group.format == ("naive-quantized" if inputs is None else "float-quantized")
+    return name
+
+
+def unit_inputs(tensors: Tensors) -> CalibratedScales:
+    """Make an input scale for each linear: more than a static one needs."""
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    inputs = {name: torch.tensor(0.25 + place) for place, name in enumerate(names)}
+    return CalibratedScales(inputs=inputs, kv={})
+
+
+def test_codes_and_scales_are_those_of_each_linears_scheme(tmp_path: Path) -> None:
+    """Computed with numpy and ml_dtypes from what compressed-tensors finds in the config."""
+    tensors = make_tensors()
+    scales = unit_inputs(tensors)
+    choice = {"*.down_proj": "w8a16", "*.o_proj": "fp8-static", "*.mlp": "fp8-block"}
+    found = run(
+        save(tmp_path / "source", tensors, shards=3),
+        tmp_path / "out",
+        "fp8-dynamic",
+        scales=scales,
+        layer_schemes=choice,
+    )
+    stored = found.tensors()
+    modules = [name.removesuffix(".weight") for name in tensors if tensors[name].dim() == 2]
+    schemes = dict(read_by_compressed_tensors(found.config(), modules))
+    assert {
+        name.removeprefix(f"{LAYER}."): name_scheme(each) for name, each in schemes.items()
+    } == {
+        **{f"self_attn.{part}_proj": "fp8-dynamic" for part in "qkv"},
+        "self_attn.o_proj": "fp8-static",
+        "mlp.gate_proj": "fp8-block",
+        "mlp.up_proj": "fp8-block",
+        "mlp.down_proj": "w8a16",
+    }
+    for module, group in schemes.items():
+        weight = to_numpy(tensors[f"{module}.weight"])
+        rows, columns = weight.shape
+        assert group.weights is not None
+        height, width = {"tensor": weight.shape, "channel": (1, columns), "block": (128, 128)}[
+            group.weights.strategy
+        ]
+        scale = stored[f"{module}.weight_scale"].numpy().reshape(-(-rows // height), -1)
+        for i, top in enumerate(range(0, rows, height)):
+            for j, left in enumerate(range(0, columns, width)):
+                place = slice(top, top + height), slice(left, left + width)
+                assert scale[i, j] == scale_for(np.abs(weight[place]).max()), module
+                codes = codes_of(stored[f"{module}.weight"])[place]
+                assert np.array_equal(codes, encode(weight[place], scale[i, j])), module
+        inputs = group.input_activations
+        is_static = inputs is not None and not inputs.dynamic
+        assert (f"{module}.input_scale" in stored) is is_static
+        if is_static:
+            assert stored[f"{module}.input_scale"].tolist() == [float(scales.inputs[module])]
+
+
+def write(family: str, choice: Mapping[str, str], folder: Path) -> Run:
+    zoo.save(family, folder / "model", **SIZES.get(family, {}))
+    ones: Mapping[str, torch.Tensor] = defaultdict(lambda: torch.tensor(1.0))
+    scales = CalibratedScales(inputs=ones, kv={})
+    out = folder / "out"
+    return run(folder / "model", out, "fp8-dynamic", scales=scales, layer_schemes=choice)
+
+
+@pytest.mark.parametrize(("family", "choice"), CASES)
+def test_compressed_tensors_finds_the_scheme_of_each_linear_under_any_prefix(
+    family: str, choice: dict[str, str], tmp_path: Path
+) -> None:
+    found = write(family, choice, tmp_path)
+    linears = [matrix.module for matrix in found.plan.selection.quantized]
+    for prefix in ("", "language_model."):
+        named = [f"{prefix}{module}" for module in linears]
+        read = read_by_compressed_tensors(found.config(), named)
+        schemes = {name: name_scheme(group) for name, group in read}
+        assert schemes == {f"{prefix}{m}": find_by_hand(choice, m) for m in linears}
+        assert len(set(schemes.values())) > 1
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tgi", "transformers"])
+@pytest.mark.parametrize(("family", "choice"), CASES)
+def test_engines_find_the_scheme_of_each_weight_that_they_load(
+    family: str, choice: dict[str, str], engine: str, tmp_path: Path
+) -> None:
+    """Of fused projections and of the experts of a layer too, whose names differ in SGLang."""
+    folder = open_folder(write(family, choice, tmp_path).out)
+    geometry = read_geometry(folder.path, folder.config)
+    make_loader = ENGINES[engine].make_linear_loader
+    assert make_loader is not None
+    loader = make_loader(folder, geometry)
+    tensors = {name: entry for held in folder.tensors.values() for name, entry in held.items()}
+    compared = 0
+    for group in list_groups(tensors, geometry):
+        if engine == "transformers" and group.kind is GroupKind.EXPERTS:
+            continue  # dequantized while they are loaded
+        found = loader.find_scheme(group)
+        if isinstance(found, StoredScheme):
+            scheme = SCHEMES[find_by_hand(choice, group.members[0].module)]
+            assert (found.weights, found.inputs) == (scheme.weights, scheme.inputs), group.path
+            compared += len(group.members)
+    assert compared >= 8
+
+
+def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:
+    """In vLLM the paths of Falcon-H1's mixers have no `layers` and no `mamba`."""
+    families.save("falcon_h1", families.FAMILIES["falcon_h1"], tmp_path / "model")
+    choice = {"*.mamba": "w8a16"}
+    out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic", layer_schemes=choice).out
+    found = {
+        name: [problem for problem in engine.problems if "in the config" in problem]
+        for name, engine in fp8calib.check(out).engines.items()
+    }
+    assert found.pop("vllm") == [
+        "weights: model.layers.0.mamba.in_proj is w8a16 in the config, but vLLM finds no such "
+        "group for it: fp8-dynamic; 3 more likewise, such as model.layers.0.mamba.out_proj"
+    ]
+    assert not any(found.values())
+
+
+def test_few_expressions_match_many_experts(tmp_path: Path) -> None:
+    found = write("qwen3_moe", {"*.experts": "fp8-static"}, tmp_path)
+    assert found.config()["config_groups"]["group_1"]["targets"] == [
+        r"re:(.*[.]|)layers[.]\d+[.]mlp[.]experts[.]\d+[.].*$"
+    ]
+
+
+PATHS = [
+    *(f"model.{side}.layers.{i}.fc{k}" for side in ("en", "de") for i in range(12) for k in (1, 2)),
+    *(f"model.de.layers.{i}.attn.{part}_proj" for i in range(12) for part in "qkvo"),
+    *(f"stages.{i}.blocks.{j}.mix" for i in range(3) for j in range(4)),
+    *("model.side", "side", "other.model.side"),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_targets_match_their_linears_and_no_other(seed: int) -> None:
+    """Whatever is chosen: parts of a stack, one of two stacks, single linears."""
+    generator = np.random.default_rng(seed)
+    wanted = {
+        re.compile(r".*de.*fc1"): 0.9,
+        re.compile(r".*layers.(3|11)\D.*"): 0.6,
+        re.compile(r"stages.1.*"): 0.5,
+        re.compile(r".*side"): 0.5,
+    }
+    taken = [each for each, chance in wanted.items() if generator.random() < chance]
+    chosen = [p for p in PATHS if any(each.fullmatch(p) for each in taken)]
+    chosen += [p for p in PATHS if generator.random() < 0.1 * (seed % 3) and p not in chosen]
+    others = [path for path in PATHS if path not in chosen]
+    targets = make_targets(chosen, others)
+    for path in PATHS:
+        matching = [t for t in targets if t == path or (t[:3] == "re:" and re.match(t[3:], path))]
+        assert bool(matching) is (path in chosen), (path, matching)
+    assert not any(re.search(r"\)[*+{]", target) or len(target) > 1000 for target in targets)
+
+
+def test_long_lists_of_layers_are_cut() -> None:
+    """`check` refuses to evaluate expressions of over 1000 characters."""
+    chosen = [f"model.layers.{i}.mlp.up" for i in range(0, 1000, 2)]
+    targets = make_targets(chosen, [f"model.layers.{i}.mlp.up" for i in range(1, 1000, 2)])
+    assert len(targets) == 5
+    matches = [re.compile(target.removeprefix("re:")).match for target in targets]
+    for i in range(1000):
+        found = any(match(f"x.model.layers.{i}.mlp.up") for match in matches)
+        assert found is (i % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "says", "hint"),
+    [
+        (
+            {"*.k_proj": "w8a16"},
+            "*.k_proj: engines load model.layers.0.self_attn.q_proj+k_proj+v_proj as one weight, "
+            "and it has several schemes (model.layers.0.self_attn.k_proj w8a16, "
+            "model.layers.0.self_attn.q_proj fp8-dynamic)",
+            "'re:.*self_attn[.](q_proj|k_proj|v_proj)=w8a16'",
+        ),
+        (
+            {"*.experts.0": "fp8-static"},
+            "*.experts.0: engines load model.layers.0.mlp.experts as one weight",
+            "'model.layers.*.mlp.experts=fp8-static'",
+        ),
+        (
+            {"*.experts.*.down_proj": "w8a16"},
+            "*.experts.*.down_proj: engines load model.layers.0.mlp.experts as one weight",
+            "'model.layers.*.mlp.experts=w8a16'",
+        ),
+        ({"*.mpl": "w8a16"}, "*.mpl: matches no module of the model", "linears look like"),
+        ({"re:(": "w8a16"}, "re:(: not a regular expression", ""),
+        (
+            {"*.gate": "w8a16"},
+            "*.gate: matches only linears that stay unquantized, such as model.layers.0.mlp.gate "
+            "(a router)",
+            "leave it out",
+        ),
+        (
+            {"*.self_attn": "w8a16", "*.o_proj": "fp8-block"},
+            "*.o_proj: an earlier pattern matches all of its linears, such as "
+            "model.layers.0.self_attn.o_proj (*.self_attn)",
+            "write the narrower one first",
+        ),
+    ],
+)
+def test_patterns_without_effect_and_divided_weights_are_refused(
+    choice: dict[str, str], says: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        write("qwen3_moe", choice, tmp_path)
+    assert raised.value.message.startswith(f"--layer-scheme {says}")
+    assert hint in (raised.value.hint or "")
