@@ -68,6 +68,17 @@ def test_a_linear_has_the_bytes_that_its_scheme_alone_would_give(
     compare(tmp_path, 14)
 
 
+def test_powers_of_two_are_for_the_linears_with_blocks(model: Path, tmp_path: Path) -> None:
+    made = ("quantize", model, "--scheme", "fp8-dynamic", "--power-of-two-scales")
+    text = fail(2, *made, "--layer-scheme", "*.o_proj=w8a16", "--out", tmp_path / "out")
+    assert "--power-of-two-scales: --scheme fp8-dynamic has no scales of blocks" in text
+    succeed(*made, "--layer-scheme", "*.down_proj=fp8-block", "--out", tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {name: value for name, value in stored.items() if name.endswith("weight_scale")}
+    powers = {name for name, value in scales.items() if (value.frexp().mantissa == 0.5).all()}
+    assert powers == {name for name in scales if "down_proj" in name}
+
+
 def compare(folder: Path, count: int) -> None:
     """Compare all tensors of each linear with those of the checkpoint of its scheme."""
     mixed = load_file(folder / "mixed" / "model.safetensors")

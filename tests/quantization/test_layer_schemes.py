@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -218,6 +219,21 @@ def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:
         "group for it: fp8-dynamic; 3 more likewise, such as model.layers.0.mamba.out_proj"
     ]
     assert not any(found.values())
+
+
+def test_experts_in_several_groups_are_refused_as_by_the_servers(tmp_path: Path) -> None:
+    """Of another tool; vLLM and SGLang raise a ValueError."""
+    out = write("qwen3_moe", {"*.o_proj": "fp8-static"}, tmp_path).out
+    config = json.loads((out / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_1"]
+    group["targets"].append(r"re:.*experts\.\d+\.down_proj$")
+    (out / "config.json").write_text(json.dumps(config))
+    engines = fp8calib.check(out).engines
+    for engine in ("vllm", "sglang"):
+        verdict = engines[engine].weights
+        assert verdict is not None
+        assert verdict.status == "refused"
+        assert "experts are in several config groups (ValueError: All MoE" in verdict.why
 
 
 def test_few_expressions_match_many_experts(tmp_path: Path) -> None:
