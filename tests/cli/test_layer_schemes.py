@@ -79,6 +79,17 @@ def test_powers_of_two_are_for_the_linears_with_blocks(model: Path, tmp_path: Pa
     assert powers == {name for name in scales if "down_proj" in name}
 
 
+def test_a_finished_checkpoint_of_other_patterns_is_not_taken_for_this_one(
+    model: Path, tmp_path: Path
+) -> None:
+    """Both have the same tensors of the same shapes."""
+    made = ("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    first, second = ("--layer-scheme", "*.o_proj=w8a16"), ("--layer-scheme", "*.down_proj=w8a16")
+    succeed(*made, *first)
+    assert "finished already" in succeed(*made, *first, "--resume").err
+    assert "the folder is not empty" in fail(2, *made, *second, "--resume")
+
+
 def compare(folder: Path, count: int) -> None:
     """Compare all tensors of each linear with those of the checkpoint of its scheme."""
     mixed = load_file(folder / "mixed" / "model.safetensors")
@@ -235,12 +246,11 @@ def test_gptq_continues_with_the_same_schemes_alone(
     with monkeypatch.context() as patch:
         patch.setattr(LayerRounding, "finish_layer", stop)
         assert run(*round_mixed(tmp_path, "cut")).code not in {0, 1}
-    other = (*command(tmp_path / "model", tmp_path, "fp8-dynamic", "cut"), *OPTIONS[:2])
+    other = [each.replace("layers.1", "layers.0") for each in OPTIONS]
+    other = [*command(tmp_path / "model", tmp_path, "fp8-dynamic", "cut"), *other]
     assert "another scheme or other options" in fail(2, *other, "--resume")
     succeed(*round_mixed(tmp_path, "cut"), "--resume")
     assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
-    other = (*command(tmp_path / "model", tmp_path, "fp8-dynamic", "cut"), *OPTIONS[:4])
-    assert "the folder is not empty" in fail(2, *other, "--resume")
 
 
 def test_the_plan_of_gptq_names_the_patterns(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.linear_loader import GroupKind
 from fp8calib.engines.weights.stored import list_groups
 from fp8calib.errors import UsageError
@@ -221,14 +222,27 @@ def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:
     assert not any(found.values())
 
 
+def retarget(out: Path, *targets: str) -> Mapping[str, EngineReport]:
+    """Give the second config group other targets, and check the folder."""
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_1"]["targets"] = list(targets)
+    (out / "config.json").write_text(json.dumps(config))
+    return fp8calib.check(out).engines
+
+
+def test_sglang_finds_no_group_by_the_projections_of_mixtral(tmp_path: Path) -> None:
+    """It asks for gate_proj, up_proj and down_proj, and takes the group of `Linear`."""
+    out = write("mixtral", {"*.experts": "fp8-static"}, tmp_path).out
+    engines = retarget(out, r"re:.*experts\.\d+\.(w1|w2|w3)$")
+    assert engines["vllm"].ok
+    assert engines["sglang"].weights is not None
+    assert "experts" in engines["sglang"].weights.why
+
+
 def test_experts_in_several_groups_are_refused_as_by_the_servers(tmp_path: Path) -> None:
     """Of another tool; vLLM and SGLang raise a ValueError."""
     out = write("qwen3_moe", {"*.o_proj": "fp8-static"}, tmp_path).out
-    config = json.loads((out / "config.json").read_text())
-    group = config["quantization_config"]["config_groups"]["group_1"]
-    group["targets"].append(r"re:.*experts\.\d+\.down_proj$")
-    (out / "config.json").write_text(json.dumps(config))
-    engines = fp8calib.check(out).engines
+    engines = retarget(out, "re:.*o_proj$", r"re:.*experts\.\d+\.down_proj$")
     for engine in ("vllm", "sglang"):
         verdict = engines[engine].weights
         assert verdict is not None
