@@ -37,7 +37,8 @@ class LayerSchemes:
         return None if index is None else self.by_pattern[index][0]
 
     def _find(self, module: str) -> int | None:
-        return _find_first(tuple(pattern for pattern, _ in self.by_pattern), module)
+        patterns = tuple(pattern for pattern, _ in self.by_pattern)
+        return _find_first(patterns, module) if patterns else None
 
     @property
     def all(self) -> tuple[Scheme, ...]:

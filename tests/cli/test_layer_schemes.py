@@ -191,6 +191,16 @@ def test_a_recipe_with_a_wrong_scheme_is_refused(
     assert says in fail(3, "calibrate", model, "--recipe", path, "--out", tmp_path / "out")
 
 
+def test_a_pattern_of_a_recipe_is_checked_before_the_run(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = {"name": "mine", "quantize": {"scheme": "w8a16", "layer_schemes": {"*.x": "w8a16"}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    made = ("calibrate", model, "--data", data, *QUICK, "--recipe", tmp_path / "mine.yaml")
+    text = fail(2, *made, "--out", tmp_path / "out", "--dry-run")
+    assert "--layer-scheme *.x: matches no module" in text
+
+
 def test_only_the_static_linears_need_an_input_that_was_measured(
     model: Path, tmp_path: Path
 ) -> None:
