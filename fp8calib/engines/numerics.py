@@ -65,6 +65,8 @@ class Numerics:
     cache before they multiply V; 0.0: they stay as they are."""
     static_inputs_ignored: bool = False
     """Static input scales are ignored: such inputs are quantized per token."""
+    inputs_always_quantized: bool = False
+    """Inputs that a scheme leaves in 16 bits (w8a16) are quantized per token."""
     input_by_reciprocal: bool = False
     """Static activations are multiplied by 1 / scale (fp32) rather than divided."""
     token_by_reciprocal: bool = False

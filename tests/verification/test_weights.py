@@ -17,19 +17,20 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.fp8.schemes import Granularity, find_scheme
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.damage import sum_damage
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.linears import emulate_checkpoint
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
 from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightParameter,
 )
 from tests import zoo
+from tests.cli.program import succeed
 from tests.verification.by_hand import (
     Subject,
     cast,
@@ -244,6 +245,23 @@ def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
     (found,) = emulate(wide, stored(wide, folder, find_emulated("reference")[1]), BATCH)
     assert torch.equal(found, plain_forward(expected, BATCH))
     assert not torch.equal(found, plain_forward(wide.model, BATCH))
+
+
+def test_tgi_quantizes_the_inputs_of_w8a16_like_those_of_fp8_dynamic(
+    wide: Subject, tmp_path: Path
+) -> None:
+    wide.model.save_pretrained(tmp_path / "m")
+    tgi, plain = find_emulated("tgi")[1], find_emulated("reference")[1]
+    outputs, inputs = [], []
+    for name in ("w8a16", "fp8-dynamic"):
+        succeed("quantize", tmp_path / "m", "--scheme", name, "--out", tmp_path / name)
+        (found,) = emulate(wide, stored(wide, tmp_path / name, tgi), BATCH)
+        outputs.append(found)
+        scheme = (find_scheme(name), wide.geometry, wide.selected, tgi)
+        inputs.append(emulate_scheme(*scheme, fmt=E4M3FN, stats=None)[0])
+    assert torch.equal(*outputs)
+    assert inputs[0] == inputs[1] != {}
+    assert not stored(wide, tmp_path / "w8a16", plain).quantizers
 
 
 def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ NUMERICS = Numerics(
     kv_per_head=False,
     kv_joint_dtypes={"": "float16", **dict.fromkeys(_BFLOAT16_TYPES, "bfloat16")},
     static_inputs_ignored=True,
+    inputs_always_quantized=True,
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
     sources={
         "kv_by_reciprocal": f"{_CACHE} KVCache.store; {_MARLIN} scaled_fp8_quant_kernel",
@@ -31,6 +32,9 @@ NUMERICS = Numerics(
         "TGI db931fc models/__init__.py get_model, models/flash_causal_lm.py (default_dtype)",
         "static_inputs_ignored": f"{_FP8} Fp8Linear.forward, wherever cutlass has FP8 "
         "(Hopper; older GPUs leave inputs alone)",
+        "inputs_always_quantized": f"{_FP8} get_fp8_linear: on Hopper Marlin runs only with "
+        "force_w8a16, which layers/compressed_tensors/w8an_fp.py sets where input_activations has "
+        "16 bits, not where it is null (older GPUs leave inputs alone)",
         "smallest_dynamic_scale": f"{_MARLIN} dynamic_per_token_scaled_fp8_quant_kernel",
     },
 )

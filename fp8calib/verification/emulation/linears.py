@@ -74,7 +74,7 @@ def emulate_scheme(
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
     if scheme.has_static_inputs and not numerics.static_inputs_ignored:
         return _static_inputs(linears, stats, numerics, scheme, fmt), changes
-    if scheme.inputs is InputScaling.NONE:
+    if scheme.inputs is InputScaling.NONE and not numerics.inputs_always_quantized:
         return {}, changes
     plain, powers = (
         _dynamic_quantizer(scheme.inputs, fmt, numerics, is_rounded=each) for each in (False, True)
@@ -281,7 +281,7 @@ def _input_quantizer(
             f"{len(kinds)} ways: {', '.join(sorted(kinds))}"
         )
     kind = kinds.pop()
-    if kind is InputScaling.NONE:
+    if kind is InputScaling.NONE and not numerics.inputs_always_quantized:
         return None
     if kind is InputScaling.STATIC and not numerics.static_inputs_ignored:
         # In engines experts share one input scale, the largest.
