@@ -90,6 +90,16 @@ class _Event:
         """Wait for the mark."""
 
 
+class _Stream:
+    """A stream of such a GPU."""
+
+    def __init__(self, _device: object = None) -> None:
+        pass
+
+    def wait_event(self, _event: object) -> None:
+        """Wait for the mark of an event."""
+
+
 @contextmanager
 def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
     """Make torch and accelerate find simulated GPUs.
@@ -114,7 +124,8 @@ def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
         "get_device_properties": lambda _device=None: properties,
         "is_bf16_supported": lambda *_, **__: True,
     }
-    as_gpus |= {"Event": _Event, "device": lambda _device: nullcontext()}
+    as_gpus |= {"Event": _Event, "Stream": _Stream, "current_stream": _Stream}
+    as_gpus |= {"stream": lambda _which: nullcontext()}
     room = {**dict.fromkeys(range(count), room_bytes), "cpu": 0}
     future = torch.__future__
     before = (future.get_overwrite_module_params_on_conversion(), torch._C._only_lift_cpu_tensors())
@@ -126,6 +137,7 @@ def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
             mock.patch.object(placing, "get_max_memory", return_value=room),
             mock.patch.object(placing, "infer_auto_device_map", _infer),
             mock.patch.object(threading.Thread, "run", _run),
+            mock.patch.object(torch.Tensor, "record_stream"),
             _Simulation(),
         ):
             yield

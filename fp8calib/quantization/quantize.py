@@ -27,7 +27,7 @@ from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.quantization.weight_reader import CHUNK_BYTES, WeightReader
+from fp8calib.quantization.weight_reader import CHUNK_BYTES, PINNED_BYTES, WeightReader
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 
 _MAX_THREADS = 16
@@ -173,13 +173,22 @@ class _Journal:
             return f"{zlib.crc32(b''.join(parts)):08x}"
 
 
+def count_pinned_bytes() -> int:
+    """Count the bytes of pinned buffers through which `quantize` copies weights to a GPU."""
+    return _count_threads() * PINNED_BYTES
+
+
+def _count_threads() -> int:
+    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+
+
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
     """Open a pool with a thread per core, in which torch starts no threads of its own."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
+        with ThreadPoolExecutor(_count_threads()) as pool:
             yield pool
     finally:
         torch.set_num_threads(count)

@@ -12,12 +12,14 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import BLOCK
-from fp8calib.machine.pinned import PinnedCopier
+from fp8calib.machine.pinned import NUM_BUFFERS, PinnedCopier
 from fp8calib.selection.matrices import Matrix
 
 DAMAGED = "the checkpoint is damaged, or overflowed in training or conversion"
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""
+PINNED_BYTES = NUM_BUFFERS * CHUNK_BYTES
+"""Pinned memory of each thread that copies chunks to a GPU."""
 _TRANSPOSED_ROWS = 2048
 """How many rows are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -42,11 +44,11 @@ class WeightReader:
         self._amax: dict[str, float] = {}
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
-        """Read consecutive rows onto the device."""
+        """Read consecutive rows onto the device, where other threads compute during the copy."""
         copier = getattr(self._copiers, "own", None)
         if copier is None:
-            copier = self._copiers.own = PinnedCopier(self._device)
-        return copier.copy(_read_rows(self.checkpoint, matrix, rows))
+            copier = self._copiers.own = PinnedCopier(self._device, CHUNK_BYTES)
+        return copier.start(_read_rows(self.checkpoint, matrix, rows)).use()
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
         """Give the amax of whole weights; each is read only once.

@@ -169,14 +169,24 @@ def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(
     assert "--memory" not in caught.value.hint
 
 
-def test_a_gpu_holds_the_layer_and_the_host_the_tensors_read_ahead(
+def test_a_gpu_holds_two_layers_or_one_and_the_host_the_tensors_read_ahead(
     subject: PlanInputs, tmp_path: Path
 ) -> None:
     plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
     assert plan.device_peak is not None
-    assert plan.device_peak["layers"] == LAYER
+    assert plan.copies_ahead
+    assert plan.device_peak["layers"] == 2 * LAYER
     assert plan.peak.keys() == {"process", "layers", "pinned buffers", "hidden states"}
+    assert plan.peak["layers"] == LAYER
     assert plan.peak["pinned buffers"] == 2 * 2**24
+    assert "pinned buffers 32 MiB" in "\n".join(plan.describe())
+    assert "copied there while the last one runs" in "\n".join(plan.describe())
+    needed = sum(plan.device_peak.values())
+    tight = planner(subject, limits(2**30, device=needed - 1), tmp_path).plan()
+    assert not tight.copies_ahead
+    assert tight.device_peak is not None
+    assert sum(tight.device_peak.values()) == needed - LAYER
+    assert "copied there after the last one runs" in "\n".join(tight.describe())
     with pytest.raises(UsageError, match="on the GPU"):
         planner(subject, limits(2**30, device=LAYER), tmp_path).plan()
 

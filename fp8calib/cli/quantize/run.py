@@ -16,7 +16,9 @@ from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantization_report import show_quantization_report
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.fp8.schemes import GPTQ
+from fp8calib.machine.units import format_gib
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.quantize import count_pinned_bytes
 from fp8calib.stats.calibration_stats import load_stats
 
 
@@ -64,6 +66,9 @@ def _round_to_nearest(settings: QuantizeSettings, asked: PlanSettings) -> Quanti
         started = time.monotonic()
         if settings.resume and find_finished(settings.out, planned.plan) is not None:
             say(f"{settings.out} is finished already")
+        if settings.device not in ("auto", "cpu"):
+            size = format_gib(count_pinned_bytes())
+            say(f"weights are copied to the GPU through pinned buffers of {size}")
         with Bar() as bar:
             written = write_planned(
                 planned,

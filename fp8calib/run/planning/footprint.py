@@ -66,12 +66,13 @@ class Workload:
         )
 
 
-def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
+def peak_of_layers(layers: Sequence[PartSize], *, keep: bool, copies_ahead: bool = False) -> int:
     """Compute the peak bytes of weights while layers are streamed, each next one read ahead.
 
-    With `keep` a layer's stored tensors stay in memory too, to restore changed weights.
+    With `keep` a layer's stored tensors stay in memory too, to restore changed weights. With
+    `copies_ahead` the next layer's parameters are made while this one is in use.
     """
-    following = [layer.stored for layer in layers[1:]] + [0]
+    following = [layer.stored + layer.step * copies_ahead for layer in layers[1:]] + [0]
     return max(
         max(
             (layer.stored + layer.placed if keep else max(layer.stored, layer.placed)) + layer.step,

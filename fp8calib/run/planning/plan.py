@@ -51,6 +51,8 @@ class RunPlan:
     """Bytes of anonymous memory by purpose, hidden states included."""
     limit_bytes: int
     device_peak: Mapping[str, int] | None = None
+    copies_ahead: bool = False
+    """Whether a GPU gets the next layer's weights while it computes one."""
     hidden_ram_bytes: int = 0
     scratch: Path
     scratch_bytes: int = 0
@@ -81,6 +83,10 @@ class RunPlan:
             f"plan: {self.num_layers} layers, {format_gib(self.read_bytes)} to read, peak memory "
             f"{describe_peak(self.peak)}"
         )
+        if self.device_peak:
+            when = "while" if self.copies_ahead else "after"
+            peak = describe_peak(self.device_peak)
+            yield f"plan: on the GPU {peak}; each layer is copied there {when} the last one runs"
         scratch = f"{format_gib(self.scratch_bytes)} of hidden states in {self.scratch}"
         time = "" if self.expected_s is None else f", about {format_duration(self.expected_s)}"
         yield f"plan: scratch disk {scratch if self.scratch_bytes else 'none'}{time}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.pinned import PINNED_BYTES
+from fp8calib.machine.pinned import BUFFER_BYTES, NUM_BUFFERS
 from fp8calib.machine.units import GIB, format_gib
 from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
@@ -83,10 +83,11 @@ class StreamPlanner:
         Raises:
             UsageError: memory or disk are too small even so; the message names what is needed.
         """
-        peak = self._host_peak(probe)
+        ahead = self._fits_ahead(probe)
+        peak = self._host_peak(probe, copies_ahead=ahead)
         self._check_host(peak)
         on_gpu = self._limits.device_bytes is not None
-        device_peak = self._streamed_parts(probe, on_device=True) if on_gpu else None
+        device_peak = self._device_peak(probe, copies_ahead=ahead) if on_gpu else None
         self._check_device(device_peak)
         hidden = self._hidden_bytes(probe)
         in_ram = min(hidden, self._limits.host_bytes - sum(peak.values()))
@@ -100,6 +101,7 @@ class StreamPlanner:
             peak={**peak, "hidden states": in_ram},
             limit_bytes=self._limits.host_bytes,
             device_peak=device_peak,
+            copies_ahead=ahead,
             hidden_ram_bytes=in_ram,
             scratch=self._scratch,
             scratch_bytes=scratch,
@@ -110,23 +112,39 @@ class StreamPlanner:
         """Expect the seconds of a run, of all walks through the layers."""
         return sum(self._expect_s(probe, share) for share in (1.0, *further_walks))
 
-    def _host_peak(self, probe: Probe | None) -> dict[str, int]:
-        own = {"process": self._limits.process_bytes + SLACK_BYTES}
-        if self._limits.device_bytes is None:
-            return {**own, **self._streamed_parts(probe)}
-        stored = [replace(layer, placed=0) for layer in self._layers]
-        keep = self._subject.work.changes_weights
-        layers = peak_of_layers(stored, keep=keep)
-        return {**own, "layers": layers, "pinned buffers": PINNED_BYTES}
+    def _fits_ahead(self, probe: Probe | None) -> bool:
+        """Whether a GPU can hold the next layer too, and the host what it is made from."""
+        room = self._limits.device_bytes
+        return (
+            room is not None
+            and sum(self._device_peak(probe, copies_ahead=True).values()) <= room
+            and sum(self._host_peak(probe, copies_ahead=True).values()) <= self._limits.host_bytes
+        )
 
-    def _streamed_parts(self, probe: Probe | None, *, on_device: bool = False) -> dict[str, int]:
+    def _host_peak(self, probe: Probe | None, *, copies_ahead: bool) -> dict[str, int]:
+        own = {"process": self._limits.process_bytes + SLACK_BYTES}
+        keep = self._subject.work.changes_weights
+        if self._limits.device_bytes is None:
+            return {**own, **self._streamed_parts(probe, peak_of_layers(self._layers, keep=keep))}
+        stored = [replace(layer, placed=0) for layer in self._layers]
+        layers = peak_of_layers(stored, keep=keep, copies_ahead=copies_ahead)
+        return {**own, "layers": layers, "pinned buffers": NUM_BUFFERS * BUFFER_BYTES}
+
+    def _device_peak(self, probe: Probe | None, *, copies_ahead: bool) -> dict[str, int]:
+        placed = [layer.placed for layer in self._layers]
+        following = [*placed[1:], 0] if copies_ahead else [0] * len(placed)
+        layers = max(one + ahead for one, ahead in zip(placed, following, strict=True))
+        return self._streamed_parts(probe, layers)
+
+    def _streamed_parts(self, probe: Probe | None, layers: int) -> dict[str, int]:
+        """Compute the bytes where the model runs, `layers` of them for the weights of layers."""
         subject = self._subject
-        if on_device:
-            layers = max(layer.placed for layer in self._layers)
-        else:
-            layers = peak_of_layers(self._layers, keep=subject.work.changes_weights)
         inside = working_parts(subject, head=False)
-        if probe is not None and probe.batch_bytes is not None and not on_device:
+        if (
+            probe is not None
+            and probe.batch_bytes is not None
+            and self._limits.device_bytes is None
+        ):
             inside["micro-batch"] = max(inside["micro-batch"], probe.batch_bytes)
         beside = {"embedding": self._embedding_bytes(), "around the layers": self._outside_bytes}
         at_layers = layers + sum(inside.values())

@@ -91,6 +91,7 @@ def choose_memory_mode(
             device=device,
             hidden_ram_bytes=plan.hidden_ram_bytes,
             scratch=plan.scratch,
+            copies_ahead=plan.copies_ahead,
         )
 
     measured = probe(model, weights, stream(planner.plan()))

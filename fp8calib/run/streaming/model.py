@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
+from fp8calib.machine.pinned import StartedCopy
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streaming.embeddings import EmbeddingRows, embeddings_by_row, open_embeddings
@@ -35,6 +37,8 @@ class Streaming:
     """Hidden states beyond this are stored in a file."""
     scratch: Path
     """The folder of that file."""
+    copies_ahead: bool = False
+    """Whether a GPU gets the next layer's weights while it computes one: it has to hold two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class StreamedLayer:
     held: HeldTensors
     weights: WeightSource
     """Reads its parameters from `held`."""
+    copies: dict[str, StartedCopy]
+    """Its parameters on their way to the GPU; empty where that has not begun, and once placed."""
 
 
 class StreamedModel:
@@ -58,14 +64,19 @@ class StreamedModel:
         embeddings: the rows of embeddings in memory, by the name of the weight.
     """
 
-    def __init__(self, geometry: ModelGeometry, loader: PartLoader) -> None:
+    def __init__(
+        self, geometry: ModelGeometry, loader: PartLoader, *, copies_ahead: bool = False
+    ) -> None:
         self.model = loader.model
         self.geometry = geometry
         self.device = torch.device(loader.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
         self.begin_next: Callable[[], None] = lambda: None
         """Begin to read the next layer: for one that will not be placed."""
+        self._begin_placed: Callable[[], None] = lambda: None
+        """Begin to read the next layer, and to copy it to the GPU where it has room."""
         self._loader = loader
+        self._copies_ahead = copies_ahead
         self._parts = layer_parts(geometry, loader)
 
     def layer_modules(self) -> list[nn.Module]:
@@ -76,15 +87,16 @@ class StreamedModel:
     def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
         """Iterate over the layers, or the first `until`; each is read ahead, in a thread.
 
-        The next one is read from `placed` or `begin_next` on: two are in memory at a time.
+        The next one is read from `placed` or `begin_next` on: two are in memory at a time. From
+        `placed` on the thread copies it to the GPU as well, if it may hold two (`copies_ahead`).
         """
         layers = self.geometry.layers[:until]
         unread = zip(layers, self._parts, strict=False)
         reading: deque[Future[StreamedLayer]] = deque()
 
-        def begin_next() -> None:
+        def begin_next(*, copies: bool = False) -> None:
             if not reading and (following := next(unread, None)) is not None:
-                reading.append(pool.submit(self._read, *following))
+                reading.append(pool.submit(self._read, *following, copies=copies))
 
         def finished() -> Iterator[StreamedLayer]:
             for _ in layers:
@@ -93,12 +105,14 @@ class StreamedModel:
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
             self.begin_next = begin_next
+            self._begin_placed = partial(begin_next, copies=self._copies_ahead)
             yield finished()
 
-    def _read(self, layer: Layer, part: ModelPart) -> StreamedLayer:
+    def _read(self, layer: Layer, part: ModelPart, *, copies: bool) -> StreamedLayer:
         held = self._loader.read(part)
         weights = self._loader.weights.reading_from(held)
-        return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
+        started = self._loader.start(part, held) if copies else {}
+        return StreamedLayer(layer=layer, part=part, held=held, weights=weights, copies=started)
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
@@ -106,12 +120,22 @@ class StreamedModel:
 
         With `keep` the tensors that were read stay in memory too, to restore changed weights.
         """
-        self._loader.place(layer.part, layer.held, keep=keep)
-        self.begin_next()
+        self._place(layer, keep=keep)
+        self._begin_placed()
         try:
             yield
         finally:
             self._loader.drop(layer.part)
+
+    def _place(self, layer: StreamedLayer, *, keep: bool) -> None:
+        if not layer.copies:
+            self._loader.place(layer.part, layer.held, keep=keep)
+            return
+        while layer.copies:
+            name, copy = layer.copies.popitem()
+            set_tensor(self.model, name, copy.use())
+        if not keep:
+            layer.held.release(layer.part.tensors)
 
     @contextmanager
     def load_head_on_demand(self) -> Iterator[None]:
@@ -159,7 +183,7 @@ def open_streamed(
     dtype, device = streaming.dtype, streaming.device
     loader = PartLoader(model, weights, checkpoint, dtype=dtype, device=device)
     _compute_buffers(loader)
-    streamed = StreamedModel(geometry, loader)
+    streamed = StreamedModel(geometry, loader, copies_ahead=streaming.copies_ahead)
     outside = part_outside_layers(geometry, loader)
     with open_embeddings(
         model, weights, checkpoint, tokens, dtype=dtype, device=device
