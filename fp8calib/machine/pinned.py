@@ -83,5 +83,5 @@ class PinnedCopier:
 def _record_event() -> torch.cuda.Event:
     """Mark the end of what the current stream has been given so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()  # type: ignore[no-untyped-call]
+    event.record()
     return event
