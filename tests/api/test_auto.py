@@ -221,18 +221,21 @@ def make_report(*candidates: CandidateResult, remedy: Remedy = Remedy.USE) -> Ve
     )
 
 
+_FIRST = "schemes with FP8 inputs come first"
+
+
 @pytest.mark.parametrize(
-    ("verdicts", "expected"),
+    ("verdicts", "expected", "why"),
     [
-        ({"fp8-static": 0.03, "fp8-dynamic": 0.02, "w8a16": 0.01}, "fp8-dynamic"),
-        ({"fp8-static": 0.01, "fp8-dynamic": None, "w8a16": 0.005}, "fp8-static"),
-        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": 0.01}, "w8a16"),
-        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": None}, None),
-        ({"fp8-block": 0.001, "fp8-dynamic": 0.02}, "fp8-dynamic"),
+        ({"fp8-static": 0.03, "fp8-dynamic": 0.02, "w8a16": 0.01}, "fp8-dynamic", _FIRST),
+        ({"fp8-static": 0.01, "fp8-dynamic": None, "w8a16": 0.005}, "fp8-static", _FIRST),
+        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": 0.01}, "w8a16", "no scheme with FP8"),
+        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": None}, None, "fp8-static: fail"),
+        ({"fp8-block": 0.001, "fp8-dynamic": 0.02, "w8a16": 0.03}, "fp8-dynamic", "fp8-dynamic: "),
     ],
 )
 def test_the_scheme_with_the_smallest_loss_is_chosen(
-    verdicts: dict[str, float | None], expected: str | None
+    verdicts: dict[str, float | None], expected: str | None, why: str
 ) -> None:
     """None is a failure; the engine cannot load fp8-block."""
     found = make_report(
@@ -245,6 +248,7 @@ def test_the_scheme_with_the_smallest_loss_is_chosen(
     assert choice.name == expected
     assert not choice.is_unknown
     assert bool(choice.closest) is (expected is None)
+    assert choice.decisions[0].why.startswith(why)
 
 
 def test_kv_scales_that_fail_leave_the_cache_in_16_bits() -> None:

@@ -103,6 +103,8 @@ def choose_scheme(report: VerifyReport, refused: Mapping[str, str], engine: str)
         why = figures
         if not multiplying:
             why = f"no scheme with FP8 inputs passes, so products stay in 16 bits; {figures}"
+        elif not has_fp8_inputs(passing[0].name):
+            why = f"schemes with FP8 inputs come first, as only these multiply in FP8; {figures}"
         decision = Decision(question=question, answer=chosen.name, why=why)
         return Choice(name=chosen.name, decisions=(decision,))
     closest = min(usable, key=_loss, default=None)

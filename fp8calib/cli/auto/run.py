@@ -12,6 +12,7 @@ from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, print_text, say, warn
 from fp8calib.cli.setup import make_placement, quiet_libraries
+from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.verification.report import format_kld
 
@@ -65,7 +66,8 @@ def _describe(report: AutoReport) -> Iterator[str]:
         what = "uses it" if checked.ok else f"does not use all of it{_because(checked.why)}"
         yield f"{engine} {checked.version}: {what}"
     if report.serve:
-        yield f"serve with {report.engine}:\n    {report.serve}"
+        title = find_replayed(report.engine).title
+        yield f"serve with {title}:\n    {report.serve}"
 
 
 def _because(why: str) -> str:
