@@ -8,7 +8,7 @@ import torch
 
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.machine.allocator import return_freed_memory
+from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
 from fp8calib.model.load import LoadedModel
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.compare.comparison import (
@@ -53,6 +53,7 @@ class WholeComparison:
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate on every batch (`Comparison.run`)."""
+        keep_freed_memory()
         hooks = [EmulationHooks(emulation.quantizers) for emulation in emulations.values()]
         models = [
             (Emulation(), reference_hooks or EmulationHooks({})),
