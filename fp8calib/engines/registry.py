@@ -121,11 +121,11 @@ def _find_release(releases: tuple[Engine, ...], version: str) -> Engine | None:
         if _parse_version(each.version)[:minor] == wanted[:minor]:
             # The minor release alone, such as 0.11, is the release that was read.
             is_patch = len(wanted) > minor
-            note = f"{each.title} {version} is judged by the rules of {each.version}"
+            note = f"version {version} is judged by the rules of {each.version}"
             return replace(each, note=note) if is_patch else each
     if wanted > _parse_version(newest.version):
-        note = f"{newest.title} {version} is unknown: the rules are those of {newest.version}, the"
-        return replace(newest, note=f"{note} newest that is known")
+        note = f"version {version} is unknown: the rules are those of {newest.version}, the newest"
+        return replace(newest, note=f"{note} that is known")
     return None
 
 

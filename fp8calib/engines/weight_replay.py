@@ -132,7 +132,8 @@ class WeightReplay:
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
-        own = [fault for fault in self._faults if fault.engine == engine.loader]
+        like = [fault for fault in self._faults if fault.engine == engine.loader]
+        own = [fault for fault in like if fault.holds(engine.version)]
         if self._weights is not None:
             own += apply_rules(engine.key, engine.weight_rules, self._weights)
         own += self._judge_loading(engine)

@@ -30,21 +30,25 @@ means that only the source was read: such a rule is an assumption until someone 
 A rule that does not say that it was run was read.
 `tests/engines/test_documentation.py` makes these tables from the records in `fp8calib/engines/`.
 """
-RELEASES_OF_VLLM = """A release has the rules of 0.32 but for these. FP8 weights, model types with
-attention of their own kind, and names that only some models know are judged in all of them by the
-rules of 0.32; where a checkpoint has FP8 weights, `check` says so. Before 0.25 each model has a
-loader of its own; which of them map the names of scales was read (`vllm/remapping`). Of the
-arithmetic of releases before 0.32, Python was compared with that of 0.32, and no kernel.
+RELEASES_OF_VLLM = """A release has the rules of 0.32 but for these. Model types with attention of
+their own kind, and names that only some models know, are judged in all of them by the rules of
+0.32. Which scheme a linear gets was found by running the config classes of each release on
+configs of compressed-tensors, the `fp8` method and ModelOpt; how tensors fill its parameters was
+read. Where the model's class joins or names linears in its own way, `check` says that it was not
+compared. Blocks of the `fp8` method may end inside of a projection from 0.14 on, and inside of an
+expert from 0.29 on. Before 0.25 each model has a loader of its own; which of them map the names
+of scales was read (`vllm/remapping`). Of the arithmetic of releases before 0.32, Python was
+compared with that of 0.32, and no kernel.
 """
 RELEASES_OF_SGLANG = """
 ## What differs between the releases of SGLang
 
 The code of each release from 0.5.1 to 0.5.23 was run on the names of scales: its models' loaders,
-its reader of files of scales, and what it does with scales of zero. FP8 weights are judged in all
-of them by the rules of 0.5.23; where a checkpoint has FP8 weights, `check` says so. The arithmetic
-of 0.5.19 to 0.5.22 is that of 0.5.23: the functions and kernels it follows were compared, and what
-they changed concerns other GPUs, other formats or activations fused with quantization. That of
-older releases was not compared.
+its reader of files of scales, and what it does with scales of zero; and its config classes, which
+choose the scheme of a linear, on configs of compressed-tensors, the `fp8` method and ModelOpt. How
+tensors fill the parameters of linears was read. The arithmetic of 0.5.19 to 0.5.22 is that of
+0.5.23: the functions and kernels it follows were compared, and what they changed concerns other
+GPUs, other formats or activations fused with quantization. That of older releases was not compared.
 
 |  | from which release on |
 |---|---|
@@ -61,6 +65,25 @@ older releases was not compared.
 | ... in Gemma 3; Qwen3-VL | 0.5.14; 0.5.20 |
 | Any name of a scale is no error in GLM-4; Qwen2.5-VL | 0.5.4; 0.5.5, but for 0.5.6 |
 | ... in GLM-4V; Qwen3-VL | 0.5.6; 0.5.7 |
+| compressed-tensors: FP8 weights in blocks (`_is_fp8_w8a8`) | 0.5.6 |
+| ... weights alone, per tensor; before, vLLM has to be installed beside it (ImportError) | 0.5.4 |
+| ... weights alone, per channel; before, an ImportError (`_is_wNa16_group_channel`) | 0.5.22 |
+| ... the format of a config group; before, that of the whole config holds | 0.5.17 |
+| ... the formats nvfp4-pack-quantized; pack-quantized, for groups in FP8 | 0.5.7; 0.5.16 |
+| ... entries of `ignore` match a part of a path; the end of a path (`utils.py`) | 0.5.7; 0.5.17 |
+| ... experts have the scheme of their projections; before, that of the target `Linear` | 0.5.9 |
+| ... an output layer that is named by a target (get_lm_head_scheme) | 0.5.19 |
+| The `fp8` method reads `modules_to_not_convert` (`fp8.py` from_config) | 0.5.6 |
+| ... its entries match a part of a path; whole parts (is_layer_skipped) | 0.5.6; 0.5.11 |
+| ... its list may have experts, and q, k and v by their own names | 0.5.10; 0.5.11 |
+| ModelOpt's list may have linears; before, an error (`modelopt_quant.py`) | 0.5.4 |
+| ... its entries are globs, and may be experts (is_layer_excluded) | 0.5.9 |
+| ... the output layer may be quantized | 0.5.15 |
+| ... FP8_PB_WO for linears, and for experts, of a mixed precision | 0.5.18; 0.5.21 |
+| Slices that are too short are padded; before, an error (`parameter.py`) | 0.5.3 |
+| A BF16 weight in an FP8 linear that is not joined is an error; before, it is cast | 0.5.8 |
+| Tensors of experts that are too small fill a part; before, an error | 0.5.17 |
+| Block scales of q, k and v, and of gate and up, that are stored as one | 0.5.3; 0.5.9 |
 
 Classes that came later are listed in `sglang/model_types`: before, SGLang runs transformers' code,
 which loads no KV scales.

@@ -39,6 +39,11 @@ from tests.engines.check_handmade import (
 )
 
 PAIR = spell("k_scale", "v_scale")
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+}
 KNOWN = (
     "known versions of vllm: 0.33.0, 0.32.0, 0.31.0, 0.30.0, 0.29.0, 0.28.0, 0.27.1, 0.26.0, "
     "0.25.1, 0.24.0, 0.23.0, 0.22.1, 0.21.0, 0.20.2, 0.19.1, 0.18.1, 0.17.1, 0.16.0, 0.15.1, "
@@ -95,14 +100,14 @@ def test_an_unknown_version_is_an_error_that_lists_the_known_ones(
 @pytest.mark.parametrize(
     ("name", "version", "note"),
     [
-        ("vllm==0.11.0", "0.11.2", "vLLM 0.11.0 is judged by the rules of 0.11.2"),
-        ("vllm==0.33.1rc1", "0.33.0", "vLLM 0.33.1rc1 is judged by the rules of 0.33.0"),
+        ("vllm==0.11.0", "0.11.2", "version 0.11.0 is judged by the rules of 0.11.2"),
+        ("vllm==0.33.1rc1", "0.33.0", "version 0.33.1rc1 is judged by the rules of 0.33.0"),
         (
             "vllm==0.40",
             "0.33.0",
-            "vLLM 0.40 is unknown: the rules are those of 0.33.0, the newest ",
+            "version 0.40 is unknown: the rules are those of 0.33.0, the newest ",
         ),
-        ("vllm==1.0.2", "0.33.0", "vLLM 1.0.2 is unknown: the rules are those of 0.33.0, the "),
+        ("vllm==1.0.2", "0.33.0", "version 1.0.2 is unknown: the rules are those of 0.33.0, the "),
     ],
 )
 def test_another_version_has_the_rules_of_a_release_and_says_so(
@@ -118,7 +123,8 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     engine = find_emulated(name)[0]
     assert engine.version == version
     options: Any = SimpleNamespace(engine=engine, scheme=None)
-    assert [warning.startswith(note) for warning in warn_of_refusals(options, None, [])] == [True]  # type: ignore[arg-type]
+    (warning,) = warn_of_refusals(options, None, [])  # type: ignore[arg-type]
+    assert warning.startswith(f"vLLM: {note}")
 
 
 def test_the_json_names_engine_and_version(tmp_path: Path) -> None:
@@ -346,15 +352,26 @@ def test_conditions_of_releases_are_noted(tmp_path: Path, words: str, releases: 
     assert found == [*releases]
 
 
-def test_fp8_weights_are_judged_by_the_rules_of_0_32(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "f", PAIR, quantization=PER_TENSOR)
-    note = "its FP8 weights are judged by the rules of vLLM 0.32, not of this release"
-    assert note not in ask("vllm==0.31", folder).problems
+@pytest.mark.parametrize(
+    ("model_type", "engines"),
+    [
+        ("llama", ()),
+        ("olmo2", ("vllm==0.10", "vllm==0.25")),
+        ("qwen2_moe", ("vllm==0.10", "vllm==0.25", "vllm==0.26")),
+    ],
+)
+def test_a_class_that_joins_linears_in_its_own_way_is_noted(
+    tmp_path: Path, model_type: str, engines: tuple[str, ...]
+) -> None:
+    folder = save_folder(tmp_path / "f", {}, quantization=PER_TENSOR, model_type=model_type)
     weight = {"model.layers.0.mlp.up_proj.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}
     save_file(weight, folder / "model-00001-of-00002.safetensors")
+    geometry = plain_geometry(model_type=model_type, architecture=CLASSES[model_type])
 
-    assert note in ask("vllm==0.31", folder).problems
-    assert note not in ask("vllm==0.32", folder).problems
+    for engine in ("vllm==0.10", "vllm==0.25", "vllm==0.26", "vllm==0.32", "vllm"):
+        problems = ask(engine, folder, geometry).problems
+        found = any(f"class of {model_type} joins and names" in each for each in problems)
+        assert found is (engine in engines), engine
 
 
 @pytest.mark.parametrize(
@@ -408,8 +425,8 @@ def test_check_says_that_a_version_has_the_rules_of_another(tmp_path: Path) -> N
 
     assert report.versions == {"vllm==0.11": "0.11.2", "vllm": "0.33.0"}
     notes = [each.problems[-1] for each in report.engines.values()]
-    assert notes[0] == "vLLM 0.11.0 is judged by the rules of 0.11.2"
-    assert notes[1].startswith("vLLM 0.40 is unknown")
+    assert notes[0] == "version 0.11.0 is judged by the rules of 0.11.2"
+    assert notes[1].startswith("version 0.40 is unknown")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def expect(damage: Damage, pair: Pair, engine: str) -> Verdict | None:
         return damage.by_pair.get(pair, damage.vllm)
     if engine == "transformers":
         return damage.transformers if pair[0] == CT else None
+    if pair[0] == CT and damage.sglang_compressed is not None:
+        return damage.sglang_compressed
     return damage.sglang if pair != ("modelopt", "fp8-dynamic") and not damage.by_pair else None
 
 

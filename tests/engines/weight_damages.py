@@ -38,6 +38,8 @@ class Damage:
     pairs: Pairs = EVERY
     vllm: Verdict
     sglang: Verdict | None = None
+    sglang_compressed: Verdict | None = None
+    """SGLang's on compressed-tensors, where it is another one."""
     transformers: Verdict | None = None
     """Of compressed-tensors alone: transformers loads no other of these forms right."""
     by_pair: Mapping[tuple[str, str], Verdict] = field(default_factory=dict)
@@ -333,6 +335,7 @@ DAMAGES: dict[str, Damage] = {
         edit=exclude(K_PROJ, then=store_plain(K_PROJ)),
         vllm=(REFUSED, "becomes one weight in the engine"),
         sglang=(REFUSED, "becomes one weight in the engine"),
+        sglang_compressed=(MISREAD, "is not FP8, but the config quantizes it: SGLang casts it"),
         transformers=(FINE, ""),
     ),
     "the scale's name of another method": Damage(

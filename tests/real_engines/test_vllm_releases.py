@@ -11,15 +11,25 @@ import pytest
 import torch
 
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.vllm.linear_loader import VllmSchemes
 from fp8calib.engines.vllm.native_classes import _FIRST, _LAST
 from fp8calib.engines.vllm.quantization_config import find_exclusions, find_kv_method
 from fp8calib.engines.vllm.releases import RELEASES, Release
 from fp8calib.engines.vllm.remapping import find_remapped
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
+from tests.real_engines.release_configs import (
+    CONFIGS,
+    PARTS,
+    PATHS,
+    ReleaseConfigs,
+    describe_group,
+)
 from tests.real_engines.vllm_sources import (
     COMPRESSED,
+    FILES,
     QUANTIZATION,
     REMAPPING,
+    SOME_FILES,
     fetch_sources,
     take,
 )
@@ -232,3 +242,27 @@ def _list_native(text: str) -> set[str]:
         pairs = zip(value.keys, value.values, strict=True)
         found |= {key.value for key, _ in pairs if isinstance(key, ast.Constant)}  # type: ignore[misc]
     return found
+
+
+@by_release
+@pytest.mark.parametrize("name", CONFIGS)
+def test_linears_have_the_scheme_that_the_release_chooses(release: Release, name: str) -> None:
+    """But for experts in a format that no linear may have, which vLLM does not look at."""
+    if name == "ModelOptMixedPrecisionConfig" and not release.mixed_linears:
+        return
+    texts = fetch_sources(release.version)
+    utils = (*SOME_FILES[::-1], *FILES[-2:])
+    own = {"CompressedTensorsConfig": COMPRESSED, "Fp8Config": f"{QUANTIZATION}fp8.py"}
+    files = (*utils, own.get(name, f"{QUANTIZATION}modelopt.py"))
+    experts = "RoutedExperts" if release.minor >= (0, 24) else "FusedMoE"
+    configs = ReleaseConfigs((texts[file] for file in files if file in texts), experts)
+    for section in CONFIGS[name]():
+        has_other_format = section.get("format") in ("mixed-precision", "pack-quantized")
+        for path in PATHS:
+            is_expert = PATHS[path] == "FusedMoE"
+            if is_expert and has_other_format:
+                continue
+            expected = configs.choose(name, section, path, packed_modules_mapping=PARTS)
+            found = describe_group(lambda each=section: VllmSchemes(each, {}, release), path)  # type: ignore[misc]
+            is_ruled = is_expert and (found, expected) == ("alone", "refused")
+            assert is_ruled or found == expected, (section, path)

@@ -24,7 +24,14 @@ COMPRESSED = f"{QUANTIZATION}compressed_tensors/compressed_tensors.py"
 FILES = (
     *(REMAPPING, COMPRESSED, f"{QUANTIZATION}modelopt.py", f"{QUANTIZATION}kv_cache.py"),
     *(f"{QUANTIZATION}fp8.py", "model_executor/models/registry.py"),
+    *(f"{QUANTIZATION}compressed_tensors/utils.py", f"{QUANTIZATION}utils/quant_utils.py"),
 )
+_EXPERTS = f"{QUANTIZATION}compressed_tensors/compressed_tensors_moe"
+SOME_FILES = (
+    *(f"{_EXPERTS}.py", f"{_EXPERTS}/compressed_tensors_moe.py"),
+    f"{QUANTIZATION}utils/config_utils.py",
+)
+"""Files that some releases do not have."""
 Strategy = StrEnum("Strategy", ["TENSOR", "CHANNEL", "GROUP", "BLOCK", "TOKEN", "ATTN_HEAD"])
 _STUBS: Mapping[str, Any] = {
     "Any": Any,
@@ -47,7 +54,8 @@ def fetch_sources(version: str) -> Mapping[str, str]:
     folder = CACHE / version
     if not all((folder / name).exists() for name in FILES):
         _download(version, folder)
-    return {name: (folder / name).read_text() for name in FILES}
+    found = (name for name in (*FILES, *SOME_FILES) if (folder / name).exists())
+    return {name: (folder / name).read_text() for name in found}
 
 
 def _download(version: str, folder: Path) -> None:
@@ -59,7 +67,8 @@ def _download(version: str, folder: Path) -> None:
     if done.returncode or not wheels:
         pytest.skip(f"{package}=={version} cannot be had: {done.stderr[-300:]}")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        for name in FILES:
+        some = [name for name in SOME_FILES if f"vllm/{name}" in wheel.namelist()]
+        for name in (*FILES, *some):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(wheel.read(f"vllm/{name}"))

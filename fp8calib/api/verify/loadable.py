@@ -32,7 +32,7 @@ def warn_of_refusals(
     """
     engine = options.engine
     if engine.note:
-        yield engine.note
+        yield f"{engine.title}: {engine.note}"
     if engine.replay_folder is None:
         return
     folders = {

@@ -6,9 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Evidence, Launch, ReplayFolder, ReplayJson
+from fp8calib.engines.engine import (
+    Engine,
+    Evidence,
+    Launch,
+    MakeLinearLoader,
+    ReplayFolder,
+    ReplayJson,
+)
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
-from fp8calib.engines.sglang.releases import RELEASES, Release
+from fp8calib.engines.sglang.releases import EXPERTS_NARROWED_SINCE, RELEASES, Release
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Outcome,
@@ -100,10 +107,13 @@ _NUMERICS_SINCE = 19
 nothing that `Numerics` names."""
 
 
-def _make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
-    from fp8calib.engines.sglang.linear_loader import SglangLinearLoader  # noqa: PLC0415
+def _make_linear_loader_factory(release: Release) -> MakeLinearLoader:
+    def make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
+        from fp8calib.engines.sglang.linear_loader import SglangLinearLoader  # noqa: PLC0415
 
-    return SglangLinearLoader(folder, geometry)
+        return SglangLinearLoader(folder, geometry, release)
+
+    return make_linear_loader
 
 
 _WEIGHT_RULES = (
@@ -158,6 +168,25 @@ _PARAMETER_RULES = ParameterRules(
 )
 
 
+_STORED_FUSED = WeightRule(
+    has_blocks=True,
+    effect=Effect.REFUSED,
+    why="it cuts the scales of projections that are stored as one weight by rows, not by blocks "
+    "(RuntimeError)",
+    source="SGLang 0.5.8 srt/layers/linear.py (_load_fused_module_from_checkpoint), read",
+)
+_OLDER_RULES = (
+    (3, replace(_STORED_FUSED, endings=(".qkv_proj",))),
+    (9, replace(_STORED_FUSED, endings=(".gate_up_proj",))),
+)
+"""More rules, and the releases that ended them."""
+
+
+def _list_weight_rules(release: Release) -> tuple[WeightRule, ...]:
+    older = (rule for until, rule in _OLDER_RULES if release.number < until)
+    return (*_WEIGHT_RULES, *older)
+
+
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="sglang",
@@ -177,9 +206,11 @@ def _make_engine(release: Release) -> Engine:
         tensor_file_condition="it is read only inside a model folder without "
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
-        make_linear_loader=_make_linear_loader,
-        weight_rules=_WEIGHT_RULES,
-        parameter_rules=_PARAMETER_RULES,
+        make_linear_loader=_make_linear_loader_factory(release),
+        weight_rules=_list_weight_rules(release),
+        parameter_rules=replace(
+            _PARAMETER_RULES, narrows_experts=release.number >= EXPERTS_NARROWED_SINCE
+        ),
     )
 
 

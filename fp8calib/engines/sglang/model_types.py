@@ -172,6 +172,73 @@ _OUTPUTS_FUSED_UNTIL: Mapping[str, int] = {"llama4": 3}
 LOSING_TYPES = ("llama4",)
 """Model types that rename every KV scale but then do not load it (`mllama4.py`,
 `_handle_scale_remapping`): 1.0."""
+_LISTING_CLASSES: Mapping[int, str] = {
+    1: (
+        "BaiChuanBaseForCausalLM BaichuanForCausalLM DeciLMForCausalLM Ernie4_5_ForCausalLM "
+        "Ernie4_5_MoeForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM "
+        "Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration GemmaForCausalLM "
+        "HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM Llama4ForCausalLM "
+        "Llama4ForConditionalGeneration Phi4MMForCausalLM PhiForCausalLM"
+    ),
+    3: "SolarForCausalLM",
+    4: "NemotronHForCausalLM",
+    6: "PaddleOCRVLForConditionalGeneration",
+    7: "Qwen2_5_VLForConditionalGeneration",
+    9: (
+        "BailingMoELinearForCausalLM BailingMoeV2_5ForCausalLM Exaone4ForCausalLM "
+        "GraniteMoeHybridForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM"
+    ),
+    10: "MiniMaxM2ForCausalLM",
+    11: (
+        "Gemma4ForCausalLM Gemma4ForConditionalGeneration Qwen3_5ForCausalLM "
+        "Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM "
+        "Qwen3_5MoeForConditionalGeneration"
+    ),
+    12: "InternS2PreviewForConditionalGeneration LagunaForCausalLM",
+    13: (
+        "Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration "
+        "Gemma4UnifiedForConditionalGeneration NemotronHPuzzleForCausalLM"
+    ),
+    16: "MellumForCausalLM",
+    17: "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
+    18: (
+        "InternS2MobiusForCausalLM InternS2MobiusForConditionalGeneration MuseGlimmerForCausalLM "
+        "MuseGlimmerForConditionalGeneration"
+    ),
+    19: "Dots3NoteForCausalLM DotsNoteOmniForConditionalGeneration KimiK3ForConditionalGeneration",
+    20: (
+        "Glm5NextForConditionalGeneration HYV4ForCausalLM K2HorizonForCausalLM "
+        "NemotronH_Omni_Reasoning_V3 Qwen4ExpForConditionalGeneration XllmForCausalLM"
+    ),
+    21: "DiffusionGemmaForBlockDiffusion",
+    23: (
+        "BeamForCausalLM MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration "
+        "MuseSparkForConditionalGeneration MuseSparkTextForCausalLM"
+    ),
+}
+"""Classes that say which projections they join (`packed_modules_mapping`), by the first release
+that does (read); in others a list of modules has to name the joined one, `qkv_proj`."""
+_LISTING_SINCE = {
+    name: since for since, names in _LISTING_CLASSES.items() for name in names.split()
+}
+_JOINED = ("qkv_proj", "gate_up_proj")
+_LISTING_ONE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("BaiChuanBaseForCausalLM", "BaichuanForCausalLM", "BailingMoELinearForCausalLM"),
+            *("BailingMoeV2_5ForCausalLM", "HYV4ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
+        ),
+        "gate_up_proj",
+    ),
+    **dict.fromkeys(
+        (
+            *("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
+            "PhiForCausalLM",
+        ),
+        "qkv_proj",
+    ),
+}
+"""Classes that say it of one of them."""
 _WRAPPERS = {
     "Gemma3nForConditionalGeneration": "gemma3n",
     "GlmAsrForConditionalGeneration": "glmasr",
@@ -192,6 +259,14 @@ def find_sglang_type(geometry: ModelGeometry) -> str:
 def find_class_release(architecture: str) -> int:
     """Find the number of the first release that has a class; 0 where all have it, or none."""
     return next((since for since, names in _CLASSES_SINCE.items() if architecture in names), 0)
+
+
+def find_unlisted(architecture: str, release: Release) -> frozenset[str]:
+    """Find what a model's class joins without saying of which projections."""
+    since = _LISTING_SINCE.get(architecture)
+    if since is None or release.number < since:
+        return frozenset(_JOINED)
+    return frozenset(_JOINED) - {_LISTING_ONE.get(architecture, name) for name in _JOINED}
 
 
 def find_own_names(model_type: str, release: Release) -> Mapping[str, str]:

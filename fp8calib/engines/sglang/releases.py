@@ -30,6 +30,9 @@ class Release:
         return f"SGLang {self.version}"
 
 
+EXPERTS_NARROWED_SINCE = 17
+"""The first release in which a smaller tensor fills a part of an expert's; before, a tensor that is
+longer along the axis that ranks split is cut (`fused_moe_triton/layer.py` _load_w13, _load_w2)."""
 RELEASES = tuple(Release(number) for number in range(_NEWEST, _FIRST - 1, -1))
 """The newest first."""
 NEWEST = RELEASES[0]

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
@@ -91,9 +90,6 @@ def replay_sglang(
         for layer, attention in geometry.attentions()
     ]
     note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
-    dtypes = {entry.dtype for entry in context.tensors.values() if len(entry.shape) > 1}
-    if dtypes & WEIGHT_FORMATS.keys() and release != NEWEST:
-        context.problems.append(_OTHER_WEIGHTS)
     report = context.report(layers)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
@@ -340,5 +336,4 @@ _LATENTS = (
 _LATENTS_FIX = "serve it without scales, or with scales of 1.0"
 _SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
 _NEWER_FIX = "serve it with a newer release, or without scales"
-_OTHER_WEIGHTS = f"its FP8 weights are judged by the rules of {NEWEST.title}, not of this release"
 _PLACELESS_FIX = "serve it with another engine, or without scales"

@@ -121,6 +121,26 @@ _PARAMETER_RULES = ParameterRules(
 )
 
 
+_STORED_FUSED = WeightRule(
+    has_blocks=True,
+    effect=Effect.REFUSED,
+    why="it cuts the scales of projections that are stored as one weight by rows, not by blocks "
+    "(RuntimeError)",
+    fix="quantize with one scale per tensor or per channel",
+    source="vLLM 0.16.0 layers/linear.py (_load_fused_module_from_checkpoint), read",
+)
+
+
+def _list_weight_rules(release: Release) -> tuple[WeightRule, ...]:
+    """List the rules of 0.32 with what differs in a release."""
+    rules = (
+        replace(rule, except_model_types=release.renamed_types) if rule.except_model_types else rule
+        for rule in _WEIGHT_RULES
+    )
+    endings = tuple(f".{name}" for name in release.refused_fused_blocks)
+    return (*rules, *([replace(_STORED_FUSED, endings=endings)] if endings else ()))
+
+
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="vllm",
@@ -140,8 +160,8 @@ def _make_engine(release: Release) -> Engine:
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
         make_linear_loader=_make_linear_loader_factory(release),
-        weight_rules=_WEIGHT_RULES,
-        parameter_rules=_PARAMETER_RULES,
+        weight_rules=_list_weight_rules(release),
+        parameter_rules=replace(_PARAMETER_RULES, narrows_experts=release.narrows_experts),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import (
@@ -25,6 +26,7 @@ from fp8calib.engines.weights.group_schemes import (
     GroupSchemes,
     Section,
     covers_group,
+    covers_parts,
     list_strings,
 )
 from fp8calib.engines.weights.linear_loader import (
@@ -39,9 +41,11 @@ from fp8calib.engines.weights.linear_parameters import (
     judge_gate_and_up,
     list_expert_parameters,
     list_linear_parameters,
+    slice_experts,
 )
 from fp8calib.engines.weights.parameters import WEIGHT, Parameter, Unfilled
 from fp8calib.engines.weights.weight_rule import Effect, Outcome
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _LOADER = "vLLM 0.32.0 models/utils.py (AutoWeightsLoader), run"
@@ -50,9 +54,10 @@ _COPY = "vLLM 0.32.0 model_executor/parameter.py, layers/linear.py (weight_loade
 _TRACK = "vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading), run"
 _CREATE = "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter), run"
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-_RENAMING_TYPES = ("mistral3",)
-"""Model types whose `load_weights` takes these names too (`models/mistral3.py`)."""
 _CAST_EXACTLY = ("F8_E4M3", "F8_E4M3FNUZ")
+_OLD_EXPERTS = ("re:.*down_proj.*", "re:.*gate_proj.*", "re:.*up_proj.*")
+"""What vLLM before 0.12 looks for among the targets, besides `Linear`, to create experts
+(`compressed_tensors_moe.py` get_moe_method)."""
 _DROPPED = ("g_idx",)
 """Tensors that vLLM drops by name (`base_config.py`, get_checkpoint_weight_mapper)."""
 
@@ -68,9 +73,10 @@ class VllmLinearLoader(LinearLoader):
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> None:
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         section = section if name_method(section, release) else {}
-        self._schemes = _Schemes(section, folder.config, release)
+        self._schemes = VllmSchemes(section, folder.config, release)
         self._model_type = geometry.model_type
-        self._renames = geometry.model_type in _RENAMING_TYPES
+        self._release = release
+        self._renames = geometry.model_type in release.renamed_types
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
         self._is_separate = geometry.model_type in SEPARATE_TYPES
         self._is_unpacked = geometry.model_type in UNPACKED_TYPES
@@ -146,7 +152,10 @@ class VllmLinearLoader(LinearLoader):
         """List what the method of a scheme registers (create_weights)."""
         method = self._schemes.method
         if group.kind is GroupKind.EXPERTS:
-            return list_expert_parameters(linear, scheme, method)
+            created = list_expert_parameters(linear, scheme, method)
+            if not self._release.cuts_experts:
+                return created
+            return slice_experts(created, linear, narrows=self._release.narrows_experts)
         created = list_linear_parameters(group, linear, scheme, method)
         if not self._renames:
             return created
@@ -162,7 +171,8 @@ class VllmLinearLoader(LinearLoader):
     def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
         """Judge a tensor without a parameter: most models' loaders stop."""
         names = (member.name(suffix) for member in group.members)
-        if suffix in _DROPPED or all(ignores_companion(self._model_type, each) for each in names):
+        is_dropped = suffix in _DROPPED and self._release.drops_order
+        if is_dropped or all(ignores_companion(self._model_type, each) for each in names):
             return None
         error = "AttributeError" if len(group.members) > 1 else "ValueError"
         what = f"has no parameter in vLLM ({error})"
@@ -194,17 +204,101 @@ class VllmLinearLoader(LinearLoader):
         return Outcome(effect=Effect.REFUSED, what=what, source=_LOADER)
 
 
-class _Schemes(GroupSchemes):
-    """The schemes of a release, which reads ModelOpt's list by its own name of it."""
+class VllmSchemes(GroupSchemes):
+    """The schemes of a release."""
 
     def __init__(self, section: Section, config: Section, release: Release) -> None:
         self._release = release
         super().__init__(section, config)
 
+    def find(self, group: LinearGroup) -> Found:
+        """Find a group's scheme."""
+        method = "modelopt" if self.method.startswith("modelopt") else self.method
+        is_read = method in ("compressed-tensors", "modelopt")
+        if group.kind is GroupKind.HEAD and is_read and method not in self._release.head_methods:
+            return Unquantized(why="this release does not quantize the output layer")
+        is_compressed = method == "compressed-tensors"
+        if group.kind is GroupKind.EXPERTS and is_compressed and self._release.joins_experts:
+            return self._find_old_experts()
+        return super().find(group)
+
+    def _find_old_experts(self) -> Found:
+        """Find the scheme of all experts, which is that of `Linear`, whatever is ignored."""
+        targets = [self._find_old_target(name) for name in _OLD_EXPERTS]
+        target = "Linear" if "Linear" in self.targets else targets[0]
+        if target is None or any(each is None for each in targets):
+            why = "no config group has the target Linear, by which it creates experts (ValueError)"
+            raise Refusal(why, fix="use vLLM 0.12 or later")
+        return self.read_group(self.targets[target])
+
+    def _find_old_target(self, name: str) -> str | None:
+        if "Linear" in self.targets:
+            return "Linear"
+        return next((target for target in self.targets if matches_target(target, name)), None)
+
+    def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+        """Check whether a list covers a group: in which cases it may name the joined module."""
+        if group.kind is GroupKind.EXPERTS or len(group.members) == 1:
+            return covers_parts(group, matches)
+        is_named = any(path in self.excluded for path in self.spell(group.path))
+        is_compressed = self.method == "compressed-tensors"
+        if is_compressed and self._release.ignores_joined:
+            is_named = matches(group.path)
+        takes_name = is_compressed or self._release.skips_joined
+        return (is_named and takes_name) or covers_parts(group, matches)
+
+    def find_target(self, group: LinearGroup) -> str | None:
+        """Find the first target: by path, and then in the order of the release."""
+        if group.kind is GroupKind.EXPERTS or not self._release.finds_classes_first:
+            return super().find_target(group)
+        by_name = self.find_path_target(group.path) or self.find_class_target(group)
+        return by_name or self.find_part_target(group)
+
     def read_exclusions(self, section: Section, *, is_nested: bool) -> list[str]:
-        """Read ModelOpt's list."""
+        """Read ModelOpt's list, which a release reads by its own name of it."""
         whole = {"quantization": section} if is_nested else section
         return list_strings(section, find_exclusions(whole, section, self._release))
+
+    def read_group(self, group: Section) -> Found:
+        """Read a config group, for which older releases have fewer schemes."""
+        scheme = super().read_group(group)
+        weights = getattr(scheme, "weights", None)
+        if weights is Granularity.BLOCK and not self._release.has_compressed_blocks:
+            why = "compressed-tensors' FP8 weights in blocks have no scheme (NotImplementedError)"
+            raise Refusal(why, fix="use vLLM 0.11 or later")
+        return scheme
+
+    def judge_untargeted(self, group: LinearGroup) -> Unquantized:
+        """Judge a group that no target matches: older releases stop."""
+        is_head = group.kind is GroupKind.HEAD
+        if is_head or not self.targets or not self._release.needs_targets:
+            return super().judge_untargeted(group)
+        why = f"no config group has {group.members[0].module} (ValueError: Unable to find matching"
+        raise Refusal(f"{why} target)", fix="list it in `ignore`, or use vLLM 0.21 or later")
+
+    def skips_experts(self, entry: str, path: str) -> bool:
+        """Match the experts of a layer with an entry of the `fp8` method's list."""
+        return self._release.skips_fp8_experts and super().skips_experts(entry, path)
+
+    def find_exclusion(self, group: LinearGroup) -> str | None:
+        """Find the entry of ModelOpt's list that excludes a group."""
+        if group.kind is GroupKind.EXPERTS and not self._release.excludes_experts:
+            return None
+        return super().find_exclusion(group)
+
+    def matches_glob(self, entry: str, path: str) -> bool:
+        """Match a path with an entry of ModelOpt's list as a glob."""
+        if entry == path:
+            return self._release.excludes_joined
+        return self._release.excludes_globs and super().matches_glob(entry, path)
+
+    def quantizes(self, group: LinearGroup, algorithm: str) -> bool:
+        """Tell whether a layer of a mixed precision may have an algorithm."""
+        is_expert = group.kind is GroupKind.EXPERTS
+        release = self._release
+        algorithms = release.mixed_experts if is_expert else release.mixed_linears
+        is_mixed = str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
+        return not is_mixed or algorithm in algorithms
 
 
 def _find_spelling(linear: StoredLinear, name: str) -> str:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.engines.vllm.model_types import (
+    CREATED_LINEARS,
     LOADERS,
     NATIVE_WRAPPERS,
+    PLAIN_HEAD_TYPES,
+    RENAMED_LINEARS,
+    SEPARATE_TYPES,
     TYPES_WITHOUT_KV_SCALES,
+    UNPACKED_TYPES,
+    UNQUANTIZED_LINEARS,
     UNSUPPORTED_TYPES,
 )
-from fp8calib.engines.vllm.releases import Release
+from fp8calib.engines.vllm.releases import VLLM_0_32, Release
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _Minor = tuple[int, int]
@@ -82,6 +88,19 @@ _BY_LAST: Mapping[_Minor, str] = {
         "Jais2ForCausalLM MellumForCausalLM PhiForCausalLM SeedOssForCausalLM"
     ),
 }
+_TABLES_OF_LINEARS = (
+    *(CREATED_LINEARS, PLAIN_HEAD_TYPES, RENAMED_LINEARS, SEPARATE_TYPES, UNPACKED_TYPES),
+    UNQUANTIZED_LINEARS,
+)
+_UNLISTED_UNTIL: Mapping[str, _Minor] = {
+    "Cohere2VisionForConditionalGeneration": (0, 20),
+    "DeepseekV4ForCausalLM": (0, 21),
+    "MiMoV2FlashForCausalLM": (0, 20),
+    "MiniMaxForCausalLM": (0, 23),
+    "MiniMaxM2ForCausalLM": (0, 14),
+    "Step3p5ForCausalLM": (0, 21),
+}
+"""The last releases whose class joins projections without a `packed_modules_mapping` (read)."""
 _PLACES_SINCE: Mapping[str, _Minor] = {"falcon_h1": (0, 16), "nemotron_h": (0, 14)}
 """The first release whose attention has parameters for scales, where it had none before."""
 _FIRST = {name: minor for minor, names in _BY_FIRST.items() for name in names.split()}
@@ -115,3 +134,16 @@ def lacks_places(model_type: str, release: Release) -> bool:
     if model_type in TYPES_WITHOUT_KV_SCALES:
         return True
     return release.minor < _PLACES_SINCE.get(model_type, (0, 0))
+
+
+def is_other_class(geometry: ModelGeometry, release: Release) -> bool:
+    """Check whether an older release has a class that joins or names linears in its own way.
+
+    Those of 0.32 are known: the tables of `model_types.py` were found by running it.
+    """
+    if release.minor >= VLLM_0_32.minor:
+        return False
+    is_listed = any(geometry.model_type in table for table in _TABLES_OF_LINEARS)
+    if release.minor <= _UNLISTED_UNTIL.get(geometry.architecture, (0, 0)):
+        return True
+    return is_listed or has_class(geometry, release) is not has_class(geometry, VLLM_0_32)

@@ -11,7 +11,7 @@ from fp8calib.engines.numerics import (
     Numerics,
 )
 from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
-from fp8calib.engines.vllm.releases import Release
+from fp8calib.engines.vllm.releases import VLLM_0_32, Release
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
 CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
@@ -112,7 +112,7 @@ def make_numerics(release: Release) -> Numerics:
         numerics = replace(numerics, kv_skip_flag="")
     return replace(
         numerics,
-        run=numerics.run if release.has_known_weights else frozenset(),
+        run=numerics.run if release.minor >= VLLM_0_32.minor else frozenset(),
         group_scales_power_of_two=release.rounds_group_scales,
         power_of_two_sizes=release.power_of_two_sizes,
     )

