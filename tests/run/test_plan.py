@@ -253,6 +253,11 @@ def test_a_layer_overlaps_with_the_one_read_ahead() -> None:
     assert peak_of_layers([a, b], keep=False) == 650
     # b, what was read of it, and the step: 300 + 600 + 50.
     assert peak_of_layers([a, b], keep=True) == 950
+    # On a GPU: c as read, beside d as read; or beside d being made.
+    c, d = PartSize(stored=300, placed=0, step=10), PartSize(stored=100, placed=0, step=50)
+    assert peak_of_layers([c, d], keep=True) == 400
+    assert peak_of_layers([c, d], keep=True, copies_ahead=True) == 450
+    assert peak_of_layers([c, d], keep=False, copies_ahead=True) == 310
 
 
 def test_a_layer_is_read_while_the_one_before_runs() -> None:
