@@ -37,6 +37,8 @@ from tests.engines.check_handmade import (
     spell,
     statuses,
 )
+from tests.engines.test_check_weights import WHOLE, make
+from tests.engines.test_check_weights import ask as ask_weights
 
 PAIR = spell("k_scale", "v_scale")
 CLASSES = {
@@ -557,3 +559,44 @@ def test_sglang_misreads_fp8_weights_in_a_mixed_precision(tmp_path: Path) -> Non
 def ask_sglang(folder: Path, number: int, geometry: ModelGeometry | None = None) -> EngineReport:
     name = "sglang" if number == RELEASES[0].number else f"sglang==0.5.{number}"
     return ask(name, folder, geometry)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "sizes", "verdicts"),
+    [
+        (
+            *("compressed-tensors", "fp8-block", {}),
+            {
+                "vllm==0.10": "have no scheme",
+                "vllm==0.11": "",
+                "sglang==0.5.5": "have no scheme",
+                "sglang==0.5.6": "",
+            },
+        ),
+        (
+            *("compressed-tensors", "w8a16", {}),
+            {
+                "vllm==0.10": "",
+                "sglang==0.5.3": "need vLLM beside it",
+                "sglang==0.5.21": "for packed integers",
+                "sglang==0.5.22": "",
+            },
+        ),
+        (
+            *("autofp8", "fp8-block", {"intermediate_size": 250}),
+            {
+                "vllm==0.13": "refused: model.layers.0.mlp.gate_proj has 250 outputs",
+                "vllm==0.14": ": rows get the scales of other blocks",
+                "vllm==0.32": ": rows get the scales of other blocks",
+            },
+        ),
+    ],
+)
+def test_fp8_weights_by_release(
+    tmp_path: Path, form: str, scheme: str, sizes: dict[str, int], verdicts: dict[str, str]
+) -> None:
+    folder = make(tmp_path, form, scheme, **{**WHOLE, **sizes})
+    for engine, words in verdicts.items():
+        weights = ask_weights(folder, engine).weights
+        assert (weights is None) is (not words), engine
+        assert weights is None or words in f"{weights.status}: {weights.why}", engine
