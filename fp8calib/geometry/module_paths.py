@@ -1,4 +1,4 @@
-"""Match the paths of modules with patterns, and find the number of an expert in them."""
+"""Paths of modules: patterns that match them, numbers of experts, and what engines join."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from fnmatch import fnmatchcase
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _LONGEST = 1000
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+FUSED_PATHS = {
+    "q_proj+k_proj+v_proj": "qkv_proj",
+    "gate_proj+up_proj": "gate_up_proj",
+    "w1+w3": "gate_up_proj",
+    "q_a_proj+kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    "in_proj_qkv+in_proj_z": "in_proj_qkvz",
+    "in_proj_b+in_proj_a": "in_proj_ba",
+    "c_fc_0+c_fc_1": "gate_up_proj",
+}
+"""Projections of one module that engines load into one weight, and its name in engines (vLLM
+0.32.0, SGLang 0.5.23 `models/`)."""
+_FUSED_NAMES = {part: parts for parts in FUSED_PATHS for part in parts.split("+")}
+"""Projection -> the fused projection that engines load it into."""
 
 
 def list_paths(module: str) -> Iterator[str]:
@@ -74,3 +87,15 @@ def group_by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
     return {pattern if len(found) > 1 else found[0]: found for pattern, found in groups.items()}
+
+
+def name_fused_group(module: str) -> str:
+    """Name the fused weight into which engines load a linear."""
+    parent, _, projection = module.rpartition(".")
+    return f"{parent}.{_FUSED_NAMES.get(projection, projection)}"
+
+
+def name_fused_path(module: str) -> str:
+    """Name the engine's module of the fused weight into which it loads a linear."""
+    parent, _, fused = name_fused_group(module).rpartition(".")
+    return f"{parent}.{FUSED_PATHS.get(fused, fused)}".removeprefix(".")

@@ -18,10 +18,10 @@ from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
-from fp8calib.dialects.fp8.weights import name_fused_path
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import name_fused_path
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,

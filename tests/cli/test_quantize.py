@@ -65,6 +65,27 @@ def test_the_report_says_what_was_done(model: Path, stats: Path, tmp_path: Path)
     assert "tokenizer.json" in report["files"]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "joined"),
+    [
+        ("*.layers.0.self_attn", ["model.layers.0.self_attn.qkv_proj"]),
+        ("re:.*(gate|up)_proj", [f"model.layers.{i}.mlp.gate_up_proj" for i in range(2)]),
+        ("*.o_proj", []),
+    ],
+)
+def test_every_engine_leaves_out_what_is_ignored(
+    model: Path, tmp_path: Path, pattern: str, joined: list[str]
+) -> None:
+    """SGLang looks for the weight that it joins q, k and v into."""
+    out = tmp_path / "out"
+    command = ("quantize", model, "--scheme", "fp8-dynamic", "--ignore", pattern)
+    report = succeed(*command, "--out", out, "--json").json
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) == {*(item["module"] for item in report["left"]), *joined}
+    assert not any(item["is_blocking"] for item in report["limitations"])
+    assert {item["engine"] for item in report["serving"]} == {"vLLM", "SGLang", "TGI"}
+
+
 def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out).out

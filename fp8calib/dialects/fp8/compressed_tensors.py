@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fp8calib.dialects.fp8.dialect import HEAD, NUMBER, Config, ConfigJob, Fp8Dialect
@@ -24,6 +24,7 @@ from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, Scheme
+from fp8calib.geometry.module_paths import name_fused_path, split_expert
 
 FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 """The formats for which vLLM creates schemes of 8 bits."""
@@ -213,16 +214,28 @@ def _list_excluded(job: ConfigJob) -> list[str]:
     """Name what is not quantized: `ConfigJob.excluded`, so that it matches under any prefix too.
 
     A tower or projector is one expression for all its linears; linears in numbered layers are
-    matched by the end of their paths too. The expressions have no quantifier after a bracket,
-    because `check` does not evaluate such expressions.
+    matched by the end of their paths too. Projections that engines join are named as one as well:
+    SGLang asks for `qkv_proj` where the model's class does not say what it joins. The expressions
+    have no quantifier after a bracket, because `check` does not evaluate such expressions.
     """
+    joined = {name_fused_path(module) for module in job.quantized}
     names = [HEAD]
     for item in job.unquantized:
-        ends = (item.tree,) if item.tree else item.ends
-        names += () if item.tree else item.linears
+        ends = (item.tree,) if item.tree else _add_joined(item.ends, joined)
+        names += () if item.tree else _add_joined(item.linears, joined)
         # matches the modules whose path ends so, and those inside them
         names += (f"re:(.*[.]|){re.escape(end)}([.].*|)$" for end in ends)
     return list(dict.fromkeys(names))
+
+
+def _add_joined(paths: Iterable[str], quantized: Collection[str]) -> Iterator[str]:
+    """Add the weights that engines join linears into, but for those with a quantized part."""
+    for path in paths:
+        yield path
+        whole = name_fused_path(path)
+        is_quantized = any(f".{each}".endswith(f".{whole}") for each in quantized)
+        if split_expert(path) is None and not is_quantized:
+            yield whole
 
 
 COMPRESSED_TENSORS = Fp8Dialect(

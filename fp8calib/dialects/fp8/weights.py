@@ -12,7 +12,7 @@ from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import BLOCK, Granularity, count_blocks
-from fp8calib.geometry.module_paths import span_experts
+from fp8calib.geometry.module_paths import name_fused_group, span_experts
 
 WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
     "F8_E4M3": E4M3FN,
@@ -23,31 +23,6 @@ WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
 
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 _OUTPUT_SCALES = ("output_scale", "prob_output_scale")
-FUSED_PATHS = {
-    "q_proj+k_proj+v_proj": "qkv_proj",
-    "gate_proj+up_proj": "gate_up_proj",
-    "w1+w3": "gate_up_proj",
-    "q_a_proj+kv_a_proj_with_mqa": "fused_qkv_a_proj",
-    "in_proj_qkv+in_proj_z": "in_proj_qkvz",
-    "in_proj_b+in_proj_a": "in_proj_ba",
-    "c_fc_0+c_fc_1": "gate_up_proj",
-}
-"""Projections of one module that engines load into one weight, and its name in engines (vLLM
-0.32.0, SGLang 0.5.23 `models/`)."""
-_FUSED_NAMES = {part: parts for parts in FUSED_PATHS for part in parts.split("+")}
-"""Projection -> the fused projection that engines load it into."""
-
-
-def name_fused_group(module: str) -> str:
-    """Name the fused weight into which engines load a linear."""
-    parent, _, projection = module.rpartition(".")
-    return f"{parent}.{_FUSED_NAMES.get(projection, projection)}"
-
-
-def name_fused_path(module: str) -> str:
-    """Name the engine's module of the fused weight into which it loads a linear."""
-    parent, _, fused = name_fused_group(module).rpartition(".")
-    return f"{parent}.{FUSED_PATHS.get(fused, fused)}".removeprefix(".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, islice
 
-from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.weights.faults import (
     QuantizedLinear,
     QuantizedWeights,
@@ -22,6 +21,7 @@ from fp8calib.engines.weights.faults import (
 )
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
+from fp8calib.geometry.module_paths import name_fused_group
 from fp8calib.geometry.tensor_parallel import rank_range
 
 _SOURCES = {

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.geometry.module_paths import name_fused_group
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 

@@ -16,7 +16,6 @@ from fnmatch import fnmatch
 from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.modelopt import read_algorithm
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.weights.compressed_groups import (
@@ -32,6 +31,7 @@ from fp8calib.engines.weights.linear_loader import (
     Unquantized,
 )
 from fp8calib.fp8.schemes import Granularity, InputScaling
+from fp8calib.geometry.module_paths import name_fused_group
 
 Section = Mapping[str, object]
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}

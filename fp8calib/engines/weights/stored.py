@@ -11,17 +11,12 @@ import torch
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.weights import (
-    FUSED_PATHS,
-    WEIGHT_FORMATS,
-    is_linear_scale,
-    name_fused_group,
-)
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 _HEADS = ("lm_head", "embed_out")

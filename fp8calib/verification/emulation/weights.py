@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.module_paths import name_fused_group
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.find import find_text_decoder
