@@ -173,9 +173,11 @@ def test_the_kv_cache_stays_in_16_bits_where_the_engine_has_no_place_for_scales(
 
 
 def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
-    assert "--gate w4a4" in fail(2, "auto", tmp_path / "none", "--gate", "w4a4")
-    assert "reference" in fail(2, "auto", tmp_path / "none", "--engine", "reference")
-    assert "printable" in fail(2, "auto", tmp_path / "none", "--out", tmp_path / "a\x01b")
+    (model := tmp_path / "empty").mkdir()
+    assert "--gate w4a4" in fail(2, "auto", model, "--gate", "w4a4")
+    assert "reference" in fail(2, "auto", model, "--engine", "reference")
+    assert "printable" in fail(2, "auto", model, "--out", tmp_path / "a\x01b")
+    assert "two sequences" in fail(2, "auto", model, "--samples", 1)
 
 
 # --- decisions on figures by hand -----------------------------------------------------------------
@@ -270,3 +272,13 @@ def test_q_gets_scales_only_where_they_lower_the_loss() -> None:
     assert decide.choose_kv(make_report(without, worse, one), {3: 900.0}).name == "kv-scales"
     served = make_report(without, one, remedy=Remedy.SERVE)
     assert decide.choose_kv(served, {}).decisions[0].answer == "no"
+
+
+def test_samples_count_the_text_that_is_held_out(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    zoo.build("llama").save_pretrained(model)
+    save_tokenizer(model)
+    command = ("auto", model, "--gate", "kv", *QUICK, "--out", tmp_path / "out")
+    outcome = run(*command, "--samples", 10, "--json")
+    assert outcome.json["calibration_tokens"] == 8 * LENGTH
+    assert outcome.json["sequences"] == 2

@@ -112,13 +112,17 @@ class Measured:
 
 
 def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
-    """Plan the text of the calibration and the one that is held out."""
+    """Plan the text of the calibration and the one that is held out.
 
-    def plan(part: Literal["calibrate", "verify"]) -> DataPlan:
+    Raises:
+        DataError: the data cannot be read, or is one sequence.
+    """
+
+    def plan(part: Literal["calibrate", "verify"], samples: int) -> DataPlan:
         return plan_text(
             model.source,
             specs=task.data,
-            samples=task.samples,
+            samples=samples,
             seq_len=task.seq_len,
             pack=task.pack,
             seed=0,
@@ -126,8 +130,9 @@ def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
         )
 
     if task.data:
-        return split_plan(plan("calibrate"), HELD_OUT)
-    return plan("calibrate"), plan("verify")
+        return split_plan(plan("calibrate", task.samples), HELD_OUT)
+    held_out = max(1, round(task.samples * HELD_OUT))
+    return plan("calibrate", task.samples - held_out), plan("verify", held_out)
 
 
 def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> Iterator[Candidate]:

@@ -162,7 +162,7 @@ def run_auto(
 
 
 def _check_task(task: AutoTask) -> None:
-    """Refuse an unknown gate or engine, and an unprintable path, before a model is read.
+    """Refuse unknown gates and engines, one sample and unprintable paths, before a model is read.
 
     Raises:
         UsageError: naming it.
@@ -171,6 +171,9 @@ def _check_task(task: AutoTask) -> None:
         raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
     find_emulated(task.engine)
     find_replayed(task.engine)
+    if task.samples < 2:
+        hint = "some are held out from calibration: use 2 or more"
+        raise UsageError(f"--samples {task.samples}: auto needs two sequences", hint=hint)
     if not str(task.out.absolute()).isprintable():
         raise UsageError(f"--out {str(task.out)!r}: must be a path of printable characters")
 
