@@ -61,7 +61,7 @@ def count_bins_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _clamped_codes(x: torch.Tensor) -> torch.Tensor:
     """Give the code of each magnitude, at least `_BELOW`: int16 [N]."""
-    return _codes(x).clamp_(_BELOW, _BELOW + _NUM_CODES - 1).flatten()
+    return _codes(x.flatten()).clamp_(_BELOW, _BELOW + _NUM_CODES - 1)
 
 
 def _codes(x: torch.Tensor) -> torch.Tensor:

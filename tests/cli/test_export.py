@@ -252,6 +252,7 @@ def test_options_without_effect_are_named(model: Path, stats: Path, tmp_path: Pa
     done = succeed("export", stats, "--format", "kv-scales", "--tp", 2, *out)
     assert "--tp has no effect: kv-scales does not depend" in done.err
     data = tmp_path / "x.jsonl"
+    data.touch()
     ignored = ("--recipe", "w8a16", "--data", data, "--samples", 3)
     done = succeed("calibrate", model, *ignored, "--out", tmp_path / "w8a16")
     assert "--data, --samples: no effect, as recipe w8a16 runs no text" in done.err

@@ -56,7 +56,7 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> Non
         (["calibrate", "m", "--tp", "two"], "--tp"),
         (["calibrate", "m", "n"], "n"),
         (["export", "s"], "--out"),
-        (["export", "s", "--out", "o"], "--format"),
+        (["export", __file__, "--out", "o"], "--format"),
         (["show"], "STATS|SCALES"),
         (["no-such-command"], "no-such-command"),
     ],
@@ -77,7 +77,7 @@ def test_without_json_an_error_leaves_stdout_empty() -> None:
 
 def test_main_inner_raises_what_main_shows() -> None:
     with pytest.raises(UsageError, match="export: --format is missing"):
-        main_inner(["export", "stats.safetensors", "--out", "out"])
+        main_inner(["export", __file__, "--out", "out"])
 
 
 @pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])

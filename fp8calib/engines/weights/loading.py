@@ -257,12 +257,13 @@ def _judge_quantized(
 ) -> Iterator[_Finding]:
     if (unequal := loader.judge_values(group, scheme, values.numbers)) is not None:
         yield _Finding(subject=group.path, outcome=unequal, fix=_EQUAL_FIX)
+    has_codes = any(is_fp8(each.tensors.get(WEIGHT)) for each in group.members)
     for linear in group.members:
         parameters = loader.list_parameters(group, linear, scheme)
         yield from _judge_strays(loader, group, linear, parameters)
         if (weight := linear.tensors.get(WEIGHT)) is not None and weight.dtype in PLAIN_DTYPES:
             yield from _judge_plain_dtype(loader, group, linear, weight.dtype)
-            plain = loader.judge_plain(group) if loader.creates(group) else None
+            plain = loader.judge_plain(group) if has_codes or loader.creates(group) else None
             if plain is not None:
                 yield _Finding(subject=linear.module, outcome=plain, fix=_PLAIN_FIX)
             continue
