@@ -218,9 +218,10 @@ def list_loader_sources() -> Iterator[tuple[str, str]]:
 
 def list_loading_rules() -> Iterator[tuple[str, str]]:
     """List the modules and the tables in them whose docstrings name a source."""
-    for path in sorted(ENGINE_FOLDER.glob("**/*.py")):
+    for path in (*sorted(ENGINE_FOLDER.glob("**/*.py")), JOINED):
         tree = ast.parse(path.read_text())
-        place = path.relative_to(ENGINE_FOLDER).with_suffix("").as_posix()
+        folder = ENGINE_FOLDER if path.is_relative_to(ENGINE_FOLDER) else ENGINE_FOLDER.parent
+        place = path.relative_to(folder).with_suffix("").as_posix()
         texts = {place: ast.get_docstring(tree) or ""}
         for one, after in pairwise(tree.body):
             target = one.target if isinstance(one, ast.AnnAssign) else None
@@ -303,6 +304,8 @@ def describe_parameters(releases: Iterable[Engine]) -> Iterator[tuple[str, ...]]
 
 PARAMETER_COLUMNS = ("engine", "what", "effect", "why", "known by", "source")
 ENGINE_FOLDER = Path(__file__).parents[2] / "fp8calib" / "engines"
+JOINED = ENGINE_FOLDER.parent / "geometry" / "module_paths.py"
+"""It has the names of joined projections, which quantization needs too."""
 SOURCE = re.compile(r"\.py|\d\.\d|commit [0-9a-f]{6}")
 KNOWN_BY = re.compile(r"(.+), ((?:run|read).*)")
 ENGINE_COLUMNS = ("engine", "`--engine`", "release", "loading", "arithmetic")
