@@ -24,8 +24,7 @@ from pydantic import (
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
-from fp8calib.scales.scale_table import Fallback
+from fp8calib.scales.rules import AMAX, KNOWN_RULES, Fallback, Rule, parse_rule
 
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
 _IN_PACKAGE = Path(__file__).parent / "recipes"

@@ -8,8 +8,7 @@ import pytest
 
 from fp8calib.errors import RecipeError
 from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe, recipe_files
-from fp8calib.scales.rules import AMAX, Rule, RuleKind
-from fp8calib.scales.scale_table import Fallback
+from fp8calib.scales.rules import AMAX, Fallback, Rule, RuleKind
 
 ROOT = Path(__file__).parents[1]
 PROMISED = {"kv", "w8a8-static", "w8a8-dynamic", "w8a16"}

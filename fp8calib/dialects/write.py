@@ -22,8 +22,8 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.rules import AMAX, Rule
-from fp8calib.scales.scale_table import Fallback, ScaleSource, ScaleTable
+from fp8calib.scales.rules import AMAX, Fallback, Rule
+from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 WHY_NOT_OBSERVED = {

@@ -22,10 +22,10 @@ from fp8calib.geometry.tensor_parallel import (
     owned_channels,
     owned_rows,
 )
+from fp8calib.scales.clip_range import ClipRange, find_clip_range
 from fp8calib.scales.ranks import max_per_rank
-from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_clip_range
+from fp8calib.scales.rules import AMAX, Fallback, Rule
 from fp8calib.scales.scale_table import (
-    Fallback,
     Scale,
     ScaleSource,
     ScaleTable,

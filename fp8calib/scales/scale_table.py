@@ -12,6 +12,7 @@ from fp8calib.errors import ExportError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.rules import Fallback
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 SMALLEST_SCALE = 2.0**-126
@@ -25,17 +26,6 @@ def scale_of(
     # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
     most = amax.new_full((), fmt.max, dtype=torch.float32)
     return (amax.to(torch.float32) / most).clamp(min=smallest)
-
-
-class Fallback(StrEnum):
-    """What a site gets as its scale if its amax is zero or no token reached it."""
-
-    LAYER_MAX = "layer-max"
-    """The largest scale of the same role in the layer, or 1.0 if there is none."""
-    ONE = "one"
-    """1.0."""
-    REFUSE = "refuse"
-    """No scale: an error names the sites."""
 
 
 class ScaleSource(StrEnum):

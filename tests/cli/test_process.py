@@ -140,7 +140,7 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
         ["extract-kv-scales", "--quantized-model", none, "--model", none, "--out", "out"],
         ["check", str(model)],
     ]
-    arguments = ["|".join(command) for command in commands]
+    arguments = ["recipes|kv", *("|".join(command) for command in commands)]
     out, err = start(sys.executable, "-c", code, *arguments).communicate(timeout=60)
     assert [line for line in out.splitlines() if line.endswith("True")] == [f"{arguments[-1]} True"]
     lines = [line for line in err.splitlines() if not line.startswith("hint: ")]

@@ -11,7 +11,7 @@ import pytest
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.scale_table import Fallback
+from fp8calib.scales.rules import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.dialects.handmade import (
     DATA,

@@ -25,7 +25,7 @@ from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
-from fp8calib.scales.scale_table import Fallback
+from fp8calib.scales.rules import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
