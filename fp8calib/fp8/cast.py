@@ -51,6 +51,18 @@ def round_to_format_(
     return values.add_(0.0) if fmt.specials is Specials.NEGATIVE_ZERO else values
 
 
+def round_positive_(x: torch.Tensor, fmt: Fp8Format, *, scale: float) -> torch.Tensor:
+    """Round the fp32 tensor `x` to nearest in place, as x / scale is rounded times `scale`.
+
+    No element is negative or rounds beyond `fmt.max * scale`, and `scale` is a power of two. A
+    number whose last place is a step of the format is added, which rounds to whole steps, and
+    subtracted: half the time of `round_to_format_` and a division.
+    """
+    large = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    large.clamp_(min=fmt.smallest_normal * scale).mul_(2.0 ** (23 - fmt.mantissa_bits))
+    return x.add_(large).sub_(large)
+
+
 def round_by_torch_(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Round `x` in place to nearest by torch's cast; no magnitude may round beyond `fmt.max`."""
     return x.copy_(x.to(getattr(torch, fmt.dtype_name)))

@@ -12,7 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8calib.fp8.cast import decode, encode, round_by_torch_, round_to_format
+from fp8calib.fp8.cast import (
+    decode,
+    encode,
+    round_by_torch_,
+    round_positive_,
+    round_to_format,
+)
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 
 OTHERS = [
@@ -158,3 +164,20 @@ def test_casts_of_torch_which_gpus_use_give_the_same_values(fmt: Fp8Format) -> N
     for x in (ALL_BFLOAT16.float(), bits.view(torch.float32), torch.cat([ties, *beside])):
         clamped = x.clamp(-fmt.max, fmt.max)
         assert same(round_by_torch_(clamped, fmt), round_to_format(x, fmt))
+
+
+@BESIDE_NUMPY
+@pytest.mark.parametrize("scale", [1.0, 2.0**-8, 2.0**20])
+def test_what_is_not_negative_is_rounded_in_place_as_ml_dtypes_does(
+    fmt: Fp8Format, numpy_dtype: type, scale: float
+) -> None:
+    """Every bfloat16 and its fp32 neighbours, which are beside the middle between two values."""
+    x = ALL_BFLOAT16.float()
+    x = torch.cat([x, torch.nextafter(x, x * 0), torch.nextafter(x, x * 2)])
+    x = x[~x.signbit() & (x <= fmt.max)]
+    expected = torch.from_numpy(x.numpy().astype(numpy_dtype).astype(np.float32)) * scale
+    scaled = x * scale
+    found = round_positive_(scaled, fmt, scale=scale)
+    assert found.data_ptr() == scaled.data_ptr()
+    exact = x * scale / scale == x  # but for what the smaller scale takes below the range of fp32
+    assert same(found[exact], expected[exact])

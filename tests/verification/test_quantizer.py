@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.verification.emulation.damage import Damage, add_damage, measure_damage
+from fp8calib.verification.emulation.damage import Damage, measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import (
     FakeQuantized,
     Quantizer,
@@ -239,10 +239,8 @@ def test_damage_of_parts_adds_up_to_that_of_the_whole() -> None:
     x = draw(60, 32) * 100
     quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.3))
     whole = measure_damage(x, quantizer.fake(x), E4M3FN)
-    total = None
-    for part in x.split(17):
-        total = add_damage(total, measure_damage(part, quantizer.fake(part), E4M3FN))
-    assert total is not None
+    parts = [measure_damage(part, quantizer.fake(part), E4M3FN) for part in x.split(17)]
+    total = sum_damage(parts)
     assert total.tolist() == pytest.approx(whole.tolist(), rel=1e-6)
 
 
@@ -251,7 +249,7 @@ def test_damage_is_summed_in_more_than_fp32() -> None:
     ones = torch.ones(1)
     one = measure_damage(ones, FakeQuantized(ones * 3, ones * 1000), E4M3FN)
     many = one * 2.0**40
-    total = add_damage(many, one)
+    total = sum_damage([many, one])
     assert total[:-1].tolist() == [2.0**40 + 1, 4 * (2.0**40 + 1), 2.0**40 + 1, 0, 2.0**40 + 1]
 
 

@@ -121,13 +121,6 @@ def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) ->
     return (x.abs() > limit).sum(dtype=torch.float64)
 
 
-def add_damage(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """Add a result of `measure_damage` to the sum of earlier ones, if there are any."""
-    if total is None:
-        return new
-    return sum_damage([total, new.to(total.device)])
-
-
 def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Add results of `measure_damage`, whose last element is a maximum: fp64 [6]."""
     stacked = torch.stack(list(parts))

@@ -7,15 +7,15 @@ the cast. The kernels use the largest score of the tiles so far; here it is that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
 
 import torch
 
+from fp8calib.fp8.cast import round_positive_
 from fp8calib.observe.hooks import AttentionCall
-from fp8calib.verification.emulation.damage import Row, add_damage, reduce_damage
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.damage import Row, reduce_damage
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 
 _CHUNK_SIZE = 1 << 18
 """Scores that are held at a time."""
@@ -58,6 +58,7 @@ def attend_in_fp32(
     """
     batch, heads, length, _ = call.query.shape
     output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
+    measured: list[tuple[torch.Tensor, torch.Tensor]] = []
     damage: list[Row] = []
     for chunk in _cut(call):
         scores = _score(call, chunk)
@@ -67,20 +68,20 @@ def attend_in_fp32(
         if (sinks := call.options.get("s_aux")) is not None:
             total += (sinks[chunk.heads].float()[:, None, None] - largest).exp()
         if quantizer is not None:
-            fake = quantizer.fake(p, is_within=True)
+            counted = _find_counted(kept, chunk) if chunk.sequence == 0 else slice(0)
+            before = _take_rows(p, counted)
+            p = _quantize(p, quantizer)
             if chunk.sequence == 0:
-                counted = _find_counted(kept, chunk)
-                exact, taken = _take_rows(p, counted), fake.map(partial(_take_rows, rows=counted))
-                damage.append(reduce_damage(exact, taken, quantizer.fmt))
-            p = fake.values
+                measured.append((before, _take_rows(p, counted)))
+            if measured and p.device.type != "cpu":
+                damage.append(_measure(measured, quantizer))
+                measured.clear()
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
             product.div_(total.clamp_(min=_TINY)).transpose(0, 1).to(output.dtype)
         )
-    if call.query.device.type == "cpu" and damage:
-        return output, [
-            reduce(add_damage, (row for row in damage if isinstance(row, torch.Tensor)))
-        ]
+    if measured and quantizer is not None:
+        damage.append(_measure(measured, quantizer))
     return output, damage
 
 
@@ -128,7 +129,7 @@ def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
     """Compute the scores of a chunk, masked: [H, S, keys], fp32."""
     query = call.query[chunk.sequence, chunk.heads, chunk.rows].float()
     scaling = call.options.get("scaling") or query.shape[-1] ** -0.5
-    scores = (query @ _group(call, call.key, chunk).transpose(1, 2)).mul_(scaling)
+    scores: torch.Tensor = (query * scaling) @ _group(call, call.key, chunk).transpose(1, 2)
     if (softcap := call.options.get("softcap")) is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if (bias := call.options.get("position_bias")) is not None:
@@ -172,4 +173,25 @@ def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | sl
 
 
 def _take_rows(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-    return x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows.to(x.device))
+    """Take the measured rows; on a CPU as a copy, because P is rounded in place there."""
+    taken: torch.Tensor
+    taken = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows.to(x.device))
+    return taken.clone() if x.device.type == "cpu" else taken
+
+
+def _quantize(p: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """Round P, none of which exceeds the largest value of the format."""
+    if p.device.type != "cpu":
+        return quantizer.fake(p, is_within=True).values
+    return round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
+
+
+def _measure(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer) -> Row:
+    """Measure the damage to the rows of some chunks, given before and after it."""
+    if len(pairs) > 1:
+        before, after = (
+            torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True)
+        )
+    else:
+        before, after = pairs[0]
+    return reduce_damage(before, FakeQuantized(after, None), quantizer.fmt)
