@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.data.plan import DataPlan
-from fp8calib.errors import DataError
+from fp8calib.errors import DataError, shorten
 from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.server.assess import Evidence
 from fp8calib.verification.server.faults import StoredFaults
@@ -81,6 +81,11 @@ def _read_dump(path: Path, plan: DataPlan) -> tuple[dict[str, torch.Tensor], dic
         metadata = file.header.metadata
     if "reference" not in found:
         raise DataError(f"{path}: holds no reference", hint="name a file that verify --dump wrote")
+    broken = next((name for name in found if not bool(found[name].isfinite().all())), None)
+    if broken is not None:
+        raise DataError(
+            f"{path}: damaged: {shorten(broken)} has NaN or infinity", hint="write it again"
+        )
     faults = _read_faults(path, metadata.get("faults", "{}"))
     lengths = _scored(plan)
     of_layers = {name for name, fault in faults.items() if fault.layer is not None}

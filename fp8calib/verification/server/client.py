@@ -13,8 +13,9 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, Self
@@ -22,7 +23,7 @@ from typing import Any, Self
 import httpx
 
 from fp8calib import __version__
-from fp8calib.errors import UsageError, VerificationError, first_line, shorten
+from fp8calib.errors import Fp8CalibError, UsageError, VerificationError, first_line, shorten
 
 _BUSY = frozenset({408, 429, 502, 503, 504})
 _FIRST_DELAY_S = 1.0
@@ -37,6 +38,8 @@ _LARGEST_BYTES = 2**28
 _BROKEN_CONNECTIONS = 3
 """Requests that fail without an answer before a server counts as gone."""
 _SHOWN = 300
+_LEAST_KEY = 8
+"""A shorter key is a placeholder such as `none`, which any message may hold."""
 _HINT_BUSY = "wait until it is free, raise --server-timeout, or lower --server-concurrency"
 _HINT_LATE = "raise --server-timeout, or lower --server-concurrency"
 
@@ -102,6 +105,19 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     return Endpoint(url=base, option=option, variable=variable, key=key)
 
 
+@contextmanager
+def hidden_key(endpoint: Endpoint) -> Iterator[None]:
+    """Take the key out of the messages of errors: they may quote any part of an answer."""
+    try:
+        yield
+    except Fp8CalibError as error:
+        if len(endpoint.key) >= _LEAST_KEY:
+            error.message = error.message.replace(endpoint.key, "***")
+            error.hint = error.hint.replace(endpoint.key, "***")
+            error.args = (error.message,)
+        raise
+
+
 @dataclass(slots=True)
 class RequestCount:
     """The requests of a run to one server."""
@@ -148,17 +164,29 @@ class ServerClient:
     def __init__(
         self, endpoint: Endpoint, *, timeout_s: float, concurrency: int, count: RequestCount
     ) -> None:
+        """Make the client; it connects later.
+
+        Raises:
+            UsageError: the environment names certificates or proxies that cannot be used.
+        """
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._count = count
         headers = {"User-Agent": f"fp8calib/{__version__}"}
         if endpoint.key:
             headers["Authorization"] = f"Bearer {endpoint.key}"
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
-            limits=httpx.Limits(max_connections=concurrency),
-        )
+        try:
+            self._client = httpx.AsyncClient(
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
+                limits=httpx.Limits(max_connections=concurrency),
+            )
+        except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+            raise UsageError(
+                f"{endpoint.option}: httpx cannot use the certificates or the proxies that the "
+                f"environment names: {first_line(error)}",
+                hint="look at SSL_CERT_FILE, SSLKEYLOGFILE, and the variables that end with _PROXY",
+            ) from error
 
     async def __aenter__(self) -> Self:
         return self

@@ -244,7 +244,11 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
     if squares <= min(energies) / _FAR_LESS:
         return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
     is_related = any((fit.correlation or 0.0) >= _RELATED for fit in emulated)
-    if squares <= max(min(energies) / _LARGER, _ABOVE_NOISE * changes.noise) and not is_related:
+    noise = _ABOVE_NOISE * changes.noise
+    if squares <= max(min(energies) / _LARGER, noise) and not is_related:
+        if min(energies) <= min(noise, squares):
+            smallest = min(emulated, key=lambda fit: fit.energy)
+            return conclude(Finding.EQUAL, smallest.name, UNQUANTIZED)
         return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
     is_alike = squares <= _LARGER * max(energies)
     return conclude(Finding.UNLIKE if is_alike else Finding.UNKNOWN, closest)

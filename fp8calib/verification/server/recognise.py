@@ -71,8 +71,8 @@ async def _find_kind(
     client: ServerClient, models: Answer, cards: Sequence[dict[str, Any]], likely: str | None
 ) -> ServerKind:
     for card in cards:
-        if (owner := card.get("owned_by")) in KINDS:
-            return KINDS[str(owner)]
+        if (owner := _read_name(card.get("owned_by"))) in KINDS:
+            return KINDS[owner]
     info = await client.get("/info")
     if isinstance(info.body, dict) and "model_id" in info.body:
         return KINDS[TgiServer.name]
@@ -112,7 +112,8 @@ def _read_name(value: Any) -> str:
 
 
 def _read_length(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+    is_length = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_length else None
 
 
 def check_length(server: Server, client: ServerClient, longest: int) -> None:

@@ -18,6 +18,7 @@ from fp8calib.verification.server.client import (
     RequestCount,
     ServerClient,
     ServerLoop,
+    hidden_key,
 )
 from fp8calib.verification.server.kinds.kind import (
     AnswerError,
@@ -102,7 +103,8 @@ def connect(
                 note = await check_tokenizer(server, client, tokenizer, sequences[0].tolist())
             return replace(server, note=f"{options.endpoint.option}: {note}" if note else "")
 
-    return _run(ask())
+    with hidden_key(options.endpoint):
+        return _run(ask())
 
 
 def score(
@@ -129,7 +131,8 @@ def score(
         scores = await _ask(client, server, text, number, num_top)
         return {name: getattr(scores, name).flatten() for name in SCORES}
 
-    found = _ask_each(options, kept.open(tag, SCORES), text.sequences, ask, progress)
+    with hidden_key(options.endpoint):
+        found = _ask_each(options, kept.open(tag, SCORES), text.sequences, ask, progress)
     return ServerScores(
         url=options.endpoint.url,
         kind=server.kind.name,
@@ -196,7 +199,8 @@ def write(
             ) from error
 
     tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, "written"))
-    found = _ask_each(options, kept.open(tag, WRITTEN), sequences, ask, progress)
+    with hidden_key(options.endpoint):
+        found = _ask_each(options, kept.open(tag, WRITTEN), sequences, ask, progress)
     return tuple(arrays["tokens"] for arrays in found)
 
 

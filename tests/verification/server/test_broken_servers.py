@@ -270,6 +270,19 @@ CASES: dict[str, Case] = {
         says=("serves 2 models; it has tiny, other", "--server-model"),
         code=4,
     ),
+    "an owner that is no name": Case(
+        broken=edit(lambda d: d["data"][0].update(owned_by=["vllm"]), "/v1/models"),
+        says=("no vLLM, SGLang or TGI server",),
+    ),
+    "a key where a log-probability belongs": Case(
+        broken=edit(set_logprob(KEY)), says=("has '***' where a log-probability belongs",)
+    ),
+    "a key for the name of a model": Case(
+        broken=edit(lambda d: d["data"][0].update(id=KEY), "/v1/models"),
+        says=("does not serve llama-70b; it has ***",),
+        options=("--server-model", "llama-70b"),
+        code=4,
+    ),
     "no models": Case(
         broken=edit(lambda d: d.update(data=[]), "/v1/models"),
         says=("no vLLM, SGLang or TGI server",),
@@ -527,6 +540,23 @@ def test_the_key_is_sent_and_never_written(
     assert sent == {f"Bearer {KEY}"}
     written = found.out + found.err + page.read_text() + dump.read_bytes().decode("latin-1")
     assert KEY not in written
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("SSL_CERT_FILE", "/nonexistent.pem"),
+        ("ALL_PROXY", "socks4://localhost:1"),
+        ("NO_PROXY", "[::"),
+    ],
+)
+def test_an_environment_that_httpx_cannot_use_is_named(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    text = fail(2, "verify", model, "--data", data, "--server", "http://localhost")
+    assert "--server: httpx cannot use the certificates or the proxies" in text
+    assert "SSL_CERT_FILE" in text
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"  {KEY}"])

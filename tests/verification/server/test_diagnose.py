@@ -85,6 +85,13 @@ def test_candidates_within_the_noise_of_a_server_are_not_told_apart() -> None:
     assert explain(changes(draw(1), noise=0.5, a=draw(1))).finding is Finding.NOISE
 
 
+def test_a_candidate_within_the_noise_is_not_told_from_no_fp8() -> None:
+    """Another candidate changes far more than the noise, and is excluded."""
+    server = draw(1, 0.1) + draw(3, 0.5)
+    found = explain(changes(server, noise=0.5, a=draw(1, 0.1), b=draw(2, 3.0)))
+    assert (found.finding, found.name, found.other) == (Finding.EQUAL, "a", UNQUANTIZED)
+
+
 def test_nothing_is_found_where_nothing_was_emulated() -> None:
     assert explain(changes(draw(1))).finding is Finding.NOTHING_EMULATED
 

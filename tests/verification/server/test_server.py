@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.verification.report import VerifyReport
@@ -297,3 +298,10 @@ def test_a_dump_of_another_machine_replaces_the_model(
         assert "of another text" in fail(5, *other)
         assert server.count("/v1/completions") == before
         assert "no effect with --reference-dump" in fail(2, *other, "--sampled")
+        tensors = load_file(dump)
+        with safe_open(dump, "pt") as file:
+            metadata = file.metadata()
+        tensors["reference"][3] = float("nan")
+        save_file(tensors, dump, metadata=metadata)
+        damaged = ("verify", model, "--data", data, *QUICK, *ENGINE, "--no-pack", *options)
+        assert "damaged: reference has NaN or infinity" in fail(5, *damaged)
