@@ -95,7 +95,7 @@ def _find(name: str, known: list[str]) -> Engine:
     releases = (ENGINES[key], *ENGINES[key].releases)
     if key == name:
         return releases[0]
-    found = _find_release(releases, version)
+    found = _find_release(releases, version.removeprefix("v"))
     if found is None:
         versions = ", ".join(each.version for each in releases if each.version) or "none"
         hint = f"known versions of {key}: {versions}"
@@ -131,7 +131,7 @@ def _find_release(releases: tuple[Engine, ...], version: str) -> Engine | None:
 
 def _parse_version(version: str) -> tuple[int, ...]:
     """Parse the release numbers of a version; empty where it has none, as a commit."""
-    match = re.match(r"\d+(?:\.\d+)+", version)
+    match = re.match(r"\d+(?:\.\d+)+(?!.*=)|\d+$", version, re.ASCII)
     return tuple(map(int, match.group().split("."))) if match else ()
 
 

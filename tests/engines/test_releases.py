@@ -86,6 +86,7 @@ def test_a_version_selects_the_rules_of_a_release(
         ("vllm==", KNOWN),
         ("vllm==0.3", KNOWN),
         ("vllm==main", KNOWN),
+        ("vllm==0.11==0.12", KNOWN),
         ("sglang==0.5", f"known versions of sglang: {SGLANG_KNOWN}"),
         ("reference==1", "known versions of reference: none"),
     ],
@@ -110,6 +111,8 @@ def test_an_unknown_version_is_an_error_that_lists_the_known_ones(
             "version 0.40 is unknown: the rules are those of 0.33.0, the newest ",
         ),
         ("vllm==1.0.2", "0.33.0", "version 1.0.2 is unknown: the rules are those of 0.33.0, the "),
+        ("vllm==1", "0.33.0", "version 1 is unknown: the rules are those of 0.33.0, the newest "),
+        ("vllm==v0.11.0", "0.11.2", "version 0.11.0 is judged by the rules of 0.11.2"),
     ],
 )
 def test_another_version_has_the_rules_of_a_release_and_says_so(

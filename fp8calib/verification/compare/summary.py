@@ -41,12 +41,14 @@ class Summary:
     @property
     def ppl_ratio(self) -> float:
         """The candidate's perplexity over the reference's."""
-        return _exp(self.log_ratio)
+        return bounded_exp(self.log_ratio)
 
     @property
     def ppl_ratio_se(self) -> float | None:
         """Standard error of the ratio (delta method); None if unknown."""
-        return None if self.log_ratio_se is None else self.ppl_ratio * self.log_ratio_se
+        if self.log_ratio_se is None:
+            return None
+        return min(self.ppl_ratio * self.log_ratio_se, sys.float_info.max)
 
 
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
@@ -77,7 +79,7 @@ def summarize_logprobs(
     """Reduce the log-probabilities [N] of a server, which are all that it gives."""
     losses = (reference - logprobs).double()
     return Summary(
-        ppl=_exp(-float(logprobs.double().mean())),
+        ppl=bounded_exp(-float(logprobs.double().mean())),
         log_ratio=float(losses.mean()),
         log_ratio_se=standard_error(losses, lengths),
         kld_mean=kld_mean,
@@ -106,7 +108,7 @@ def list_figures(summary: Summary) -> dict[str, Any]:
 
 def compute_ppl(scores: TokenScores) -> float:
     """Give the perplexity: exp of the mean negative log-probability."""
-    return _exp(-float(scores.logprobs.double().mean()))
+    return bounded_exp(-float(scores.logprobs.double().mean()))
 
 
 def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None:
@@ -175,7 +177,7 @@ def split_positions(
                 last=min(2 ** (octave + 1) - 1, int(positions.max())),
                 tokens=int(chosen.sum()),
                 kld_mean=None if klds is None else float(klds[chosen].double().mean()),
-                ppl_ratio=_exp(float(losses[chosen].mean())),
+                ppl_ratio=bounded_exp(float(losses[chosen].mean())),
             )
         )
     return tuple(results)
@@ -187,7 +189,7 @@ def _quantile(values: torch.Tensor, share: float) -> float:
     return float(values.kthvalue(rank).values)
 
 
-def _exp(x: float) -> float:
+def bounded_exp(x: float) -> float:
     """Exponentiate; on overflow give the largest fp64 number."""
     try:
         return math.exp(x)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 
 from fp8calib.data.plan import DataPlan
+from fp8calib.verification.compare.summary import bounded_exp
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.report import SERVER, ReferenceResult, VerifyReport
 from fp8calib.verification.server.assess import Assessment
@@ -30,7 +30,7 @@ def report_alone(
         sequences=len(plan.sequences),
         seq_len=plan.seq_len,
         duration_s=duration_s,
-        reference=ReferenceResult(ppl=math.exp(-mean)),
+        reference=ReferenceResult(ppl=bounded_exp(-mean)),
         candidates=(),
         layers=(),
         advice="",

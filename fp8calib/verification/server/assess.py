@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.calibration import Progress
-from fp8calib.verification.compare.summary import Summary, standard_error, summarize_logprobs
+from fp8calib.verification.compare.summary import (
+    Summary,
+    bounded_exp,
+    standard_error,
+    summarize_logprobs,
+)
 from fp8calib.verification.report import format_kld
 from fp8calib.verification.server.diagnose import (
     Changes,
@@ -238,7 +243,7 @@ def _compare_engines(
         url=scores.url,
         kind=scores.kind,
         change_rms=mean_square(changes) ** 0.5,
-        ppl_ratio=float((-changes.mean()).exp()),
+        ppl_ratio=bounded_exp(-float(changes.mean())),
     )
 
 

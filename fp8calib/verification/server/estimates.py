@@ -18,6 +18,8 @@ from fp8calib.verification.server_result import EstimateResult
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""
+_LARGEST_LOG = 300.0
+"""The squares of larger ratios exceed fp64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class WrittenText:
 
 def low_variance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Give q/p - 1 - log(q/p) of every token, from log-probabilities."""
-    difference = (q - p).double()
+    difference = (q - p).double().clamp(max=_LARGEST_LOG)
     return torch.expm1(difference) - difference
 
 

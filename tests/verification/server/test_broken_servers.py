@@ -197,6 +197,11 @@ CASES: dict[str, Case] = {
     "a probability above 1": Case(
         broken=edit(set_logprob(0.5)), says=("is above 0 (0.5)", "--logprobs-mode")
     ),
+    "probabilities that add up to 2": Case(
+        broken=edit(set_logprob(0.0)),
+        says=("position 3 whose probabilities add up to more than 1",),
+        options=("--server-logprobs", 2),
+    ),
     "a number too large": Case(
         broken=edit(set_logprob(-(10**400))), says=("where a log-probability belongs",)
     ),
@@ -224,7 +229,11 @@ CASES: dict[str, Case] = {
         says=("where a token id belongs",),
     ),
     "a token of another vocabulary": Case(
-        broken=edit(lambda d: rows(d)[2].update({"200000": {"logprob": -1e-3}})),
+        broken=edit(
+            lambda d: rows(d).__setitem__(
+                2, {each: {"logprob": -9.0} for each in rows(d)[2]} | {"200000": {"logprob": -1e-3}}
+            )
+        ),
         says=("has token 200000, and the model has 128 tokens",),
         code=4,
     ),

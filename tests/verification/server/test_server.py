@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.verification.report import VerifyReport
+from fp8calib.verification.server.estimates import low_variance
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
 from tests.verification.server import planted
@@ -279,6 +281,25 @@ def test_the_other_server_has_a_kind_and_a_model_of_its_own(
         assert "--reference-server-model" in text
         report = verify(model, data, *options, "--reference-server-model", "tiny")
     assert report["server"]["engine"]["kind"] == "sglang"
+
+
+def test_figures_beyond_fp64_are_bounded(model: Path, data: Path, plain: Predict) -> None:
+    """Log-probabilities of -1000 are legal, and their perplexity is no fp64 number."""
+
+    def predict(ids: Sequence[int]) -> torch.Tensor:
+        return plain(ids) - 1000.0 - 100.0 * torch.arange(len(ids))[:, None]
+
+    with (
+        FakeServer(predict, tokenize=tokenize) as server,
+        FakeServer(plain, tokenize=tokenize) as other,
+    ):
+        for one, two in ((server, other), (other, server)):
+            urls = ("--server", one.url, "--reference-server", two.url)
+            for more in ((), ("--memory", 0.1)):
+                found = verify(model, data, *urls, *more)["server"]
+                assert found["finding"] in {"unknown", "nothing-emulated"}
+        p, q = torch.tensor([-1000.0]), torch.tensor([-1.0])
+        assert low_variance(p, q).square().isfinite().all()
 
 
 def test_a_dump_of_another_machine_replaces_the_model(

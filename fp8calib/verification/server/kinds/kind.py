@@ -11,6 +11,8 @@ import torch
 
 _ROUNDING = 1e-3
 """A log-probability above 0 by more than this is none."""
+_MOST_PROBABILITY = 1.01
+"""Rounding adds up to less."""
 _LARGEST_TOKEN = 2**31 - 1
 
 
@@ -130,6 +132,11 @@ def join_positions(
             )
         for _, logprob in position.top:
             _require_logprob(logprob, place)
+        if sum(math.exp(logprob) for _, logprob in position.top) > _MOST_PROBABILITY:
+            raise AnswerError(
+                f"has tokens at position {place} whose probabilities add up to more than 1",
+                hint="does it send logits (vLLM: --logprobs-mode)? is there a proxy?",
+            )
     tops = [position.top[:num_top] for position in positions]
     return SequenceScores(
         logprobs=torch.tensor([position.logprob for position in positions], dtype=torch.float32),
