@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -31,15 +31,19 @@ class KeptAnswers:
     """Whether to begin with what an earlier run left."""
     paths: list[Path] = field(default_factory=list)
 
-    def open(self, tag: str, dtypes: Mapping[str, str]) -> PartialAnswers:
+    def open(
+        self, tag: str, dtypes: Mapping[str, str], sizes: Sequence[Mapping[str, int]]
+    ) -> PartialAnswers:
         """Open the file of what `tag` identifies; it holds arrays of these dtypes.
+
+        `sizes` are their elements for every sequence.
 
         Raises:
             DataError: what an earlier run left cannot be read.
             ExportError: the file cannot be written.
         """
         name = f"fp8calib-server-{hashlib.sha256(tag.encode()).hexdigest()[:12]}.partial"
-        opened = PartialAnswers(self.folder / name, dtypes)
+        opened = PartialAnswers(self.folder / name, dtypes, sizes)
         opened.open(resume=self.resume)
         self.paths.append(opened.path)
         return opened
@@ -58,9 +62,12 @@ class KeptAnswers:
 class PartialAnswers:
     """A file of answers; a line that a killed run left incomplete is dropped."""
 
-    def __init__(self, path: Path, dtypes: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, dtypes: Mapping[str, str], sizes: Sequence[Mapping[str, int]]
+    ) -> None:
         self.path = path
         self._dtypes = dtypes
+        self._sizes = dict(enumerate(sizes))
         self.found: dict[int, Mapping[str, torch.Tensor]] = {}
         """1-D arrays by number of the sequence: what earlier runs and this one have."""
         self._stream: IO[str] | None = None
@@ -113,16 +120,20 @@ class PartialAnswers:
         self._stream.flush()
 
     def _load(self) -> None:
-        for text in self.path.read_bytes().split(b"\n")[:-1]:
-            try:
+        try:
+            for text in self.path.read_bytes().split(b"\n")[:-1]:
                 line = json.loads(text)
-                self.found[int(line["sequence"])] = {
+                number = int(line["sequence"])
+                arrays = {
                     name: torch.from_numpy(
                         np.frombuffer(base64.b64decode(line[name]), dtype).copy()
                     )
                     for name, dtype in self._dtypes.items()
                 }
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{self.path}: damaged", hint="leave out --resume to start again"
-                ) from error
+                if {name: len(each) for name, each in arrays.items()} != self._sizes[number]:
+                    raise ValueError(number)
+                self.found[number] = arrays
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.path}: damaged", hint="leave out --resume to start again"
+            ) from error

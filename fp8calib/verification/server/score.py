@@ -131,8 +131,12 @@ def score(
         scores = await _ask(client, server, text, number, num_top)
         return {name: getattr(scores, name).flatten() for name in SCORES}
 
+    sizes = [
+        {name: (len(ids) - 1) * (1 if name == "logprobs" else num_top) for name in SCORES}
+        for ids in text.sequences
+    ]
     with hidden_key(options.endpoint):
-        found = _ask_each(options, kept.open(tag, SCORES), text.sequences, ask, progress)
+        found = _ask_each(options, kept.open(tag, SCORES, sizes), text.sequences, ask, progress)
     return ServerScores(
         url=options.endpoint.url,
         kind=server.kind.name,
@@ -199,8 +203,9 @@ def write(
             ) from error
 
     tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, "written"))
+    sizes = [dict.fromkeys(WRITTEN, len(ids)) for ids in sequences]
     with hidden_key(options.endpoint):
-        found = _ask_each(options, kept.open(tag, WRITTEN), sequences, ask, progress)
+        found = _ask_each(options, kept.open(tag, WRITTEN, sizes), sequences, ask, progress)
     return tuple(arrays["tokens"] for arrays in found)
 
 

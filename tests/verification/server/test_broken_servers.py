@@ -430,7 +430,15 @@ def test_what_was_scored_is_kept_and_not_asked_again(
         assert "2 of 3 sequences are kept: --resume continues with them" in text
         (kept,) = tmp_path.iterdir()
         assert kept.suffix == ".partial"
-        kept.write_bytes(kept.read_bytes() + b'{"sequence": 2, "top"')  # killed while writing
+        whole_lines = kept.read_bytes()
+        for old, new in (
+            (b'"sequence": 1', b'"sequence": 99'),
+            (b'"logprobs": "', b'"logprobs": "AAAA'),
+        ):
+            kept.write_bytes(whole_lines.replace(old, new))
+            text = fail(5, *command, "--server", server.url, *one, "--resume")
+            assert f"{kept}: damaged" in text
+        kept.write_bytes(whole_lines + b'{"sequence": 2, "top"')  # killed while writing
         state["broken"] = False
         before = server.count(COMPLETIONS)
         resumed = succeed(*command, "--server", server.url, *one, "--resume", "--json")
