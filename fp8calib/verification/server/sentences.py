@@ -11,6 +11,9 @@ from fp8calib.verification.server.hypotheses import Fault
 
 _CLOSE = 0.9
 """Below this correlation, the sentence says what else there may be."""
+_NOTHING = 1e-4
+"""Root mean square of changes, in nats, that are those of float32. Scales that fit may change far
+less than scale 1.0, which clips; so smaller changes than at 1.0 alone do not exclude FP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,8 @@ def describe(found: Diagnosis, context: Context) -> str:
         case Finding.CANDIDATE:
             return f"the server {_describe_candidate(found.name, how, context)}."
         case Finding.UNQUANTIZED:
-            return f"the server behaves like the unquantized model: {_describe_plain(found)}."
+            plain = _describe_plain(found, context)
+            return f"the server behaves like the unquantized model: {plain}."
         case Finding.OTHER_SCALES:
             layers = _list_layers(found)
             return f"the server does not use the scales of {found.name}: {layers}"
@@ -98,10 +102,12 @@ def _describe_candidate(name: str, how: str, context: Context) -> str:
     return f"behaves like {name} {how}: {clip}"
 
 
-def _describe_plain(found: Diagnosis) -> str:
+def _describe_plain(found: Diagnosis, context: Context) -> str:
     least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=_energy)
     changes = f"{found.size:.2g} nats, those of {least.name} {least.energy**0.5:.2g}"
-    return f"its KV cache is not FP8 (its changes are {changes})"
+    is_sure = context.has_scales or found.size < _NOTHING
+    other = "" if is_sure else ", or has scales that fit it: name them with --scales"
+    return f"its KV cache is not FP8{other} (its changes are {changes})"
 
 
 def _energy(fit: Fit) -> float:
