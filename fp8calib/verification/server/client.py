@@ -34,6 +34,8 @@ _RESOLVE_S = 8.0
 """The longest wait for the address of a host, a part of it."""
 _ATTEMPTS = 2
 """How often a request is sent, at least, within the time-out."""
+_LAST_PART = 8
+"""The last request is sent when this part of the time-out is left, or later."""
 _LARGEST_BYTES = 2**28
 _BROKEN_CONNECTIONS = 3
 """Requests that fail without an answer before a server counts as gone."""
@@ -235,8 +237,10 @@ class ServerClient:
                     return self._checked(path, answer)
             pause = min(max(delay, wait or 0.0), _LONGEST_DELAY_S) * random.uniform(0.8, 1.2)  # noqa: S311
             delay *= 2
-            if time.monotonic() + pause > until:
+            rest = until - self._timeout_s / _LAST_PART - time.monotonic()
+            if rest <= 0:
                 raise self._fail(f"{path}: {why}, for {self._timeout_s:g} s", hint)
+            pause = min(pause, rest)  # a server may be free before the time that it names
             self._count.repeated += 1
             await asyncio.sleep(pause)
 

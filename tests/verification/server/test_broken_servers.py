@@ -491,6 +491,18 @@ def test_a_busy_server_is_asked_again(model: Path, data: Path) -> None:
     assert found.json["candidates"][0]["name"] == "server"
 
 
+def test_a_server_that_names_a_longer_pause_than_the_time_out_is_asked_again(
+    model: Path, data: Path
+) -> None:
+    def busy(asked: Asked, reply: Reply) -> Reply:
+        is_busy = asked.path == COMPLETIONS and asked.number == 0
+        return Reply(status=429, body=b"", headers={"retry-after": "30"}) if is_busy else reply
+
+    with FakeServer(predict, broken=busy, tokenize=tokenize) as server:
+        ask = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
+        succeed(*ask, "--server-timeout", TIMEOUT_S)
+
+
 def test_a_sequence_without_an_answer_is_sent_again(model: Path, data: Path) -> None:
     def lose(asked: Asked, reply: Reply) -> Reply:
         is_lost = asked.path == COMPLETIONS and asked.number == 1
