@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import pad
 
 _HALVES = (torch.bfloat16, torch.float16)
-_FOLD_UNTIL = 32
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -30,20 +29,14 @@ def row_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suffixes
-    """Largest magnitude per channel: fp32 [C]; rows may have several axes, the longest first."""
-    rows = tuple(range(x_NC.dim() - 1))
-    if _has_fast_codes(x_NC):
-        return _fold_codes(x_NC).amax(rows).view(x_NC.dtype).float()
-    return _reduce(x_NC, rows)
+    """Largest magnitude per channel: fp32 [C]; rows may have several axes."""
+    return _reduce(x_NC, tuple(range(x_NC.dim() - 1)))
 
 
 def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
     """Largest magnitude per head: fp32 [H]."""
     if x_BHSD.device.type != "cpu":
         return _max_norm(x_BHSD, (0, 2, 3))
-    if _has_fast_codes(x_BHSD):
-        codes_SBHD = _fold_codes(x_BHSD.movedim(2, 0))  # noqa: N806
-        return codes_SBHD.amax((0, 1, 3)).view(x_BHSD.dtype).float()
     return _reduce(x_BHSD, 2).amax((0, 2))
 
 
@@ -95,7 +88,7 @@ def _reduce(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
     """Largest magnitude over some axes: fp32."""
     if x.device.type != "cpu":
         return _max_norm(x, axes)
-    if _has_fast_codes(x):
+    if x.dtype in _HALVES:
         return _codes(x).amax(axes).view(x.dtype).float()
     return torch.maximum(x.amax(axes), x.amin(axes).neg_()).float()
 
@@ -106,26 +99,9 @@ def _max_norm(x: torch.Tensor, axes: int | tuple[int, ...] | None) -> torch.Tens
     return found.float()
 
 
-def _has_fast_codes(x: torch.Tensor) -> bool:
-    return x.dtype in _HALVES and x.device.type == "cpu"
-
-
 def _codes(x: torch.Tensor) -> torch.Tensor:
     """Give magnitudes of half floats as integer codes.
 
     Without its sign bit a float orders like an integer, inf and NaN above all numbers.
     """
     return x.view(torch.int16) & 0x7FFF
-
-
-def _fold_codes(x: torch.Tensor) -> torch.Tensor:
-    """Give the largest codes over all but a few leading rows.
-
-    The last half is laid over the first, in place: new memory for every half costs a quarter more.
-    """
-    codes = _codes(x)
-    while len(codes) > _FOLD_UNTIL:
-        half = len(codes) // 2
-        torch.maximum(codes[:half], codes[-half:], out=codes[:half])
-        codes = codes[: len(codes) - half]
-    return codes
