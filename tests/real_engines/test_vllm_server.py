@@ -84,8 +84,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(place: Path) -> Callable[..., Any]:
     """Give a function that verifies against a server, and returns the report."""
 
-    def asked(url: str, *options: object) -> Any:
-        data = ("--data", place / "held-out.jsonl", *QUICK, "--engine", "vllm-cpu")
+    def asked(url: str, *options: object, text: str = "held-out.jsonl") -> Any:
+        data = ("--data", place / text, *QUICK, "--engine", "vllm-cpu")
         scales = ("--scales", place / "model-out" / "kv-overlay")
         command = ("verify", place / "model", *data, *scales, "--server", url, "--json", *options)
         return succeed(*command).json
@@ -127,6 +127,16 @@ def test_the_overlay_is_confirmed_and_its_divergence_estimated(
     for name in ("kld_low_variance", "kld_top"):
         assert estimates[name]["value"] == pytest.approx(emulated, rel=0.2)
     assert estimates["kld_at_least"]["value"] <= emulated
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_false_alarm_in_10_runs(dtype: str, place: Path, ask: Callable[..., Any]) -> None:
+    with serve(place / "model", place / f"{dtype}.log", "--dtype", dtype) as url:
+        for seed in range(10, 20):
+            write_ids(place / "text.jsonl", SEQUENCES, LENGTH, seed=seed)
+            report = ask(url, "--dtype", dtype, text="text.jsonl")
+            plain = "the server behaves like the unquantized model: its KV cache is not FP8"
+            assert report["advice"].startswith(plain), (seed, report["advice"])
 
 
 def test_a_cache_without_scales(place: Path, ask: Callable[..., Any]) -> None:
