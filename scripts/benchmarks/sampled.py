@@ -25,7 +25,7 @@ from fp8calib.verification.server.written import count_given, write_text
 from scripts.benchmarks.options import make_parser
 
 ENGINE = "sglang"
-"""It quantizes K and V alone, by the plain rule."""
+"""It quantizes q and softmax's probabilities as well as K and V."""
 
 
 def main() -> None:
