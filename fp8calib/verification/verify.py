@@ -90,7 +90,7 @@ class VerificationRequest:
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     stores_faults: bool = False
-    """Whether faults, those of single layers too, are part of the result."""
+    """Whether faults, those of layers too, are part of the result."""
     sensitivity_of: Candidate | None = None
     histograms: tuple[HistogramResult, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class VerificationResult:
     data: str
     """The fingerprint of the text."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Those of `logprobs` that are faults; of layers, for the first tokens alone."""
+    """Those of `logprobs` that are faults; those of K, V and layers for the first tokens alone."""
 
 
 def verify(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import DataError, shorten
+from fp8calib.geometry.sites import Role
 from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.server.assess import Evidence
 from fp8calib.verification.server.faults import StoredFaults
-from fp8calib.verification.server.hypotheses import Fault, LayerEffect
+from fp8calib.verification.server.hypotheses import Fault, FaultEffect
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -25,7 +27,12 @@ def write_dump(path: Path, verified: VerificationResult) -> None:
         ExportError: the file cannot be written.
     """
     faults = {
-        name: {"base": fault.base, "layer": fault.layer, "is_lost": fault.is_lost}
+        name: {
+            "base": fault.base,
+            "layer": fault.layer,
+            "is_lost": fault.is_lost,
+            "role": fault.role,
+        }
         for name, fault in verified.faults.items()
     }
     metadata = {"format": "pt", "data": verified.data}
@@ -49,22 +56,17 @@ def gather_alone(plan: DataPlan, dump: Path | None) -> Evidence:
         for name, each in logprobs.items()
         if reference is not None
     }
-    effects: dict[str, dict[str, LayerEffect]] = {}
+    effects: dict[str, dict[str, FaultEffect]] = {}
     for name, fault in faults.items():
-        if fault.layer is not None:
-            effects.setdefault(fault.base, {})[name] = LayerEffect(
-                base=fault.base,
-                layer=fault.layer,
-                is_lost=fault.is_lost,
-                changes=changes.pop(name),
-            )
+        if not fault.runs_beside:
+            effects.setdefault(fault.base, {})[name] = fault.with_changes(changes.pop(name))
     return Evidence(
         sequences=plan.sequences,
         reference=reference,
         watched=None,
         candidates=changes,
         has_scales=any(name != SCALE_ONE for name in changes),
-        faults={name: fault for name, fault in faults.items() if fault.layer is None},
+        faults={name: fault for name, fault in faults.items() if fault.runs_beside},
         layer_faults=StoredFaults(effects=effects, lengths=_scored(plan)) if effects else None,
     )
 
@@ -75,7 +77,7 @@ def _scored(plan: DataPlan) -> list[int]:
 
 
 def _read_dump(path: Path, plan: DataPlan) -> tuple[dict[str, torch.Tensor], dict[str, Fault]]:
-    """Read the log-probabilities and the faults among them; those of layers may be shorter."""
+    """Read the log-probabilities and the faults among them, some of which may be shorter."""
     with TensorFile(path) as file:
         found = {name: file.read(name) for name in file.tensors}
         metadata = file.header.metadata
@@ -88,8 +90,8 @@ def _read_dump(path: Path, plan: DataPlan) -> tuple[dict[str, torch.Tensor], dic
         )
     faults = _read_faults(path, metadata.get("faults", "{}"))
     lengths = _scored(plan)
-    of_layers = {name for name, fault in faults.items() if fault.layer is not None}
-    sizes = {tuple(found[name].shape) for name in found if name not in of_layers}
+    shorter = {name for name, fault in faults.items() if not fault.runs_beside}
+    sizes = {tuple(found[name].shape) for name in found if name not in shorter}
     if sizes != {(sum(lengths),)} or metadata.get("data") != plan.fingerprint:
         raise DataError(
             f"{path}: of another text: it has {len(found['reference'])} tokens, this one "
@@ -97,7 +99,7 @@ def _read_dump(path: Path, plan: DataPlan) -> tuple[dict[str, torch.Tensor], dic
             hint="use the same --data, --samples, --seq-len and tokenizer as that run",
         )
     allowed = {(size,) for size in accumulate(lengths)}
-    sizes = {tuple(found[name].shape) for name in of_layers if name in found}
+    sizes = {tuple(found[name].shape) for name in shorter if name in found}
     if not found.keys() >= faults.keys() or len(sizes) > 1 or not sizes <= allowed:
         raise _damaged(path)
     return found, faults
@@ -105,9 +107,15 @@ def _read_dump(path: Path, plan: DataPlan) -> tuple[dict[str, torch.Tensor], dic
 
 def _read_faults(path: Path, text: str) -> dict[str, Fault]:
     try:
-        return {name: Fault(**fields) for name, fields in json.loads(text).items()}
+        return {name: _read_fault(fields) for name, fields in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
+
+
+def _read_fault(fields: dict[str, Any]) -> Fault:
+    """Read a fault; in older files, none has a role, and one of all layers is of q."""
+    role = fields.pop("role", None) or (Role.Q if fields.get("layer") is None else None)
+    return Fault(**fields, role=None if role is None else Role(role))
 
 
 def _damaged(path: Path) -> DataError:

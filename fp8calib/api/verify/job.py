@@ -68,7 +68,7 @@ class VerifyOptions:
     with_faults: bool = False
     """Whether faults of a server are candidates too."""
     stores_faults: bool = False
-    """Whether faults, those of single layers too, are part of the result."""
+    """Whether faults, those of layers too, are part of the result."""
     writes_text: bool = False
     """Whether the model writes the text."""
     with_histograms: bool = False

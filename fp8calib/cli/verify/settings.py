@@ -107,7 +107,7 @@ class VerifySettings:
         typer.Option(
             "--dump-faults",
             help="Also write to --dump what faults of a server would change, for "
-            "--reference-dump: emulates two faults of every layer.",
+            "--reference-dump: emulates two faults of every layer, and two of all layers.",
         ),
     ] = False
     force: Annotated[

@@ -81,7 +81,7 @@ class Evidence:
     faults: Mapping[str, Fault]
     """What those of `candidates` are that are no candidates of the report."""
     layer_faults: LayerFaults | None = None
-    """Of single layers; None where they are not known."""
+    """Of layers; None where they are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 
 from fp8calib.verification.compare.summary import standard_error
-from fp8calib.verification.server.hypotheses import LayerEffect
+from fp8calib.verification.server.hypotheses import FaultEffect, LayerEffect
 
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""
@@ -31,7 +31,7 @@ _FAR_LESS = 8.0
 """Squared changes that are fewer than those of any candidate by this factor come from no FP8 cache,
 even if they are related: 16 bits round, too, and disturb the same tokens."""
 _CLOSE = 0.98
-"""Where a larger share is explained, faults of single layers are not tried."""
+"""Where a larger share is explained, faults of layers are not tried."""
 _ABOVE_NOISE = 4.0
 """Squared changes that are not this many times those of a repetition are noise."""
 _LAYERS_SHARE = 0.2
@@ -158,30 +158,35 @@ def explain(changes: Changes) -> Diagnosis:
 
 
 def explain_with_faults(
-    found: Diagnosis, changes: Changes, base: str, faults: Mapping[str, LayerEffect]
+    found: Diagnosis, changes: Changes, base: str, faults: Mapping[str, FaultEffect]
 ) -> Diagnosis:
-    """Try faults of single layers of the candidate `base` too; all on some of the sequences.
+    """Try faults of the candidate `base` too; all on some of the sequences.
 
-    A fault is named only if it explains the server better than every candidate, beyond doubt.
+    A fault is named only if it explains the server better than every candidate, beyond doubt; one
+    of all layers only if it leaves no more than roundings: other layers cannot be named beside it.
     """
+    layers = {name: each for name, each in faults.items() if isinstance(each, LayerEffect)}
     effects = {name: fault.changes for name, fault in faults.items()}
     everything = replace(changes, candidates={**changes.candidates, **effects})
     fits = sorted(map(changes.fit, (UNQUANTIZED, *changes.candidates)), key=lambda f: f.residual)
-    fault = min(map(everything.fit, faults), key=lambda fit: fit.residual)
+    tried = [n for n in faults if n in layers or not _leaves_clipping(everything, base, n)]
+    fault = min(map(everything.fit, tried), key=lambda fit: fit.residual)
     if everything.is_less(fault.name, fits[0].name):
         judged = _judge(everything, [fault, *fits], fault)
         if judged.finding is Finding.CANDIDATE:
             found = replace(judged, fits=(fault, *found.fits))
-    if found.finding is Finding.CANDIDATE and found.name in {base, *faults}:
-        others = _list_other_layers(everything, base, found.name, faults)
+    if found.name in faults and found.name not in layers:
+        return found
+    if found.finding is Finding.CANDIDATE and found.name in {base, *layers}:
+        others = _list_other_layers(everything, base, found.name, layers)
         return _conclude_others(found, base, others) if others else found
     is_related = found.finding is Finding.CANDIDATE
     if is_related and _explains_most(found.fits[0], found.size**2):
         return found
-    share, names = _sum_of_faults(everything, base, effects)
+    share, names = _sum_of_faults(everything, base, layers)
     if share < (_LAYERS_SHARE_RELATED if is_related else _LAYERS_SHARE):
         return found
-    return _conclude_others(found, base, [faults[name].layer for name in names])
+    return _conclude_others(found, base, [layers[name].layer for name in names])
 
 
 def _conclude_others(found: Diagnosis, base: str, layers: Sequence[int]) -> Diagnosis:
@@ -200,8 +205,8 @@ def _list_other_layers(
     """
     own = faults[found].layer if found in faults else None
     start = changes.find(base)
-    if own is not None and changes.fit(found).residual ** 2 > _LARGER * mean_square(start):
-        return [own]  # more is left than roundings: it clips otherwise
+    if own is not None and _leaves_clipping(changes, base, found):
+        return [own]
     lost = [fault for fault in faults.values() if fault.is_lost and fault.layer != own]
     if not lost:
         return []
@@ -214,6 +219,11 @@ def _list_other_layers(
         if weight > _OTHER_WEIGHT and weight > _SURE_OTHER * error
     ]
     return [*others, *([own] if own is not None and others else [])]
+
+
+def _leaves_clipping(changes: Changes, base: str, fault: str) -> bool:
+    """Tell whether a fault of `base` leaves more than roundings: the server clips otherwise."""
+    return changes.fit(fault).residual ** 2 > _LARGER * mean_square(changes.find(base))
 
 
 def _regress(effects: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +277,7 @@ def _explains_most(fit: Fit, squares: float) -> bool:
 
 
 def needs_layers(found: Diagnosis) -> bool:
-    """Tell whether faults of single layers may explain the server better."""
+    """Tell whether faults of layers may explain the server better."""
     if found.finding in {Finding.UNKNOWN, Finding.UNLIKE}:
         return True
     is_close = found.fits[0].residual ** 2 <= (1 - _CLOSE) * found.size**2
@@ -275,14 +285,14 @@ def needs_layers(found: Diagnosis) -> bool:
 
 
 def _sum_of_faults(
-    changes: Changes, base: str, effects: Mapping[str, torch.Tensor]
+    changes: Changes, base: str, faults: Mapping[str, LayerEffect]
 ) -> tuple[float, list[str]]:
     """Explain what `base` leaves by a sum of faults: the share explained, and the main ones."""
     start = changes.find(base)
     left = changes.server - start
-    table = torch.stack([each - start for each in effects.values()], 1)
+    table = torch.stack([fault.changes - start for fault in faults.values()], 1)
     weights, _ = _regress(table, left)
     share = 1 - mean_square(left - table @ weights) / mean_square(left)
     sizes = (table * weights).square().mean(0)
-    names = list(effects)
+    names = list(faults)
     return share, [names[i] for i in range(len(names)) if sizes[i] > _NOTABLE * sizes.max()]

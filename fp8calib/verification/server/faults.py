@@ -1,4 +1,4 @@
-"""Faults of single layers, on the first sequences: emulated, or stored by another machine."""
+"""Faults of layers, on the first sequences: emulated, or stored by another machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from fp8calib.verification.compare.comparison import Comparison, ComparisonResul
 from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
 from fp8calib.verification.server.hypotheses import (
     EmulatedFault,
-    LayerEffect,
+    FaultEffect,
     has_kv_scales,
     list_layer_faults,
+    lose_kv_scales,
     lose_query_scales,
 )
 
 
 def list_faults(candidates: Sequence[Candidate]) -> dict[str, EmulatedFault]:
-    """List the faults that run beside the candidates: those that concern all layers."""
+    """List the faults that run beside the candidates: lost scales of q."""
     return {
         name: fault
         for candidate in candidates
@@ -40,7 +41,7 @@ def changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
 
 
 class LayerFaults(Protocol):
-    """Faults of single layers of candidates with KV scales."""
+    """Faults of candidates with KV scales: of single layers, and of K or V in all of them."""
 
     @property
     def bases(self) -> Sequence[str]:
@@ -54,7 +55,7 @@ class LayerFaults(Protocol):
     def num_tokens(self) -> int:
         """The number of their scored tokens."""
 
-    def run(self, base: str, progress: Progress) -> Mapping[str, LayerEffect]:
+    def run(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:
         """Give the effects of the faults of the candidate `base`, by name."""
 
 
@@ -87,25 +88,24 @@ class FaultRunner:
         """The number of their scored tokens."""
         return sum(batch.num_tokens for batch in self._batches) - self.num_sequences
 
-    def run(self, base: str, progress: Progress) -> dict[str, LayerEffect]:
-        """Emulate the faults of single layers of the candidate `base`; give their effects."""
+    def run(self, base: str, progress: Progress) -> dict[str, FaultEffect]:
+        """Emulate the faults of the candidate `base`; give their effects."""
         emulation = next(one.emulation for one in self.candidates if one.name == base)
-        faults = dict(list_layer_faults(base, emulation, self.geometry))
+        faults = {
+            **dict(list_layer_faults(base, emulation, self.geometry)),
+            **lose_kv_scales(base, emulation),
+        }
         names = list(faults)
         rounds = [names[i : i + LAYERS_AT_ONCE] for i in range(0, len(names), LAYERS_AT_ONCE)]
         tokens = sum(batch.num_tokens for batch in self._batches)
         progress.stage("faults of layers", tokens * (len(names) + len(rounds)), unit="tokens")
         advance = advance_once(self.comparison, progress.advance)
-        effects: dict[str, LayerEffect] = {}
+        effects: dict[str, FaultEffect] = {}
         for some in rounds:
             emulations = {name: faults[name].emulation for name in some}
             compared = self.comparison.run(self._batches, emulations, advance=advance)
             for name in some:
-                fault, changes = faults[name], changes_of(compared, name)
-                assert fault.layer is not None  # noqa: S101 -- `list_layer_faults`
-                effects[name] = LayerEffect(
-                    base=base, layer=fault.layer, is_lost=fault.is_lost, changes=changes
-                )
+                effects[name] = faults[name].with_changes(changes_of(compared, name))
         return effects
 
 
@@ -113,7 +113,7 @@ class FaultRunner:
 class StoredFaults:
     """Reads them from what another machine stored."""
 
-    effects: Mapping[str, Mapping[str, LayerEffect]]
+    effects: Mapping[str, Mapping[str, FaultEffect]]
     """By candidate, then by name; all on the same tokens."""
     lengths: Sequence[int]
     """Scored tokens of every sequence of the text."""
@@ -134,6 +134,6 @@ class StoredFaults:
         first = next(iter(self.effects.values()))
         return len(next(iter(first.values())).changes)
 
-    def run(self, base: str, progress: Progress) -> Mapping[str, LayerEffect]:  # noqa: ARG002
+    def run(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:  # noqa: ARG002
         """Give what is stored."""
         return self.effects[base]

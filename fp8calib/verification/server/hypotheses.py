@@ -23,8 +23,24 @@ class Fault:
     base: str
     """The candidate's name."""
     layer: int | None
-    """None: the q scales of all layers."""
+    """None: the scales of `role` are lost in all layers."""
     is_lost: bool
+    role: Role | None = None
+    """None: K and V, of one layer."""
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it runs beside the candidates, on all sequences."""
+        return self.role is Role.Q
+
+    def with_changes(self, changes: torch.Tensor) -> FaultEffect:
+        """Join it with what the candidate changes with it."""
+        base, layer, is_lost = self.base, self.layer, self.is_lost
+        if layer is None:
+            return FaultEffect(
+                base=base, layer=None, is_lost=is_lost, role=self.role, changes=changes
+            )
+        return LayerEffect(base=base, layer=layer, is_lost=is_lost, changes=changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +51,38 @@ class EmulatedFault(Fault):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEffect(Fault):
-    """What a candidate changes with a fault in one layer."""
+class FaultEffect(Fault):
+    """What a candidate changes with a fault that does not run beside it."""
 
-    layer: int
     changes: torch.Tensor
     """By token: fp64 [N]."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEffect(FaultEffect):
+    """The same for a fault in one layer."""
+
+    layer: int
+
+
 def lose_query_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
     """Quantize q of a candidate at 1.0; empty where it is not quantized with another scale."""
-    scaled = {
-        site: quantizer
-        for site, quantizer in emulation.quantizers.items()
-        if site.role is Role.Q and _is_scaled(quantizer)
-    }
-    if not scaled:
+    return _lose_scales(name, emulation, Role.Q) if _find_scaled(emulation, Role.Q) else {}
+
+
+def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
+    """Quantize K, or V, of a candidate at 1.0; empty unless both have other scales.
+
+    Where only one of them has any, nothing but scale 1.0 is left without them.
+    """
+    if not all(_find_scaled(emulation, role) for role in KV_ROLES):
         return {}
-    lost = {site: replace(each, scale=torch.tensor(1.0)) for site, each in scaled.items()}
-    fault = EmulatedFault(base=name, layer=None, is_lost=True, emulation=_change(emulation, lost))
-    return {f"{name} without its q scales": fault}
+    return _lose_scales(name, emulation, Role.K) | _lose_scales(name, emulation, Role.V)
 
 
 def has_kv_scales(emulation: Emulation) -> bool:
     """Tell whether K or V of any layer has a scale other than 1.0."""
-    return any(
-        site.role in KV_ROLES and _is_scaled(quantizer)
-        for site, quantizer in emulation.quantizers.items()
-    )
+    return any(_find_scaled(emulation, role) for role in KV_ROLES)
 
 
 def list_layer_faults(
@@ -96,6 +116,24 @@ def list_layer_faults(
                     emulation=_change(emulation, small),
                 ),
             )
+
+
+def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, EmulatedFault]:
+    scaled = _find_scaled(emulation, role)
+    lost = {site: replace(each, scale=torch.tensor(1.0)) for site, each in scaled.items()}
+    fault = EmulatedFault(
+        base=name, layer=None, is_lost=True, role=role, emulation=_change(emulation, lost)
+    )
+    return {f"{name} without its {role} scales": fault}
+
+
+def _find_scaled(emulation: Emulation, role: Role) -> dict[Site, Quantizer]:
+    """Find the sites of a role that have a scale other than 1.0."""
+    return {
+        site: quantizer
+        for site, quantizer in emulation.quantizers.items()
+        if site.role is role and _is_scaled(quantizer)
+    }
 
 
 def _change(emulation: Emulation, changed: Mapping[Site, Quantizer]) -> Emulation:

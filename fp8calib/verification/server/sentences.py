@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Finding, Fit
 from fp8calib.verification.server.hypotheses import Fault
@@ -95,7 +96,8 @@ def _describe_candidate(name: str, how: str, context: Context) -> str:
         end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
         return f"behaves like {SCALE_ONE} {how}: {end}"
     if fault.layer is None:
-        return f"behaves like {name} {how}: q is quantized at scale 1.0"
+        where = " in all layers" if fault.role in KV_ROLES else ""
+        return f"behaves like {name} {how}: {fault.role} is quantized at scale 1.0{where}"
     if fault.is_lost:
         return f"behaves like {name} {how}: the k/v scales of layer {fault.layer} are not in use"
     clip = f"values of layer {fault.layer} clip, as its scales are too small"

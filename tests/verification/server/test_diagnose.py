@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8calib.geometry.sites import Role
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.server.diagnose import (
     UNQUANTIZED,
@@ -19,8 +20,10 @@ from fp8calib.verification.server.diagnose import (
     needs_layers,
 )
 from fp8calib.verification.server.hypotheses import (
+    FaultEffect,
     LayerEffect,
     list_layer_faults,
+    lose_kv_scales,
     lose_query_scales,
 )
 from tests.verification.server import planted
@@ -45,6 +48,11 @@ def changes(server: torch.Tensor, noise: float = 0.0, **candidates: torch.Tensor
 def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> LayerEffect:
     """Give what a fault of a layer changes."""
     return LayerEffect(base="x", layer=layer, is_lost=is_lost, changes=found)
+
+
+def lost_in_all(role: Role, found: torch.Tensor) -> FaultEffect:
+    """Give what K or V at 1.0 in all layers changes."""
+    return FaultEffect(base="x", layer=None, is_lost=True, role=role, changes=found)
 
 
 def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
@@ -105,6 +113,30 @@ def test_a_sum_of_faults_means_other_scales() -> None:
     found = explain_with_faults(explain(given), given, "x", faults)
     assert found.finding is Finding.OTHER_SCALES
     assert found.layers == (0, 1)
+
+
+def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() -> None:
+    """It explains the server far better than the base, but the sum of two layers does so too."""
+    base, one, two = draw(1), draw(2, 3.0), draw(4, 3.0)
+    given = changes(base + one + two + draw(5), x=base)
+    faults: dict[str, FaultEffect] = {
+        str(i): effect(i, base + each * 0.3) for i, each in enumerate((one, two))
+    }
+    faults["v"] = lost_in_all(Role.V, base + (one + two) * 0.5)
+    found = explain_with_faults(explain(given), given, "x", faults)
+    assert (found.finding, found.layers) == (Finding.OTHER_SCALES, (0, 1))
+
+
+def test_beside_a_fault_of_all_layers_no_others_are_named() -> None:
+    """It is related to the server, but explains less than half."""
+    base, lost, more = draw(1), draw(2), draw(3, 1.1)
+    given = changes(0.7 * (base + lost) + more, x=base)
+    faults = {
+        "v": lost_in_all(Role.V, base + lost),
+        "0": effect(0, base + more * 0.1, is_lost=True),
+    }
+    found = explain_with_faults(explain(given), given, "x", faults)
+    assert (found.finding, found.name, found.layers) == (Finding.CANDIDATE, "v", ())
 
 
 def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
@@ -199,3 +231,66 @@ def test_lost_q_scales_are_a_fault_of_their_own(folder: Path) -> None:
         scale = fault.emulation.quantizers[site].scale
         expected = scaled.quantizers[site].scale
         assert scale == (1.0 if site in q_sites else expected)
+
+
+SERVERS = {
+    "scales": (None, (), 3.0),
+    "scale-1.0": (None, ("k", "v"), 1.0),
+    "scales without its k scales": (None, ("k",), 1.0),
+    "scales without its v scales": (None, ("v",), 1.0),
+    "scales with layer 1 at scale 1.0": (1, ("k", "v"), 1.0),
+    "scales with layer 1 at 1/8 of its scales": (1, ("k", "v"), 3 / 8),
+}
+"""Servers by what is to be found: the layer, the roles and the scale in which each is not 3.0."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_k_and_v_that_lose_their_scales_are_told_apart(tmp_path: Path, seed: int) -> None:
+    """Every seed is another model, with another text; in both dtypes."""
+    planted.save_model(tmp_path, seed=seed)
+    here = planted.Runner(tmp_path, torch.float32)
+    scaled = dict.fromkeys(here.emulate(None).quantizers, 3.0)
+    emulations = {"scale-1.0": here.emulate(None), "scales": here.emulate(scaled)}
+    faults = {
+        **dict(list_layer_faults("scales", emulations["scales"], here.geometry)),
+        **lose_kv_scales("scales", emulations["scales"]),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(3, planted.VOCABULARY, (6, 64), generator=generator).tolist()
+    reference = here.score(Emulation(), text)
+    candidates = emulate(here, emulations, text, reference)
+    ran = emulate(here, {n: each.emulation for n, each in faults.items()}, text, reference)
+    effects = {name: fault.with_changes(ran[name]) for name, fault in faults.items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        there = planted.Runner(tmp_path, dtype)
+        for expected, (layer, roles, scale) in SERVERS.items():
+            changed = {
+                site: scale
+                for site in scaled
+                if site.role in roles and (layer is None or f".{layer}." in site.module)
+            }
+            served = there.score(there.emulate({**scaled, **changed}), text)
+            given = Changes(
+                server=(served - reference).double(), candidates=candidates, lengths=[64] * 6
+            )
+            found = explain(given)
+            if needs_layers(found):
+                found = explain_with_faults(found, given, "scales", effects)
+            assert (found.finding, found.name) == (Finding.CANDIDATE, expected), dtype
+
+
+def test_lost_k_or_v_scales_are_faults_where_both_have_scales(folder: Path) -> None:
+    """Otherwise it is the candidate, or scale 1.0."""
+    runner = planted.Runner(folder, torch.float32)
+    sites = list(runner.emulate(None).quantizers)
+    for role in ("k", "v"):
+        only = runner.emulate({site: 3.0 if site.role == role else 1.0 for site in sites})
+        assert lose_kv_scales("x", only) == {}
+    faults = lose_kv_scales("x", runner.emulate(dict.fromkeys(sites, 3.0)))
+    assert list(faults) == ["x without its k scales", "x without its v scales"]
+    for fault in faults.values():
+        assert fault.layer is None
+        quantizers = fault.emulation.quantizers
+        assert {s for s in sites if quantizers[s].scale == 1.0} == {
+            s for s in sites if s.role is fault.role
+        }

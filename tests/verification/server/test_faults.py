@@ -1,7 +1,8 @@
-"""Five faults planted in a server, each told from the others by its own sentence."""
+"""Faults planted in a server, each told from the others by its own sentence."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fp8calib.geometry.sites import Role, Site
 from tests.cli.program import succeed
@@ -137,6 +139,54 @@ def test_one_layer_at_one_without_the_model(
     assert "no faults" not in found[1].err
     assert found[1].json["advice"] == expected["advice"]
     assert found[0].json["advice"] != expected["advice"]
+
+
+@pytest.mark.parametrize("role", [Role.K, Role.V])
+def test_k_or_v_at_one_in_all_layers(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any], role: Role
+) -> None:
+    values = {site: 1.0 if site.role is role else value for site, value in served.values.items()}
+    report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
+    assert report["advice"] == (
+        f"the server behaves like {served.scales} without its {role} scales (correlation 1.00): "
+        f"{role} is quantized at scale 1.0 in all layers."
+    )
+
+
+def test_k_or_v_at_one_without_the_model(
+    served: Planted, runner: planted.Runner, tmp_path: Path
+) -> None:
+    """Older dumps have neither these faults nor roles; those of layers are found there."""
+    command = ("verify", served.model, "--data", served.data, *OPTIONS, *ENGINE)
+    dump, older = tmp_path / "dump.safetensors", tmp_path / "older.safetensors"
+    succeed(*command, "--scales", served.scales, "--dump", dump, "--dump-faults")
+    _make_older(dump, older, str(served.scales))
+    lost = {site: 1.0 if site.role is Role.V else value for site, value in served.values.items()}
+    one_layer = change(served.values, planted.NEEDS_SCALES, None)
+    endings = {
+        (dump, "without its v scales"): lost,
+        (dump, "with layer 1 at scale 1.0"): one_layer,
+        (older, "with layer 1 at scale 1.0"): one_layer,
+    }
+    for (path, ending), values in endings.items():
+        with FakeServer(runner.predict(runner.emulate(values))) as server:
+            options = ("--server", server.url, "--reference-dump", path, "--json")
+            report = succeed(*command, *options).json
+        assert report["server"]["explained_by"] == f"{served.scales} {ending}"
+
+
+def _make_older(dump: Path, older: Path, base: str) -> None:
+    """Write a dump as before there were faults of K or V in all layers; add one of q."""
+    tensors = load_file(dump)
+    with safe_open(dump, "pt") as file:
+        metadata = file.metadata()
+    faults = json.loads(metadata["faults"])
+    for name in [name for name, fault in faults.items() if fault.pop("role") is not None]:
+        del faults[name], tensors[name]
+    lost_q = f"{base} without its q scales"
+    faults[lost_q] = {"base": base, "layer": None, "is_lost": True}
+    tensors[lost_q] = tensors["reference"] * 2
+    save_file(tensors, older, {**metadata, "faults": json.dumps(faults)})
 
 
 def test_the_scales_of_another_model(
