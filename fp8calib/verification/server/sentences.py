@@ -40,6 +40,11 @@ def describe(found: Diagnosis, context: Context) -> str:
     match found.finding:
         case Finding.CANDIDATE:
             return f"the server {_describe_candidate(found.name, how, context)}."
+        case Finding.UNQUANTIZED if context.has_reference and not found.size:
+            return (
+                "the server and --reference-server give the same log-probabilities, bit for bit: "
+                "neither has an FP8 KV cache, or both are one server."
+            )
         case Finding.UNQUANTIZED:
             plain = _describe_plain(found, context)
             return f"the server behaves like the unquantized model: {plain}."

@@ -357,6 +357,14 @@ def test_a_reference_that_is_the_server_itself_is_refused(model: Path, data: Pat
     assert f"--reference-server: {server.url} is --server itself" in text
 
 
+def test_a_reference_that_may_be_the_server_itself_is_told(model: Path, data: Path) -> None:
+    with FakeServer(predict, tokenize=tokenize) as server:
+        other = server.url.replace("127.0.0.1", "localhost")
+        urls = ("--server", server.url, "--reference-server", other)
+        advice = succeed("verify", model, "--data", data, "--seq-len", 16, *urls, "--json")
+    assert "neither has an FP8 KV cache, or both are one server" in advice.json["advice"]
+
+
 def test_a_server_that_is_gone_is_named_at_once(model: Path, data: Path) -> None:
     started = time.monotonic()
     with FakeServer(predict) as server:
