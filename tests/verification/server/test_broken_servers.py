@@ -23,7 +23,7 @@ from tests.cli.program import fail, run, succeed
 from tests.verification.server.fake import Asked, Break, FakeServer, Reply
 
 KEY = "sk-secret-7f3a"
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 SEQUENCES = 3
 COMPLETIONS = "/v1/completions"
 
@@ -178,12 +178,14 @@ CASES: dict[str, Case] = {
     ),
     "a storm of 429": Case(
         broken=say(429, error("slow down"), **{"retry-after": "0.5"}),
-        says=("answers 429: slow down, for 1 s", "--server-concurrency"),
+        says=(f"answers 429: slow down, for {TIMEOUT_S:g} s", "--server-concurrency"),
     ),
-    "a storm of 503": Case(broken=say(503, "busy"), says=("answers 503: busy, for 1 s",)),
+    "a storm of 503": Case(
+        broken=say(503, "busy"), says=(f"answers 503: busy, for {TIMEOUT_S:g} s",)
+    ),
     "never an answer": Case(
         broken=answer(lambda _a, r: replace(r, delay_s=2 * TIMEOUT_S)),
-        says=("no answer within 1 s", "--server-timeout"),
+        says=(f"no answer within {TIMEOUT_S:g} s", "--server-timeout"),
     ),
     "too few positions": Case(
         broken=edit(drop_rows),
