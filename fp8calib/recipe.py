@@ -322,6 +322,7 @@ def explain_value(item: Any) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if message.startswith("Input should be"):
         must_be = message.removeprefix("Input should be").partition(", unable")[0]
+        must_be = must_be.replace("a valid tuple", "a list")
         return f"must be{must_be}, not {item['input']!r:.60}"
     return message
 

@@ -61,6 +61,7 @@ query_scale: true
         ("name: x\nquantize: {sheme: w8a16}", "quantize.sheme: unknown key: did you mean scheme?"),
         ("name: x\ntp: [1]\ntp: [2]", "line 3, column 1: the key 'tp' occurs twice"),
         ("name: x\ndata: {samples: 1, samples: 2}", "the key 'samples' occurs twice"),
+        ("name: x\nformats: kv-overlay", "formats: must be a list, not 'kv-overlay'"),
         ("name: x\nquery_scale: maybe", "query_scale: must be auto, yes or no"),
         ("description: no name", "name: Field required"),
         ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),

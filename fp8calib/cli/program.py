@@ -46,6 +46,8 @@ _STAGES = {
 }
 """The error kind of an interrupted command; the exit code tells an interruption from a failure."""
 
+_PRINTED_BY_PARSER = frozenset({"--help", "--version", "--show-completion"})
+
 _FIRST_PRINTS_S = 10.0
 """How long the other processes leave it to the first one to print an error."""
 
@@ -96,7 +98,14 @@ def main_inner(arguments: Sequence[str]) -> int:
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
     _refuse_empty(arguments)
-    outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
+    try:
+        outcome = command.main(
+            spread_formats(arguments), prog_name="fp8calib", standalone_mode=False
+        )
+    except SystemExit:  # the parser ends so, with 1, where the reader of what it prints has left
+        if _PRINTED_BY_PARSER.isdisjoint(arguments):
+            raise
+        return 0
     if isinstance(outcome, KeyboardInterrupt):
         raise outcome
     if outcome == INTERRUPTED:  # of a command that cannot be resumed

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests import zoo
+from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
 
 BASE = "org/tiny-llama"
@@ -78,7 +79,7 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     made: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
     overlay = made / "scales" / "kv-overlay"
-    command = ("verify", model, "--scales", overlay, "--data", data, *QUICK, "--json")
+    command = ("verify", model, "--scales", overlay, f"--data={data}", *QUICK, "--json")
     printed = succeed(*command)
     (tmp_path / "loss.json").write_text(printed.out)
     succeed("card", overlay, "--base-model", BASE, "--verify-report", tmp_path / "loss.json")
@@ -87,6 +88,8 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
         assert f"{candidate['ppl_ratio']:.4f} ± {candidate['ppl_ratio_se']:.4f}" in text
     assert "KV cache at scale 1.0" in text
     assert printed.json["provenance"]["data_hash"] in text
+    assert f"--data={data.name} " in text
+    assert str(data.parent) not in text
     # a report of something else is refused
     message = fail(2, "card", made / "pack", *_base(), "--verify-report", tmp_path / "loss.json")
     assert "none of its candidates is" in message
@@ -107,6 +110,24 @@ def test_files_of_scales_have_a_card_too(made: Path, model: Path) -> None:
     assert command == "extract-kv-scales --quantized-model YOUR-NAME/pack --model"
     succeed("card", pack, *_base(), "--model", model, "--force")
     assert "| vllm |" in (pack / "README.md").read_text()
+
+
+def test_an_engine_that_does_not_use_the_folder_has_a_reason_from_any_place(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("opt", tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    formats = ("--format", "kv-overlay", "--out", tmp_path / "scales")
+    succeed("calibrate", tmp_path / "base", "--data", data, *QUICK, *formats)
+    folder = (tmp_path / "scales" / "kv-overlay").rename(tmp_path / "model")
+    command = ("--force", *_base(), "--repo", "me/x")
+    written = []
+    for place, name in ((tmp_path, "model"), (folder, "."), (tmp_path / "base", folder)):
+        monkeypatch.chdir(place)
+        succeed("card", name, *command)
+        written.append((folder / "README.md").read_text())
+    assert len(set(written)) == 1
+    assert re.search(r"\| sglang \|.* no \|.*accepts only model\.decoder\.layers\.0\.", written[0])
 
 
 def test_a_folder_with_spaces_gets_a_hub_id_and_a_quoted_upload(made: Path, tmp_path: Path) -> None:

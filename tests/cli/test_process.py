@@ -81,14 +81,23 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("arguments", [["recipes", "kv"], ["recipes", "kv", "--json"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipes", "kv"],
+        ["recipes", "kv", "--json"],
+        ["--help"],
+        ["check", "--help"],
+        ["--version"],
+    ],
+)
 def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> None:
     process = start(*PROGRAM, *arguments)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == ""
-    process.wait(timeout=60)
+    assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -235,8 +235,12 @@ def _is_at(candidate: Path, place: Path) -> bool:
 
 def _publish(command: str) -> str:
     """Keep only the last component of absolute paths, as files of scales do."""
-    words = (Path(word).name if word.startswith("/") else word for word in shlex.split(command))
-    return shlex.join(words)
+    return shlex.join(map(_shorten_path, shlex.split(command)))
+
+
+def _shorten_path(word: str) -> str:
+    option, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{sign}{Path(value).name if value.startswith('/') else value}"
 
 
 def _list_files(folder: Path) -> Iterator[PublishedFile]:

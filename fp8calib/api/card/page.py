@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8calib.api.arguments import checked
 from fp8calib.api.card.facts import CARD_NAME, CardFacts, Loss, find_version, read_facts
 from fp8calib.api.check import check
-from fp8calib.api.quantize.servable import find_load_fault
+from fp8calib.api.quantize.servable import find_fault, find_load_fault
 from fp8calib.checkpoint.atomic import check_output_file, format_size, write_file_atomic
 from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.engines.registry import find_replayed, list_defaults
@@ -203,11 +203,12 @@ def _describe_engines(facts: CardFacts, repo: str, report: CheckReport | None) -
     yield "What `fp8calib check` replays of each engine's loading rules:"
     yield ""
     rows = []
+    place = rf"(?<![\w./-]){re.escape(str(facts.folder))}(?=[/:])"
     for key, found in report.engines.items():
         used = sum(layer.ok for layer in found.layers)
         kv = f"{used} of {len(found.layers)} layers" if facts.has_kv_scales else "-"
-        why = find_load_fault(found) or next(iter(found.problems), "")
-        why = shorten(why).replace(str(facts.folder), repo).replace("|", r"\|")
+        why = find_load_fault(found) or find_fault(found) or next(iter(found.problems), "")
+        why = re.sub(place, repo, shorten(why)).replace("|", r"\|")
         rows.append([key, report.versions[key], "yes" if found.ok else "no", kv, why])
     yield from _make_table(["engine", "version", "uses it", "KV scales used", "note"], rows)
     commands = list(_list_commands(facts, repo, report))
