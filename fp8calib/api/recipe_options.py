@@ -80,16 +80,29 @@ class QueryDecision:
     notes: tuple[str, ...] = ()
 
 
+def check_query(recipe: Recipe) -> None:
+    """Refuse q scales that are asked for in formats none of which holds them.
+
+    Raises:
+        UsageError: naming the formats.
+    """
+    if recipe.query_scale is True and recipe.formats and not _list_storing(recipe):
+        raise UsageError(
+            f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
+            hint=f"add --format {' or '.join(list_query_format_names())}, or leave it out",
+        )
+
+
+def _list_storing(recipe: Recipe) -> list[str]:
+    return [name for name in recipe.formats if find_dialect(name).has_query]
+
+
 def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
     """Decide for `auto` whether q scales are written: where q needs them in some layer."""
-    storing = [name for name in recipe.formats if find_dialect(name).has_query]
+    check_query(recipe)
     if recipe.query_scale is True:
-        if not storing and recipe.formats:
-            raise UsageError(
-                f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
-                hint=f"add --format {' or '.join(list_query_format_names())}, or leave it out",
-            )
         return QueryDecision(is_written=True)
+    storing = _list_storing(recipe)
     unfit = list_unfit_queries(stats)
     if not unfit or not recipe.formats:
         return QueryDecision(is_written=False)

@@ -42,6 +42,7 @@ Refused = Callable[..., str]
         (["--recipe", "w8a16", "--format", "rfc"], "does not observe K and V"),
         (["--recipe", "w8a8-dynamic", "--format", "rfc"], "needs inputs and weights"),
         (["--recipe", "w8a16", "--query-scale", "yes"], "does not observe q"),
+        (["--format", "rfc", "--query-scale", "yes", "--dry-run"], "rfc cannot hold q_scale"),
     ],
 )
 def test_a_value_that_makes_no_sense(

@@ -15,7 +15,7 @@ from fp8calib.api.calibrate import (
     plan_recipe_text,
 )
 from fp8calib.api.models import open_run_model
-from fp8calib.api.recipe_options import decide_query, list_ignored
+from fp8calib.api.recipe_options import check_query, decide_query, list_ignored
 from fp8calib.api.resumable.job import ResumableJob
 from fp8calib.api.resumable.memory import choose_calibration_mode
 from fp8calib.api.resumable.rounding import check_rounding_data
@@ -151,6 +151,7 @@ def _open_job(
     ) as model:
         prepared, checkpoint = model.prepared, model.checkpoint
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+        check_query(recipe)
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         graft = Graft(replaces_scales=settings.replace_scales)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)
