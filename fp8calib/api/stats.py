@@ -14,7 +14,7 @@ from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats import calibration_stats
 
@@ -34,7 +34,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         *,
         granularity: Literal["tensor", "head"] = "tensor",
         tp: int = 1,
-        query: bool = False,
+        query: bool | None = None,
         rule: str = "amax",
         fallback: str | None = None,
         fp8_dtype: str = "e4m3fn",
@@ -47,7 +47,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         Args:
             granularity: one scale for K and one for V of a layer, or for each KV head.
             tp: ranks. Above 1, a scale covers the heads of its rank.
-            query: scales of q too.
+            query: scales of q too; None: if q was observed and needs one in some layer.
             rule: `amax`, `percentile:P`, `mse` or `headroom:H`.
             fallback: what a tensor of zeros gets: `layer-max`, `one` or `refuse`.
             fp8_dtype: `e4m3fn` or `e4m3fnuz`.
@@ -72,7 +72,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
             FP8_FORMATS[options.fp8_dtype],
             tp=tp,
             per_head=granularity == "head",
-            query=query,
+            query=bool(list_unfit_queries(self)) if query is None else query,
             fallback=options.fallback,
             rule=options.rule,
         )

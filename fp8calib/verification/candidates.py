@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.compressed_tensors import require_format
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
+from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
@@ -22,6 +24,7 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
@@ -61,6 +64,8 @@ class OpenedCandidate:
 
     name: str
     stats: CalibrationStats | None = None
+    with_query: bool = False
+    """Whether the scales that follow from `stats` include those of q."""
     found: FoundScales | None = None
     checkpoint: Fp8Checkpoint | None = None
     kv_note: str = ""
@@ -104,7 +109,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
     """
     path = find_candidate(name)
     if is_stats_file(path):
-        return open_stats(name, load_stats(path), target)
+        return open_stats(name, load_stats(path), target, folder=path.parent)
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,
@@ -125,14 +130,24 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
     return OpenedCandidate(name=name, found=found)
 
 
-def open_stats(name: str, stats: CalibrationStats, target: Target) -> OpenedCandidate:
+def open_stats(
+    name: str, stats: CalibrationStats, target: Target, *, folder: Path | None = None
+) -> OpenedCandidate:
     """Make a candidate of statistics, and check that they belong to the model.
 
+    Their scales are those that `export` writes: of q as well, if q needs a scale. If `folder`,
+    which holds them, has an overlay, they are those of the overlay.
+
     Raises:
-        ModelError: they are of another model.
+        ModelError: they are of another model, or the overlay cannot be read.
     """
     _check_stats_model(name, stats, target)
-    return OpenedCandidate(name=name, stats=stats)
+    with_query = bool(list_unfit_queries(stats))
+    overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
+    if with_query and overlay is not None and overlay.is_dir():
+        headers = map(read_header, overlay.glob("*.safetensors"))
+        with_query = any(key.endswith(".q_scale") for header in headers for key in header.tensors)
+    return OpenedCandidate(name=name, stats=stats, with_query=with_query)
 
 
 def find_candidate(name: str) -> Path:

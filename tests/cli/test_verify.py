@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fp8calib
 from tests import zoo
 from tests.cli.conftest import QUICK, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
@@ -449,6 +450,31 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
     succeed(*stats[1:])
     written = load_file(next(Path(stats[-1]).rglob("model-00002-of-00002.safetensors")))
     assert sorted(name for name in written if name.endswith("q_scale"))
+
+
+def test_statistics_are_judged_with_the_q_scales_that_are_written(
+    model: Path, data: Path, held_out: Path, tmp_path: Path
+) -> None:
+    odd = shutil.copytree(model, tmp_path / "odd")
+    llama = zoo.build("llama")
+    llama.model.layers[1].self_attn.q_proj.weight.data *= 2.0**-16
+    llama.model.layers[1].self_attn.k_proj.weight.data *= 2.0**16
+    llama.save_pretrained(odd)
+    out, alone = tmp_path / "out", tmp_path / "stats.safetensors"
+    formats = ("--format", "kv-overlay", "--format", "kv-scales")
+    succeed("calibrate", odd, "--data", data, *QUICK, *formats, "--out", out)
+    shutil.copy(out / "stats.safetensors", alone)
+    klds = set()
+    for scales in (out, alone, out / "kv-overlay"):
+        found = succeed("verify", odd, "--data", held_out, *QUICK, "--scales", scales, "--json")
+        assert "none is written" not in found.json["advice"]
+        klds.add(found.json["candidates"][0]["kld_mean"])
+    assert len(klds) == 1
+    written = load_file(out / "kv_scales.safetensors")
+    scales = fp8calib.load_stats(alone).kv_scales()
+    assert scales.keys() == written.keys()
+    assert all(torch.equal(scales[name], value) for name, value in written.items())
+    assert sum(name.endswith("q_scale") for name in written) == 2
 
 
 def test_existing_files_are_replaced_only_by_force(

@@ -112,7 +112,7 @@ def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
         _check_format(job, opened.name, opened.found)
         return opened.found.table
     assert opened.stats is not None  # noqa: S101 -- a candidate has one of the two
-    return compute_kv_scales(opened.stats, job.options.fmt)
+    return compute_kv_scales(opened.stats, job.options.fmt, query=opened.with_query)
 
 
 def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
@@ -146,7 +146,8 @@ def _find_rules_stats(job: VerifyJob) -> OpenedCandidate | None:
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
     assert opened.stats is not None  # noqa: S101 -- checked by the caller
     for rule in job.options.rules:
-        table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule)
+        query = opened.with_query
+        table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule, query=query)
         name = str(rule)
         yield name, build_kv_candidate(name, table, job.options.numerics, origin=name)
 
@@ -170,7 +171,8 @@ def _build_scale_kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]
     kind = PER_HEAD if table.per_head else SCALED
     scale_kinds[kind] = emulate_kv(table, options.numerics)
     if first.stats is not None and options.numerics.kv_per_head:
-        per_head = compute_kv_scales(first.stats, options.fmt, per_head=True)
+        query = first.with_query
+        per_head = compute_kv_scales(first.stats, options.fmt, per_head=True, query=query)
         scale_kinds[PER_HEAD] = emulate_kv(per_head, options.numerics)
     return scale_kinds
 
