@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import list_unfit_queries
@@ -36,6 +37,7 @@ from fp8calib.verification.emulation.coverage import (
     list_embedding_and_head,
 )
 from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
     explain_plain_cache,
@@ -265,9 +267,10 @@ def build_scheme(
     quantizers, weights = emulate_scheme(
         scheme, target.geometry, selected, numerics, fmt=fmt, stats=stats
     )
+    rounding = _describe_rounding(quantizers, numerics)
     return Candidate(
         name=name,
-        description=f"{scheme.name}: {scheme.description}, {fmt.name}",
+        description=f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}",
         emulation=Emulation(quantizers=quantizers, weights=weights),
         notes=tuple(find_scheme_gaps(name, selected, scheme)),
     )
@@ -296,13 +299,19 @@ def build_checkpoint(
         parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,
-        description=", ".join(parts),
+        description=", ".join(parts) + _describe_rounding(quantizers, numerics),
         emulation=Emulation(quantizers=quantizers, weights=weights),
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *find_checkpoint_gaps(opened.name, weights, checkpoint, source, model),
         ),
     )
+
+
+def _describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) -> str:
+    if not any(quantizer.power_of_two for quantizer in quantizers.values()):
+        return ""
+    return f"; {numerics.name} rounds the scales of blocks and groups up to powers of two"
 
 
 def _check_embedding_and_head(

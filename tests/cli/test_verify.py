@@ -865,7 +865,9 @@ def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
     out = tmp_path / "q"
     succeed("quantize", tmp_path / "m", "--scheme", "fp8-block", "--out", out)
     command = ("verify", tmp_path / "m", "--data", held_out, *QUICK, "--scales", out)
-    warnings = succeed(*command, "--engine", engine, "--json").json["warnings"]
-    told = [text for text in warnings if "cannot load it" in text]
+    report = succeed(*command, "--engine", engine, "--json").json
+    told = [text for text in report["warnings"] if "cannot load it" in text]
     assert bool(told) is not is_loaded
     assert all(text.startswith(f"{out}: TGI ") for text in told)
+    rounding = "; vllm rounds the scales of blocks and groups up to powers of two"
+    assert report["candidates"][0]["description"].endswith(rounding) is (engine == "vllm")

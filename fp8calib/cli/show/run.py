@@ -16,8 +16,7 @@ def run_show(path: Path, options: TableOptions, *, as_json: bool) -> None:
     """Print a file, or what a folder holds.
 
     Raises:
-        UsageError: it holds neither statistics nor scales.
-        ModelError: it cannot be read.
+        ModelError: it holds neither statistics nor scales, or cannot be read.
     """
     if as_json and options.given:
         has = "has" if len(options.given) == 1 else "have"

@@ -16,7 +16,7 @@ from fp8calib.cli.show.summary import TABLES_HINT, summarize_scales
 from fp8calib.cli.show.tables import TableOptions
 from fp8calib.dialects.kv.rank_files import list_arrays, read_number
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
-from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.errors import ModelError, shorten
 
 _RANK_FILE_SUFFIXES = (".npz", ".safetensors")
 _INDEX = re.compile(r"[0-9]{1,9}")
@@ -33,12 +33,11 @@ def show_scales(path: Path, options: TableOptions, *, as_json: bool) -> None:
     """Print what stands out among the scales of a file, or a table of them, exactly as stored.
 
     Raises:
-        UsageError: the file is of an unsupported kind, or holds no scales.
-        ModelError: it cannot be read.
+        ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
     """
     rows = sorted(_list_rows(path), key=_natural_key)
     if not rows:
-        raise UsageError(f"{path} holds no scales", hint="pass statistics or a file of scales")
+        raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
     if as_json:
         print_json({"scales": {name: _make_json(values) for name, values in rows}})
         return
@@ -73,7 +72,7 @@ def _list_rows(path: Path) -> Iterator[ScaleRow]:
                 yield name, read_number(path, name).flatten().tolist()
     else:
         kinds = ".safetensors, .npz or .json"
-        raise UsageError(f"{path}: neither a {kinds} file nor a checkpoint folder")
+        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder")
 
 
 def _list_rank_files(folder: Path) -> list[Path]:
