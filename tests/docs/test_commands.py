@@ -31,6 +31,7 @@ QUICK = ("--samples", "8", "--seq-len", "16", "--dtype", "float32")
 GATE_CODES = {0, 8, 9}
 """Of a random model, any verdict is right."""
 NOT_RUN = (
+    ". .venv/bin/activate",
     "docker build --file scripts/cpu.Dockerfile --tag fp8calib .",
     "docker run --rm --volume $PWD:/models fp8calib check",
     "pip install",
