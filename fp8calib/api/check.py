@@ -10,7 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.dialects.metadata import read_file_origin
-from fp8calib.dialects.read import check_origin
+from fp8calib.dialects.read import check_origin, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
@@ -44,7 +44,8 @@ def check(
 
     Raises:
         UsageError: the path or an engine does not exist, or `model` is missing.
-        ModelError: the model or the file cannot be read, or the scales are of another model.
+        ModelError: the model or the file cannot be read, or the file has no KV scales, or the
+            scales are of another model.
     """
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
@@ -59,6 +60,7 @@ def check(
         folder = found if model is None else open_folder(path)
         report = check_folder(folder, geometry, engines, tp, requires_kv=require_kv)
     else:
+        require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report

@@ -126,6 +126,18 @@ def has_kv_scales(path: Path) -> bool:
     return _recognise(_look_into(path)) is not None
 
 
+def require_kv_scales(path: Path) -> None:
+    """Refuse a folder or file without KV scales in any dialect; their values are not judged.
+
+    Raises:
+        UsageError: there is no such path.
+        ModelError: a file is damaged, or there are no KV scales.
+    """
+    files = _look_into(path)
+    if _recognise(files) is None:
+        raise _no_scales(files)
+
+
 def _recognise(files: ScaleFiles) -> Dialect | None:
     for dialect in list_read():
         if dialect.recognise is not None and dialect.recognise(files):

@@ -332,15 +332,43 @@ def test_the_layers_come_from_the_checkpoints_own_config(
     assert [layer["layer"] for layer in report["engines"]["vllm"]["layers"]] == layers
 
 
-@pytest.mark.parametrize("text", ["", "[]", "\ufeff{}", "[" * 100_000, '{"kv_cache": 7}'])
-def test_broken_json_files_get_verdicts(model: Path, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "cannot be read as JSON"),
+        ("[]", "not a JSON object"),
+        ("\ufeff{}", "cannot be read as JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{}", "there are no KV scales"),
+        ('{"a": 1}', "there are no KV scales"),
+    ],
+)
+def test_json_files_that_hold_no_scales(model: Path, tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "scales.json"
     path.write_text(text)
+
+    assert said in fail(4, "check", path, "--model", model)
+
+
+def test_scales_of_a_wrong_shape_get_a_verdict(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text('{"kv_cache": 7}')
 
     report = check(8, path, "--model", model)
 
     assert statuses(report, "sglang") == {"defaulted"}
     assert statuses(report, "vllm") == statuses(report, "tgi") == {"dropped"}
+
+
+def test_tensor_files_that_hold_no_scales(
+    calibrated: tuple[Path, ...], model: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights.safetensors"
+    weights.write_bytes((model / "model.safetensors").read_bytes())
+
+    assert "only weights" in fail(4, "check", weights, "--model", model)
+    stats = calibrated[0] / "stats.safetensors"
+    assert "these are statistics" in fail(4, "check", stats, "--model", model)
 
 
 @pytest.mark.parametrize(
