@@ -25,6 +25,7 @@ MIN_CLUSTERS = 2
 class Summary:
     """The scores of a candidate over all tokens."""
 
+    tokens: int
     ppl: float
     log_ratio: float
     """Logarithm of the candidate's perplexity over the reference's."""
@@ -50,12 +51,22 @@ class Summary:
             return None
         return min(self.ppl_ratio * self.log_ratio_se, sys.float_info.max)
 
+    @property
+    def implied_log_ratio_se(self) -> float:
+        """Standard error of the log ratio that the KLD implies; 0.0 where the KLD is unknown.
+
+        Where x is drawn from p, and q is close to it, log p(x) - log q(x) has a variance of twice
+        KL(p || q). Few tokens may lie close together by chance; each gives a whole divergence.
+        """
+        return math.sqrt(2 * max(self.kld_mean or 0.0, 0.0) / self.tokens)
+
 
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
     losses = (reference.logprobs - scores.logprobs).double()
     klds = scores.klds.double()
     return Summary(
+        tokens=len(losses),
         ppl=compute_ppl(scores),
         log_ratio=float(losses.mean()),
         log_ratio_se=standard_error(losses, lengths),
@@ -79,6 +90,7 @@ def summarize_logprobs(
     """Reduce the log-probabilities [N] of a server, which are all that it gives."""
     losses = (reference - logprobs).double()
     return Summary(
+        tokens=len(losses),
         ppl=bounded_exp(-float(logprobs.double().mean())),
         log_ratio=float(losses.mean()),
         log_ratio_se=standard_error(losses, lengths),

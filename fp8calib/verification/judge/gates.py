@@ -32,13 +32,12 @@ class Gate(BaseModel):
     @property
     def margin(self) -> float:
         """The largest standard error of the logarithm of a ratio with which the gate can tell."""
-        allowed = math.log(self.pass_at)
-        return allowed if allowed > 0 else max(math.log(self.fail_above) - allowed, _LEAST_MARGIN)
+        return math.log(self.pass_at) or max(math.log(self.fail_above), _LEAST_MARGIN)
 
     @model_validator(mode="after")
     def _ordered(self) -> Gate:
-        if not 0 < self.pass_at <= self.fail_above:
-            msg = "needs 0 < pass_at <= fail_above"
+        if not 1 <= self.pass_at <= self.fail_above:
+            msg = "needs 1 <= pass_at <= fail_above"
             raise ValueError(msg)
         return self
 
@@ -90,7 +89,9 @@ def load_gate(text: str) -> Gate:
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     """Give the verdict and the reason; thresholds are widened by one standard error.
 
-    With an error that is unknown, or larger than the gate's margin, only a failure is certain.
+    With an error that is unknown, or larger than the gate's margin, only a failure is certain. The
+    error is the larger one of that of the losses and that which the KLD implies: the losses of a
+    few tokens may be alike by chance.
     """
     if gate.kld_fail_above is not None and summary.kld_mean is None:
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
@@ -101,10 +102,16 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
         why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
         return Verdict.CANNOT_TELL, why
     verdict, why = _judge_ratio(summary.log_ratio, summary.log_ratio_se, gate)
-    is_open = summary.log_ratio + summary.log_ratio_se > math.log(gate.pass_at)
-    if verdict is not Verdict.FAIL and is_open and summary.log_ratio_se > gate.margin:
+    error = max(summary.log_ratio_se, summary.implied_log_ratio_se)
+    is_failure = summary.log_ratio - error > math.log(gate.fail_above)
+    if error > gate.margin and not is_failure:
         verdict = Verdict.CANNOT_TELL
         why = f"has an error above the gate's margin of {gate.margin:.3f}: use more text"
+        if summary.log_ratio_se <= gate.margin:
+            why = (
+                f"is of {summary.tokens:,} tokens, too few: their KLD implies an error of "
+                f"{error:.3f}, above the gate's margin of {gate.margin:.3f}: use more text"
+            )
     return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
 
 
