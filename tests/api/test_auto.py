@@ -180,6 +180,33 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     assert "two sequences" in fail(2, "auto", model, "--samples", 1)
 
 
+def test_weights_that_cannot_be_quantized_are_refused_before_text_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("gpt2", tmp_path / "gpt2")
+    text = write_rows(tmp_path / "text.jsonl", [{"input_ids": [3, 4, 5, 6]}] * 8)
+
+    def run_calibration(*_: object) -> None:
+        pytest.fail("text was run")
+
+    monkeypatch.setattr("fp8calib.api.auto.run.run_calibration", run_calibration)
+    out = tmp_path / "out"
+    assert "Conv1D" in fail(4, "auto", tmp_path / "gpt2", "--data", text, *QUICK, "--out", out)
+    assert not out.exists()
+
+
+def test_schemes_are_ruled_out_for_what_the_statistics_lack(tmp_path: Path) -> None:
+    """No hook reaches the inputs of gemma3n's projections outside its decoder layers."""
+    zoo.save("gemma3n_text", tmp_path / "gemma3n")
+    rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(60)]
+    text = write_rows(tmp_path / "text.jsonl", rows)
+    asked = ("auto", tmp_path / "gemma3n", "--data", text, *QUICK, "--out", tmp_path / "out")
+    found = run(*asked, "--json").json
+    (scheme,) = [each for each in found["decisions"] if "which scheme" in each["question"]]
+    assert "fp8-static: the stats have no input of" in scheme["why"]
+    assert "fp8-static: vllm cannot load it" not in scheme["why"]
+
+
 # --- decisions on figures by hand -----------------------------------------------------------------
 
 
@@ -246,7 +273,7 @@ def test_the_scheme_with_the_smallest_loss_is_chosen(
             for name, kld in verdicts.items()
         )
     )
-    choice = decide.choose_scheme(found, {"fp8-block": "sizes"}, "vllm")
+    choice = decide.choose_scheme(found, {"fp8-block": "sizes"})
     assert choice.name == expected
     assert not choice.is_unknown
     assert bool(choice.closest) is (expected is None)

@@ -114,7 +114,7 @@ def _train_mode(model: PreTrainedModel) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("run", ["calibrate", "verify", "quantize"])
+@pytest.mark.parametrize("run", ["calibrate", "verify", "quantize", "gptq"])
 def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=24)
@@ -122,6 +122,7 @@ def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
     with _train_mode(model):
         before = describe_state(model)
         rows = token_rows()
+        random_state = torch.get_rng_state()
         if run == "calibrate":
             fp8calib.calibrate(model, rows, seq_len=LENGTH)
         elif run == "verify":
@@ -130,8 +131,11 @@ def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
             report = fp8calib.verify(model, data=rows, seq_len=LENGTH, scheme="fp8-dynamic")
             assert report.candidates[0].kld_mean > 0  # weights were replaced for a while
         else:
-            fp8calib.quantize(model, "fp8-dynamic", tmp_path / "fp8", allow_unservable=True)
+            text = {"rounding": "gptq", "data": rows, "seq_len": LENGTH} if run == "gptq" else {}
+            out = tmp_path / "fp8"
+            fp8calib.quantize(model, "fp8-dynamic", out, allow_unservable=True, **text)  # type: ignore[arg-type]
         assert_same(describe_state(model), before)
+        assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_a_failing_run_leaves_the_model_as_it_was() -> None:

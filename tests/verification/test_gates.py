@@ -17,9 +17,7 @@ PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DI
 OPEN = Verdict.CANNOT_TELL
 
 
-def make_summary(
-    ratio: float, error: float, *, kld: float = 0.01, tokens: int = 20_000
-) -> Summary:
+def make_summary(ratio: float, error: float, *, kld: float = 0.01, tokens: int = 20_000) -> Summary:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
     return Summary(
         tokens=tokens,

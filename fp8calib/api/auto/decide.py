@@ -82,11 +82,11 @@ def _decide_query(
     return Decision(question=question, answer="no", why=why)
 
 
-def choose_scheme(report: VerifyReport, refused: Mapping[str, str], engine: str) -> Choice:
+def choose_scheme(report: VerifyReport, refused: Mapping[str, str]) -> Choice:
     """Choose the scheme of weights and inputs with the smallest loss that passes.
 
-    Schemes with FP8 inputs come first: only these multiply in FP8. `refused` says why the engine
-    cannot load a scheme.
+    Schemes with FP8 inputs come first: only these multiply in FP8. `refused` says why a scheme
+    cannot be used.
     """
     found = [each for each in report.candidates if each.name in SCHEMES]
     usable = [each for each in found if each.name not in refused]
@@ -95,7 +95,7 @@ def choose_scheme(report: VerifyReport, refused: Mapping[str, str], engine: str)
     figures = "; ".join(
         [
             *(_describe(each) for each in sorted(usable, key=_loss)),
-            *(f"{name}: {engine} cannot load it: {why}" for name, why in refused.items()),
+            *(f"{name}: {why}" for name, why in refused.items()),
         ]
     )
     question = "which scheme has the smallest loss among those that pass?"

@@ -185,7 +185,7 @@ def drop_kv(stats: CalibrationStats) -> CalibrationStats:
 
 
 def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[str, str]]:
-    """List the schemes that the engine cannot load of this model, with the reason."""
+    """List the schemes that the statistics lack sites for or the engine cannot load, and why."""
     engine = find_replayed(measured.task.engine).key
     for name in SCHEMES:
         asked = resolve_plan(
@@ -208,7 +208,9 @@ def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[
             ) as planned:
                 require_servable(planned.plan, planned.checkpoint.folder, [engine])
         except ExportError as error:
-            yield name, error.message.partition(f"{engine}: ")[2] or error.message
+            fault = error.message.partition(f"{engine}: ")[2]
+            why = f"{measured.task.engine} cannot load it: {fault}" if fault else error.message
+            yield name, why
 
 
 def leave_layers(measured: Measured, scheme: str) -> tuple[tuple[int, ...], Decision] | None:

@@ -31,6 +31,7 @@ from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.scales.compute import list_unfit_queries
+from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, save_stats
 from fp8calib.verification.report import VerifyReport
 
@@ -86,7 +87,7 @@ def auto(
 
     Raises:
         UsageError: an option is invalid, or the folder is in use.
-        ModelError: the model cannot be read or run.
+        ModelError: the model cannot be read or run, or its weights cannot be quantized (`w8a8`).
         DataError: the data cannot be read, or is one sequence.
         CalibrationError: a forward pass failed.
         ExportError: the output cannot be written.
@@ -135,6 +136,8 @@ def run_auto(
                 f"{task.model} is quantized already: {model.checkpoint.form}",
                 hint="name the unquantized model that it was made from",
             )
+        if task.gate == "w8a8":
+            select(model.checkpoint)  # raises before text is run
         calibration, held_out = plan_texts(task, model)
         recipe = recipe.model_copy(
             update={"data": recipe.data.model_copy(update={"batch_size": task.batch_size})}
@@ -200,7 +203,7 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
         if kv.name is None:
             return finish(closest=kv.closest, is_unknown=kv.is_unknown)
         return finish(**write_choice(measured, folder, scheme=None, left=(), kv=kv))
-    scheme = decide.choose_scheme(found, refused, measured.task.engine)
+    scheme = decide.choose_scheme(found, refused)
     left: tuple[int, ...] = ()
     fallback = decide.choose_fallback(found, refused)
     needs_layers = scheme.name is None or not decide.has_fp8_inputs(scheme.name)

@@ -214,7 +214,8 @@ def estimate_rounding_s(
 ) -> float:
     """Estimate the seconds of rounding all weights, from those of a small one on the device."""
     size = _PROBE_SIZE
-    rows = torch.randn(2 * size, size, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.randn(2 * size, size, device=device, generator=generator)
     started = time.monotonic()
     factor = factorise(rows.T @ rows)
     factor_s = time.monotonic() - started

@@ -175,15 +175,15 @@ def _one_process() -> Iterator[None]:
 def _run_harness(harness: Any, tasks: Tasks) -> Scores:
     from lm_eval.evaluator import evaluate  # noqa: PLC0415 -- an extra
 
-    _set_seeds(tasks)
     try:
-        results = evaluate(
-            lm=harness,
-            task_dict=tasks.loaded,
-            limit=tasks.limit,
-            bootstrap_iters=BOOTSTRAPS,
-            log_samples=False,
-        )
+        with _seeded(tasks):
+            results = evaluate(
+                lm=harness,
+                task_dict=tasks.loaded,
+                limit=tasks.limit,
+                bootstrap_iters=BOOTSTRAPS,
+                log_samples=False,
+            )
     except Fp8CalibError:
         raise
     except torch.OutOfMemoryError as error:
@@ -199,14 +199,23 @@ def _run_harness(harness: Any, tasks: Tasks) -> Scores:
     return read_scores(results)
 
 
-def _set_seeds(tasks: Tasks) -> None:
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    for task in tasks.loaded["tasks"].values():
-        if task.config.num_fewshot is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=SEED)
+@contextmanager
+def _seeded(tasks: Tasks) -> Iterator[None]:
+    """Seed every random generator; at the end, restore their states."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(SEED)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+        for task in tasks.loaded["tasks"].values():
+            if task.config.num_fewshot is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=SEED)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 # --- after --------------------------------------------------------------------------------------
