@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,6 +227,18 @@ def test_every_candidate_sees_the_same_few_shots(llama: Subject, tmp_path: Path)
 
 
 @needs_harness
+def test_random_states_stay_as_they_were(llama: Subject, tmp_path: Path) -> None:
+    """Those of numpy and torch; loading a task draws from `random` before it is seeded."""
+
+    def describe() -> str:
+        return repr((np.random.get_state(), torch.get_rng_state().tolist()))
+
+    before = describe()
+    run(llama, write_task(tmp_path, MULTIPLE_CHOICE, ROWS[:3]))
+    assert describe() == before
+
+
+@needs_harness
 def test_the_model_sees_one_bos_before_every_text(llama: Subject, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     assert tokenizer.encode("w03")[0] != BOS
@@ -315,7 +328,7 @@ def test_a_task_that_runs_what_the_model_writes_is_refused(tmp_path: Path) -> No
 @needs_harness
 def test_a_task_asked_for_twice_is_refused(tmp_path: Path) -> None:
     task = write_task(tmp_path, MULTIPLE_CHOICE, ROWS[:3])
-    with pytest.raises(UsageError, match="choose is asked for twice"):
+    with pytest.raises(UsageError, match="choose is given twice"):
         open_tasks([str(task), str(task)], limit=None)
 
 

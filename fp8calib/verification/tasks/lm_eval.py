@@ -201,7 +201,7 @@ def _run_harness(harness: Any, tasks: Tasks) -> Scores:
 
 @contextmanager
 def _seeded(tasks: Tasks) -> Iterator[None]:
-    """Seed every random generator; at the end, restore their states."""
+    """Seed every random generator; at the end, restore the states."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         random.seed(SEED)
