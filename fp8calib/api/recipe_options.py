@@ -127,6 +127,8 @@ def list_ignored(recipe: Recipe, *, given: Mapping[str, Any]) -> Iterator[str]:
     texts = [name for name in named if name != "--tp"]
     if texts and not recipe.observe.needs_forward:
         yield f"{', '.join(texts)}: no effect, as recipe {recipe.name} runs no text"
+    elif "--seed" in named and len(recipe.data.sources) < 2:
+        yield "--seed has no effect: it is for mixing several --data"
 
 
 def _choose_kinds(names: Collection[str]) -> dict[str, bool]:

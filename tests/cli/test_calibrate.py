@@ -43,7 +43,7 @@ def test_data_for_a_recipe_that_runs_none_is_told_to_change_nothing(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     command = ("calibrate", model, "--recipe", "w8a16", "--dry-run")
-    what = "warning: recipe w8a16 runs no data"
+    what = "no effect, as recipe w8a16 runs no text"
     assert what not in succeed(*command, "--out", tmp_path / "out").err
     for options in (("--data", data), ("--seq-len", 16), ("--no-pack",)):
         assert what in succeed(*command, *options, "--out", tmp_path / "out").err

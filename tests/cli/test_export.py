@@ -255,7 +255,15 @@ def test_options_without_effect_are_named(model: Path, stats: Path, tmp_path: Pa
     data.touch()
     ignored = ("--recipe", "w8a16", "--data", data, "--samples", 3)
     done = succeed("calibrate", model, *ignored, "--out", tmp_path / "w8a16")
+    assert done.err.count("no effect") == 1
     assert "--data, --samples: no effect, as recipe w8a16 runs no text" in done.err
+    one = ("--data", "builtin", "--seq-len", 16, "--samples", 1, "--seed", 3)
+    done = succeed("calibrate", model, *one, "--out", tmp_path / "kv")
+    assert "--seed has no effect: it is for mixing several --data" in done.err
+    done = succeed("verify", model, *one[:-2], "--force")
+    assert "--force has no effect without --report or --dump" in done.err
+    bare = ("--scheme", "fp8-dynamic", "--no-shared-scales", "--out", tmp_path / "fp8")
+    assert "fp8-dynamic has no scales of whole weights" in fail(2, "quantize", model, *bare)
 
 
 def test_a_folder_with_an_overlay_in_it_is_refused_alike(

@@ -134,6 +134,14 @@ def resolve_plan(
             f"--power-of-two-scales: --scheme {schemes.default.name} has no scales of blocks",
             hint="leave it out: no engine rounds other scales",
         )
+    if (
+        not shared_scales
+        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.TENSOR) is None
+    ):
+        raise UsageError(
+            f"--no-shared-scales: --scheme {schemes.default.name} has no scales of whole weights",
+            hint="leave it out: no other scales are shared",
+        )
     static = _find_option(schemes, lambda scheme: scheme.has_static_inputs)
     if static is not None and not is_calibrated:
         raise UsageError(

@@ -37,8 +37,6 @@ def resolve_recipe(settings: CalibrateSettings) -> Recipe:
         },
         top={"formats": formats, "tp": settings.tp, "query_scale": settings.query_scale},
     )
-    if not recipe.observe.needs_forward and any(value is not None for value in data.values()):
-        warn(f"recipe {recipe.name} runs no data: --data and related options have no effect")
     if settings.shard is None:
         return recipe
     if formats:

@@ -8,6 +8,7 @@ from fp8calib.api.verify.job import VerifyOptions
 from fp8calib.api.verify.run import require_server, resolve_options
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.output_files import probe_output_files
+from fp8calib.cli.console import warn
 from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.errors import UsageError
 
@@ -59,6 +60,7 @@ def _check_server_options(settings: VerifySettings) -> None:
         return
     ignored = {
         "--scales": settings.scales,
+        "--scheme": settings.scheme,
         "--tasks": settings.tasks,
         "--sensitivity": settings.sensitivity,
         "--rules": settings.rules,
@@ -80,6 +82,8 @@ def _check_outputs(settings: VerifySettings) -> None:
         UsageError: naming the path.
     """
     outputs = [path for path in (settings.report, settings.dump) if path is not None]
+    if settings.force and not outputs:
+        warn("--force has no effect without --report or --dump")
     for path in outputs:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")

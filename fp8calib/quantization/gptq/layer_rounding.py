@@ -214,8 +214,7 @@ def estimate_rounding_s(
 ) -> float:
     """Estimate the seconds of rounding all weights, from those of a small one on the device."""
     size = _PROBE_SIZE
-    generator = torch.Generator(device).manual_seed(0)
-    rows = torch.randn(2 * size, size, device=device, generator=generator)
+    rows = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0)).to(device)
     started = time.monotonic()
     factor = factorise(rows.T @ rows)
     factor_s = time.monotonic() - started
