@@ -81,7 +81,9 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     overlay = made / "scales" / "kv-overlay"
     command = ("verify", model, "--scales", overlay, f"--data={data}", *QUICK, "--json")
     printed = succeed(*command)
-    (tmp_path / "loss.json").write_text(printed.out)
+    asked = printed.json["provenance"]
+    asked["command"] += " --server http://10.1.2.3:8000/v1 --reference-server=https://me:key@host"
+    (tmp_path / "loss.json").write_text(json.dumps({**printed.json, "provenance": asked}))
     succeed("card", overlay, "--base-model", BASE, "--verify-report", tmp_path / "loss.json")
     text = (overlay / "README.md").read_text()
     for candidate in printed.json["candidates"]:
@@ -90,6 +92,7 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     assert printed.json["provenance"]["data_hash"] in text
     assert f"--data={data.name} " in text
     assert str(data.parent) not in text
+    assert "--server URL --reference-server=URL" in text
     # a report of something else is refused
     message = fail(2, "card", made / "pack", *_base(), "--verify-report", tmp_path / "loss.json")
     assert "none of its candidates is" in message

@@ -234,12 +234,14 @@ def _is_at(candidate: Path, place: Path) -> bool:
 
 
 def _publish(command: str) -> str:
-    """Keep only the last component of absolute paths, as files of scales do."""
-    return shlex.join(map(_shorten_path, shlex.split(command)))
+    """Keep only the last component of absolute paths, as files of scales do, and no address."""
+    return shlex.join(map(_publish_word, shlex.split(command)))
 
 
-def _shorten_path(word: str) -> str:
+def _publish_word(word: str) -> str:
     option, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if value.startswith(("http://", "https://")):
+        value = "URL"
     return f"{option}{sign}{Path(value).name if value.startswith('/') else value}"
 
 
