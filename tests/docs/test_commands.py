@@ -36,6 +36,7 @@ NOT_RUN = (
     "docker run --rm --volume $PWD:/models fp8calib check",
     "pip install",
     "python -m pip wheel --no-deps --wheel-dir",
+    "python3 -m venv .venv",
     "scripts/",
     "torchrun --nproc-per-node 4 -m fp8calib",
     "vllm serve",
@@ -108,7 +109,7 @@ def test_the_output_in_the_readme_is_what_the_program_prints() -> None:
     """Each line but the answer of `verify`, which depends on the model; numbers may differ."""
     readme = PAGES[0].read_text()
     (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    answer, *lines = filter(None, shown.splitlines())
+    answer, *lines = (line for line in shown.splitlines() if line and not line.startswith("$ "))
     printed: set[str] = set()
     for command in list(filter(is_run, list_commands(PAGES[0])))[:3]:
         words = list(command.words[1:])
