@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fp8calib.errors import Fp8CalibError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -17,6 +19,8 @@ ModelOrPath: TypeAlias = "str | Path | PreTrainedModel"
 @contextmanager
 def saved_model(model: ModelOrPath, near: Path, tokenizer: Any = None) -> Iterator[str]:
     """Give the path of a model; one in memory is written to a temporary folder beside `near`.
+
+    Errors name such a model by its class, not by that folder.
 
     Raises:
         ModelError: a model in memory is quantized, sharded or offloaded.
@@ -33,4 +37,10 @@ def saved_model(model: ModelOrPath, near: Path, tokenizer: Any = None) -> Iterat
             model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        yield folder
+        try:
+            yield folder
+        except Fp8CalibError as error:
+            error.message = error.message.replace(folder, type(model).__name__)
+            error.hint = error.hint.replace(folder, type(model).__name__)
+            error.args = (error.message,)
+            raise

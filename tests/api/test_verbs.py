@@ -170,6 +170,12 @@ def test_quantize_and_export_take_a_model_in_memory(tmp_path: Path) -> None:
     fp8calib.export(stats, "kv-overlay", tmp_path / "out-live", model=model)
     fp8calib.export(stats, "kv-overlay", tmp_path / "out-path", model=tmp_path / "saved")
     assert snapshot(tmp_path / "out-live") == snapshot(tmp_path / "out-path")
+    gpt2 = zoo.build("gpt2")
+    with pytest.raises(
+        fp8calib.ModelError, match=r"^GPT2LMHeadModel: gpt2 keeps its weights"
+    ) as raised:
+        fp8calib.quantize(gpt2, "fp8-dynamic", tmp_path / "gpt2")
+    assert "fp8calib-model-" not in repr(raised.value) + raised.value.hint
     assert {path.name for path in tmp_path.iterdir()} == {
         *("saved", "live", "path", "out-live", "out-path")
     }
