@@ -264,6 +264,11 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         raise RecipeError(f"{where} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{where} is not a mapping of keys", hint="see `fp8calib recipes kv`")
+    hint = "`fp8calib recipes kv` explains every key"
+    for key in document:
+        tool = next((name for end, name in _FOREIGN_KEYS.items() if str(key).endswith(end)), "")
+        if tool:
+            raise RecipeError(f"{where}: {key}: this is a recipe of {tool}", hint=hint)
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
@@ -271,25 +276,17 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
             f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {explain_value(item)}"
             for item in error.errors()
         ]
-        foreign = next((tool for key, tool in _FOREIGN_KEYS.items() if key in document), "")
-        hint = "`fp8calib recipes kv` explains every key"
-        if foreign:
-            hint = f"this is a recipe of {foreign}; {hint}"
         raise RecipeError(f"{where}: " + "; ".join(lines), hint=hint) from error
 
 
 _FOREIGN_KEYS = {
-    "quant_stage": "llm-compressor",
-    "default_stage": "llm-compressor",
-    "quantization_stage": "llm-compressor",
-    "test_stage": "llm-compressor",
-    "QuantizationModifier": "llm-compressor",
-    "GPTQModifier": "llm-compressor",
+    "_stage": "llm-compressor",
     "modifiers": "llm-compressor",
+    "Modifier": "llm-compressor",
     "quant_cfg": "ModelOpt",
     "quantize_config": "AutoFP8",
 }
-"""Keys at the top of other tools' recipes."""
+"""How keys at the top of other tools' recipes end."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

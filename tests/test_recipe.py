@@ -92,13 +92,15 @@ def test_what_is_wrong_is_told_with_its_key(text: str, told: str) -> None:
     ("text", "tool"),
     [
         ("quant_stage: {quant_modifiers: {}}", "llm-compressor"),
+        ("run_one_stage: {quant_modifiers: {}}", "llm-compressor"),
+        ("SmoothQuantModifier: {smoothing_strength: 0.8}", "llm-compressor"),
         ("quant_cfg: {'*weight_quantizer': {num_bits: [4, 3]}}", "ModelOpt"),
     ],
 )
 def test_a_recipe_of_another_tool_is_named(text: str, tool: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, where="theirs.yaml")
-    assert f"a recipe of {tool}" in caught.value.hint
+    assert caught.value.message.endswith(f": this is a recipe of {tool}")
 
 
 def test_several_errors_are_told_together() -> None:

@@ -28,7 +28,12 @@ from fp8calib.api.recipe_options import override_recipe
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
-from fp8calib.engines.registry import find_emulated, find_replayed
+from fp8calib.engines.registry import (
+    find_emulated,
+    find_replayed,
+    list_emulated,
+    list_replayed,
+)
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.selection.select import select
@@ -172,6 +177,12 @@ def _check_task(task: AutoTask) -> None:
     """
     if task.gate not in GATES:
         raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
+    known = [name for name in list_emulated() if name in list_replayed()]
+    if task.engine.partition("==")[0] not in known:
+        raise UsageError(
+            f"--engine {task.engine}: auto needs one whose loading and arithmetic are both known",
+            hint=f"choose one of {', '.join(known)}",
+        )
     find_emulated(task.engine)
     find_replayed(task.engine)
     if task.samples < 2:
