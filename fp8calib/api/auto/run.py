@@ -31,8 +31,7 @@ from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.engines.registry import (
     find_emulated,
     find_replayed,
-    list_emulated,
-    list_replayed,
+    list_emulated_and_replayed,
 )
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.scales.compute import list_unfit_queries
@@ -177,7 +176,7 @@ def _check_task(task: AutoTask) -> None:
     """
     if task.gate not in GATES:
         raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
-    known = [name for name in list_emulated() if name in list_replayed()]
+    known = list_emulated_and_replayed()
     if task.engine.partition("==")[0] not in known:
         raise UsageError(
             f"--engine {task.engine}: auto needs one whose loading and arithmetic are both known",

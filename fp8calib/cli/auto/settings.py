@@ -24,7 +24,7 @@ from fp8calib.cli.option_types import (
     TrustOption,
     UnquantizedModel,
 )
-from fp8calib.engines.registry import list_emulated, list_replayed
+from fp8calib.engines.registry import list_emulated_and_replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,7 @@ class AutoSettings:
         typer.Option(
             "--engine",
             metavar="NAME[==VERSION]",
-            help="The engine that has to serve it: "
-            f"{', '.join(name for name in list_emulated() if name in list_replayed())}.",
+            help=f"The engine that has to serve it: {', '.join(list_emulated_and_replayed())}.",
         ),
     ] = "vllm"
     out: Annotated[
