@@ -43,7 +43,7 @@ class Remedy(StrEnum):
     SCALE_QUERY = "scale-query"
     """Write scales of q too."""
     FIND_LAYERS = "find-layers"
-    """Find the layers whose KV cache should stay unquantized."""
+    """Find the layers that should stay unquantized, or whose KV cache should."""
 
 
 class _Model(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +93,8 @@ class VerificationRequest:
     """Whether faults, those of layers too, are part of the result."""
     sensitivity_of: Candidate | None = None
     histograms: tuple[HistogramResult, ...] = ()
+    refused: Collection[str] = ()
+    """The candidates that the engine cannot load."""
     warnings: tuple[str, ...] = ()
 
 
@@ -229,7 +231,7 @@ def _build_report(
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
     results = tuple(_make_result(c, compared, request, lengths, layers) for c in request.candidates)
     errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
-    advice = advise(results, layers, errors)
+    advice = advise(results, layers, errors, request.refused)
     return VerifyReport(
         model=reference.name,
         engine=request.numerics.name,

@@ -831,6 +831,29 @@ def test_a_model_that_needs_no_scales_ends_with_how_it_is_served(verify: Any, mo
     assert found["next"] == f"vllm serve {model} --kv-cache-dtype fp8"
 
 
+def test_fp8_weights_end_with_the_command_that_helps(
+    verify: Any, model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    found = verify("--scheme", "fp8-dynamic").json
+    assert re.match(r"fp8-dynamic: (pass|no-difference) \(KLD .*\)\.$", found["conclusion"])
+    assert (
+        found["next"]
+        == f"fp8calib quantize {model} --scheme fp8-dynamic --out {model.name}-fp8-dynamic"
+    )
+    out = tmp_path / "fp8 dynamic"
+    succeed(*shlex.split(found["next"])[1:-1], out)
+    found = verify("--scales", out).json
+    assert found["next"] == f"vllm serve '{out}'"
+    strict = tmp_path / "strict.yaml"
+    strict.write_text("pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n")
+    asked = ("verify", model, "--data", held_out, *QUICK, "--gate", strict)
+    lines = run(*asked, "--scales", out).out.splitlines()
+    assert lines[-2] == f"next: fp8calib verify {model} --scales '{out}' --sensitivity"
+    assert "fail (KLD" in lines[-1]
+    lines = run(*asked, "--scheme", "w8a16").out.splitlines()
+    assert lines[-2] == f"next: fp8calib verify {model} --scheme w8a16 --sensitivity"
+
+
 def test_the_page_ends_with_the_command_and_the_hashes(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:

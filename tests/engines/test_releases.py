@@ -128,7 +128,7 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     engine = find_emulated(name)[0]
     assert engine.version == version
     options: Any = SimpleNamespace(engine=engine, scheme=None)
-    (warning,) = warn_of_refusals(options, None, [])  # type: ignore[arg-type]
+    (warning,) = warn_of_refusals(options, {})
     assert warning.startswith(f"vLLM: {note}")
 
 

@@ -21,6 +21,7 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     LayerResult,
+    Remedy,
     Verdict,
     VerifyReport,
 )
@@ -400,3 +401,45 @@ def test_three_broken_sites_are_described_and_the_others_counted() -> None:
         "layers.2.attn.v (layer 2, amax 3, scale 0.5) clips: its scale is too small, 25.0% of the "
         "values clip, and 2 more. mine: fail."
     )
+
+
+def quantized_rows(*names: str) -> list[LayerResult]:
+    return [row(name, 0, role="weight") for name in names]
+
+
+def test_of_fp8_weights_the_smallest_loss_that_passes_is_advised() -> None:
+    one = candidate(SCALE_ONE, 0.5)
+    best, warned, failed = (
+        candidate("best", 0.02),
+        candidate("warned", 0.03, Verdict.WARN),
+        candidate("failed", 0.01, Verdict.FAIL),
+    )
+    rows = quantized_rows("best", "warned", "failed")
+    found = advise([warned, best, failed, one], rows, {})
+    assert found.text == (
+        "warned: warn (KLD 0.0300, why); best: pass (KLD 0.0200, why); failed: fail (KLD 0.0100, "
+        "why); use best."
+    )
+    assert (found.remedy, found.candidate) == (Remedy.USE, "best")
+    found = advise([best, one], rows, {})
+    assert found.text == "best: pass (KLD 0.0200, why)."
+    assert (found.remedy, found.candidate) == (Remedy.USE, "best")
+    found = advise([warned, best, one], rows, {}, {"best"})
+    assert found.text.endswith("(KLD 0.0200, why; the engine cannot load it); use warned.")
+    found = advise([failed, one], rows, {})
+    assert found.text.endswith(
+        "leave the most sensitive layers unquantized, or use another scheme."
+    )
+    assert (found.remedy, found.candidate) == (Remedy.FIND_LAYERS, "failed")
+    assert advise([failed, one], rows, {}, {"failed"}).remedy is Remedy.NONE
+    unknown = candidate("unknown", 0.01, Verdict.CANNOT_TELL)
+    assert advise([unknown, one], rows, {}).remedy is Remedy.NONE
+
+
+def test_scales_that_the_engine_cannot_load_are_not_advised() -> None:
+    candidates = [candidate("mine", 0.01), candidate(SCALE_ONE, 0.5)]
+    rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]
+    assert advise(candidates, rows, {"mine": 0.0}).remedy is Remedy.USE
+    found = advise(candidates, rows, {"mine": 0.0}, {"mine"})
+    assert found.remedy is Remedy.NONE
+    assert found.text.endswith("But the engine cannot load it: use another engine or format.")

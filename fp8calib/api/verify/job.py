@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,4 +97,6 @@ class VerifyJob(RunModel):
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
     """Makes the candidates, instead of those of the options."""
     task_job: TaskJob | None
+    refused: Collection[str]
+    """The candidates that the engine cannot load."""
     warnings: tuple[str, ...]

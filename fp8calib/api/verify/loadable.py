@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,18 +23,13 @@ from fp8calib.selection.select import find_selection
 from fp8calib.verification.candidates import OpenedCandidate, find_candidate
 
 
-def warn_of_refusals(
+def find_refusals(
     options: VerifyOptions, model: RunModel, opened: Sequence[OpenedCandidate]
-) -> Iterator[str]:
-    """Warn of checkpoints that the emulated engine cannot load, and of a scheme that it cannot.
-
-    The first warning is of an engine whose version is another than that of the rules.
-    """
+) -> dict[str, str]:
+    """Find the candidates that the emulated engine cannot load, by name, and say why."""
     engine = options.engine
-    if engine.note:
-        yield f"{engine.title}: {engine.note}"
     if engine.replay_folder is None:
-        return
+        return {}
     folders = {
         each.name: find_candidate(each.name)
         for each in opened
@@ -42,13 +37,24 @@ def warn_of_refusals(
     }
     faults = {name: _find_fault(path, engine) for name, path in folders.items()}
     if options.scheme is not None and not model.is_live and not model.checkpoint.form:
-        faults[options.scheme.name] = _find_scheme_fault(model, options.scheme, engine)
-    for name, why in faults.items():
-        if why:
-            yield (
-                f"{name}: {engine.release} cannot load it ({why}); the figures are those of its "
-                "arithmetic alone"
-            )
+        fault = _find_scheme_fault(model, options.scheme, engine)
+        faults |= dict.fromkeys([each.name for each in opened] or [options.scheme.name], fault)
+    return {name: why for name, why in faults.items() if why}
+
+
+def warn_of_refusals(options: VerifyOptions, refused: Mapping[str, str]) -> Iterator[str]:
+    """Warn of candidates that the emulated engine cannot load.
+
+    The first warning is of an engine whose version is another than that of the rules.
+    """
+    engine = options.engine
+    if engine.note:
+        yield f"{engine.title}: {engine.note}"
+    for name, why in refused.items():
+        yield (
+            f"{name}: {engine.release} cannot load it ({why}); the figures are those of its "
+            "arithmetic alone"
+        )
 
 
 def _find_fault(folder: Path, engine: Engine) -> str:

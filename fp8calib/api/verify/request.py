@@ -60,6 +60,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         stores_faults=job.options.stores_faults,
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
         histograms=tuple(_list_histograms(job)) if job.options.with_histograms else (),
+        refused=job.refused,
         warnings=(*job.plan.warnings, *job.warnings, *notes),
     )
 

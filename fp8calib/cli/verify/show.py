@@ -65,30 +65,47 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
     model, candidate = shlex.quote(report.model), Path(report.remedy_for)
     named = shlex.quote(report.remedy_for)
     stats = candidate / STATS_NAME if candidate.is_dir() else candidate
+    command = ""
     match report.remedy:
         case Remedy.CALIBRATE:
-            return f"fp8calib calibrate {model}"
+            command = f"fp8calib calibrate {model}"
         case Remedy.SCALE_QUERY if is_stats_file(stats):
             options = f"--format kv-overlay --query-scale yes --model {model}"
-            return f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
+            command = f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
         case Remedy.SCALE_QUERY:
-            return f"fp8calib calibrate {model} --query-scale yes"
+            command = f"fp8calib calibrate {model} --query-scale yes"
         case Remedy.FIND_LAYERS:
-            return f"fp8calib verify {model} --scales {named} --sensitivity"
+            scheme = "" if settings.scheme is None else f" --scheme {settings.scheme}"
+            scales = f" --scales {named}" if report.remedy_for in settings.scales else ""
+            command = f"fp8calib verify {model}{scheme}{scales} --sensitivity"
+        case Remedy.USE if settings.scheme is not None:
+            command = _quantize(report, settings.scheme, stats)
         case Remedy.SERVE | Remedy.USE:
-            return _serve(report, settings)
-    return ""
+            command = _serve(report, settings)
+    return command
+
+
+def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:
+    options = f" --stats {shlex.quote(str(stats))}" if is_stats_file(stats) else ""
+    out = shlex.quote(f"{Path(report.model).name}-{scheme}")
+    return f"fp8calib quantize {shlex.quote(report.model)} --scheme {scheme}{options} --out {out}"
 
 
 def _serve(report: VerifyReport, settings: VerifySettings) -> str:
-    """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
+    """Spell the command that serves the model, a checkpoint, or calibrate's overlay.
+
+    The KV cache is served in FP8, but for a checkpoint of which none was emulated.
+    """
     launch = find_emulated(settings.engine)[0].launch
     if report.remedy is Remedy.SERVE:
         return "" if launch is None else launch.spell(report.model)
     candidate = Path(report.remedy_for)
     folders = (candidate / "kv-overlay", candidate)
     found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
-    return "" if launch is None or found is None else launch.spell(str(found))
+    roles = {row.role for row in report.layers if row.candidate == report.remedy_for}
+    if launch is None or found is None:
+        return ""
+    return launch.spell(str(found), has_kv="k" in roles)
 
 
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
@@ -103,7 +120,8 @@ def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     _show_candidates(report)
     _show_server(report)
     _show_sites(report)
-    _show_diagnosis(report)
+    if settings.scheme is None:
+        _show_diagnosis(report)
     _show_sensitivity(report)
     _show_rules(report)
     _show_tasks(report)

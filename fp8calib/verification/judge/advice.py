@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp8calib.errors import format_ranges
@@ -22,6 +22,7 @@ _SURE = 2.0
 """Divergences closer than this many standard errors of their difference count as equal."""
 _MOST_NAMED = 6
 """More layers are named as ranges."""
+_FAILING = (Verdict.FAIL, Verdict.CANNOT_TELL)
 Errors = Mapping[str, float | None]
 """Standard error of a candidate's mean divergence minus that of scale 1.0; None: unknown."""
 
@@ -39,15 +40,25 @@ class Advice:
 
 
 def advise(
-    candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
+    candidates: Sequence[CandidateResult],
+    layers: Sequence[LayerResult],
+    errors: Errors,
+    refused: Collection[str] = (),
 ) -> Advice:
-    """Name the scales that do not fit, then say whether the KV cache needs scales."""
+    """Name the scales that do not fit, then say whether the KV cache needs scales.
+
+    Where all candidates have FP8 weights, say which is best instead. `refused` are the candidates
+    that the engine cannot load: none of them is recommended.
+    """
     sentences = [
         text
         for candidate in candidates
         if candidate.name != SCALE_ONE and (text := _describe_unfit_scales(candidate, layers))
     ]
-    found = _compare_with_one(candidates, layers, errors)
+    found = _compare_with_one(candidates, layers, errors, refused)
+    if found.remedy is Remedy.USE and found.candidate in refused:
+        text = f"{found.text} But the engine cannot load it: use another engine or format."
+        found = Advice(text)
     return replace(found, text=" ".join([*sentences, found.text]), conclusion=found.text)
 
 
@@ -86,17 +97,21 @@ def _format_percent(share: float) -> str:
 
 
 def _compare_with_one(
-    candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
+    candidates: Sequence[CandidateResult],
+    layers: Sequence[LayerResult],
+    errors: Errors,
+    refused: Collection[str],
 ) -> Advice:
     by_name = {candidate.name: candidate for candidate in candidates}
     unscaled = by_name.get(SCALE_ONE)
     if unscaled is None:
-        return Advice(_list_verdicts(candidates))
+        verdicts = [f"{candidate.name}: {candidate.verdict}" for candidate in candidates]
+        return Advice(f"{', '.join(verdicts)}." if verdicts else "nothing was compared.")
     others = [candidate for candidate in candidates if candidate.name != SCALE_ONE]
     scaled = [candidate for candidate in others if _has_kv_only(candidate.name, layers)]
     unfit = list_unfit_scales(SCALE_ONE, layers)
     if others and not scaled:
-        return Advice(_list_verdicts(others))
+        return _advise_quantized(others, refused)
     if not scaled:
         return _advise_unscaled(unscaled, unfit)
     best = min(scaled, key=_kld)
@@ -115,9 +130,22 @@ def _compare_with_one(
     return _advise_scaled(unscaled, best, unfit, error)
 
 
-def _list_verdicts(candidates: Sequence[CandidateResult]) -> str:
-    verdicts = [f"{candidate.name}: {candidate.verdict}" for candidate in candidates]
-    return f"{', '.join(verdicts)}." if verdicts else "nothing was compared."
+def _advise_quantized(found: Sequence[CandidateResult], refused: Collection[str]) -> Advice:
+    """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
+    listed = "; ".join(
+        f"{each.name}: {each.verdict} (KLD {format_kld(each.kld_mean)}, {each.verdict_why}"
+        f"{'; the engine cannot load it' if each.name in refused else ''})"
+        for each in found
+    )
+    loadable = [each for each in found if each.name not in refused]
+    if passing := [each for each in loadable if each.verdict not in _FAILING]:
+        best = min(passing, key=_kld)
+        choice = f"; use {best.name}" if len(found) > 1 else ""
+        return Advice(f"{listed}{choice}.", Remedy.USE, best.name)
+    if failing := [each for each in loadable if each.verdict is Verdict.FAIL]:
+        text = f"{listed}; leave the most sensitive layers unquantized, or use another scheme."
+        return Advice(text, Remedy.FIND_LAYERS, min(failing, key=_kld).name)
+    return Advice(f"{listed}.")
 
 
 def _has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
