@@ -162,7 +162,10 @@ class Sensitivity(_Model):
     layers: tuple[SensitivityResult, ...]
     skip_layers: tuple[int, ...]
     flag: str
-    """The engine's flag that skips these layers; empty without one."""
+    """Leaves these layers unquantized: the engine's flag, or `--ignore` of `fp8calib quantize`.
+
+    Empty without one.
+    """
 
 
 class RuleResult(_Model):

@@ -9,6 +9,7 @@ from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
+from fp8calib.selection.patterns import spell_options
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, advance_once
 from fp8calib.verification.compare.summary import summarize
@@ -53,9 +54,8 @@ def measure_sensitivity(
                     layer=index, kld_mean=summary.kld_mean, ppl_ratio=summary.ppl_ratio
                 )
             )
-    return find_skippable(
-        candidate, results, numerics, sequences=min(SEQUENCES, len(plan.sequences))
-    )
+    sequences = min(SEQUENCES, len(plan.sequences))
+    return find_skippable(candidate, geometry, results, numerics, sequences=sequences)
 
 
 def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
@@ -76,16 +76,25 @@ def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, 
 
 def find_skippable(
     candidate: Candidate,
+    geometry: ModelGeometry,
     layers: Sequence[SensitivityResult],
     numerics: Numerics,
     *,
     sequences: int,
 ) -> Sensitivity:
-    """Choose the layers whose cost stands out, and give the engine's flag that skips them."""
+    """Choose the layers whose cost stands out, and the option that leaves them unquantized.
+
+    Of a KV cache it is the engine's flag; of FP8 weights, `--ignore` of `fp8calib quantize`.
+    """
     usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
     chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
-    has_flag = numerics.kv_skip_flag and not candidate.emulation.weights
-    flag = f"{numerics.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""
+    flag = ""
+    if candidate.emulation.weights:
+        named = {layer.index: layer.checkpoint_name for layer in geometry.layers}
+        names = [name for index in chosen if (name := named[index]) is not None]
+        flag = spell_options(names) if len(names) == len(chosen) else ""
+    elif chosen and numerics.kv_skip_flag:
+        flag = f"{numerics.kv_skip_flag} {' '.join(map(str, chosen))}"
     return Sensitivity(
         candidate=candidate.name,
         sequences=sequences,

@@ -811,6 +811,27 @@ def test_layers_that_cost_much_more_than_the_others_are_left_out(
     assert found["flag"].startswith("--kv-cache-dtype-skip-layers ")
 
 
+def test_the_layer_that_fp8_weights_break_is_left_out(
+    model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """One input channel of its down_proj leaves FP8 no room for the others."""
+    shutil.copytree(model, tmp_path / "model")
+    spoilt = zoo.build("llama", num_hidden_layers=5)
+    with torch.no_grad():
+        mlp = spoilt.model.layers[3].mlp
+        mlp.up_proj.weight[0] *= 2e7
+        mlp.down_proj.weight[:, 0] /= 2e7
+        mlp.down_proj.weight *= 20
+    spoilt.save_pretrained(tmp_path / "model")
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n")
+    scheme = ("--scheme", "fp8-dynamic", "--sensitivity", "--gate", gate)
+    lines = run("verify", tmp_path / "model", "--data", held_out, *QUICK, *scheme).out.splitlines()
+    command = f"fp8calib quantize {tmp_path / 'model'} --scheme fp8-dynamic"
+    assert lines[-2] == f"next: {command} --out model-fp8-dynamic --ignore model.layers.3"
+    assert "layers worth leaving unquantized: 3  --ignore model.layers.3" in lines
+
+
 def test_tensors_that_the_model_has_no_parameter_for_are_named(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:

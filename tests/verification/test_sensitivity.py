@@ -9,6 +9,7 @@ from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import SensitivityResult
 from fp8calib.verification.sensitivity import find_skippable
+from tests.dialects.handmade import make_attention, make_geometry
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,8 @@ def test_layers_that_cost_eight_times_the_median_are_named_in_the_engines_flag(
         for index, kld in enumerate(klds)
     ]
     candidate = Candidate(name="it", description="", emulation=Emulation())
-    found = find_skippable(candidate, layers, find_emulated("vllm")[1], sequences=8)
+    geometry = make_geometry([make_attention(index) for index in range(len(klds))])
+    found = find_skippable(candidate, geometry, layers, find_emulated("vllm")[1], sequences=8)
     assert found.skip_layers == skipped
     flag = f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}" if skipped else ""
     assert found.flag == flag

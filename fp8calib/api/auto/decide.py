@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fp8calib.api.auto.report import Decision
 from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import SCHEMES, InputScaling
-from fp8calib.geometry.model_geometry import Layer
 from fp8calib.verification.report import SCALE_ONE, CandidateResult, Remedy, Verdict, VerifyReport
 from fp8calib.verification.report import format_kld as _kld
 
@@ -148,19 +147,6 @@ def choose_left_layers(
                 why=why,
             )
     return None
-
-
-def name_layer_in_checkpoint(layer: Layer) -> str | None:
-    """Name a decoder layer as the checkpoint does; None where its tensors have no common name."""
-    names = [linear.checkpoint_name for linear in layer.linears if linear.checkpoint_name]
-    if layer.attention is not None:
-        names.append(layer.attention.checkpoint_module)
-    prefixes = set()
-    for parts in (name.split(".") for name in names):
-        if str(layer.index) not in parts:
-            return None
-        prefixes.add(".".join(parts[: parts.index(str(layer.index)) + 1]))
-    return prefixes.pop() if len(prefixes) == 1 else None
 
 
 def has_fp8_inputs(scheme: str) -> bool:

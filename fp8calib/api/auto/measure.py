@@ -245,5 +245,5 @@ def _doubling(most: int) -> Iterator[int]:
 
 def name_layers(stats: CalibrationStats) -> dict[int, str]:
     """Name the decoder layers as the checkpoint does, by index."""
-    named = {layer.index: decide.name_layer_in_checkpoint(layer) for layer in stats.geometry.layers}
+    named = {layer.index: layer.checkpoint_name for layer in stats.geometry.layers}
     return {index: name for index, name in named.items() if name is not None}

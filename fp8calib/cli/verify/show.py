@@ -74,6 +74,8 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
             command = f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
         case Remedy.SCALE_QUERY:
             command = f"fp8calib calibrate {model} --query-scale yes"
+        case Remedy.FIND_LAYERS if report.sensitivity is not None:
+            command = _skip_layers(report, settings, stats)
         case Remedy.FIND_LAYERS:
             scheme = "" if settings.scheme is None else f" --scheme {settings.scheme}"
             scales = f" --scales {named}" if report.remedy_for in settings.scales else ""
@@ -83,6 +85,17 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
         case Remedy.SERVE | Remedy.USE:
             command = _serve(report, settings)
     return command
+
+
+def _skip_layers(report: VerifyReport, settings: VerifySettings, stats: Path) -> str:
+    """Spell the command that leaves out the layers that stand out; empty where there is none."""
+    found = report.sensitivity
+    if found is None or not found.flag or found.candidate != report.remedy_for:
+        return ""
+    if settings.scheme is not None:
+        return f"{_quantize(report, settings.scheme, stats)} {found.flag}"
+    served = "" if found.flag.startswith("--ignore") else _serve(report, settings)
+    return f"{served} {found.flag}" if served else ""
 
 
 def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:
