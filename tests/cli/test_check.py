@@ -350,6 +350,31 @@ def test_json_files_that_hold_no_scales(model: Path, tmp_path: Path, text: str, 
     assert said in fail(4, "check", path, "--model", model)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_noted"),
+    [
+        (["LlamaForCausalLM"], False),
+        (["LlamaModel"], False),
+        (["Foo", "LlamaForCausalLM"], False),
+        ([], False),
+        (None, False),
+        (["MyLlamaForCausalLM"], True),
+    ],
+)
+def test_a_class_that_is_not_known_is_a_problem(
+    overlay: Path, names: list[str] | None, is_noted: bool
+) -> None:
+    """What vLLM 0.32.0 did with these: it refused the last, and ran the others."""
+    config = json.loads((overlay / "config.json").read_text())
+    (overlay / "config.json").write_text(json.dumps({**config, "architectures": names}))
+
+    report = check(0, overlay)
+
+    for engine in ENGINES:
+        told = [each for each in report["engines"][engine]["problems"] if "names the class" in each]
+        assert bool(told) is (is_noted and engine in {"vllm", "sglang"})
+
+
 def test_scales_of_a_wrong_shape_get_a_verdict(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "scales.json"
     path.write_text('{"kv_cache": 7}')
