@@ -59,8 +59,13 @@ def format_ranges(indices: Collection[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the first line of another library's error, or its type where it has no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Give the first line of another library's error, or its type where it has no message.
+
+    Where that line only counts faults (pydantic), the next ones, up to the first fault, are added.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    kept = lines[:3] if "validation error" in lines[0] else lines[:1]
+    return " ".join(line.strip() for line in kept)
 
 
 def escape_controls(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -19,10 +20,13 @@ def load_json(path: Path, *, parse: Callable[[str], object] = json.loads) -> obj
     """Load a JSON file; with `json.loads` the last of equal keys wins, and NaN is a number.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON, nested too deeply, or larger than 100 MB.
+        ValueError: it is not UTF-8, not JSON, nested too deeply, larger than 100 MB, or a pipe.
         OSError: it cannot be read.
     """
-    if path.stat().st_size > MAX_JSON_BYTES:
+    found = path.stat()
+    if stat.S_ISFIFO(found.st_mode):
+        raise ValueError("a pipe, not a file")
+    if found.st_size > MAX_JSON_BYTES:
         raise ValueError("larger than 100 MB")
     try:
         return parse(path.read_bytes().decode())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.weight_index import find_weights, read_index
 from fp8calib.errors import ModelError
 
@@ -146,3 +148,9 @@ def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match="1 of 1 shards are missing"):
         find_weights(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="a pipe, not a file"):
+        load_json_object(tmp_path / "config.json")
