@@ -68,8 +68,8 @@ def calibrate(
 
     Args:
         model: a folder, a Hub id, or a `PreTrainedModel` that is in memory.
-        data: a spec as for `--data`, several as paths, texts, or 1-D tensors of token ids; None is
-            the built-in text.
+        data: a spec as for `--data`, several as paths, texts, or token ids (lists, 1-D tensors or
+            arrays); None is the built-in text.
         recipe: what to observe and on which data; the name of a shipped recipe or a YAML file. The
             formats and the checkpoint that it names are not written.
         observe: the kinds of sites to observe, of `kv`, `query`, `inputs` and `weights`; None

@@ -49,6 +49,8 @@ def check(
     """
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
+    if tp < 1:
+        raise UsageError(f"tp: must be 1 or more, not {tp}")
     engines = _choose_engines([engine] if isinstance(engine, str) else engine)
     path = fetch_hub_id(Path(path))
     is_folder = _is_folder(path)

@@ -33,7 +33,7 @@ def saved_model(model: ModelOrPath, near: Path, tokenizer: Any = None) -> Iterat
     check_live_model(model)
     place = next(folder for folder in near.absolute().parents if folder.is_dir())
     with TemporaryDirectory(prefix="fp8calib-model-", dir=place) as folder:
-        with borrowed(model):
+        with borrowed(model), _no_progress_bars():
             model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -44,3 +44,16 @@ def saved_model(model: ModelOrPath, near: Path, tokenizer: Any = None) -> Iterat
             error.hint = error.hint.replace(folder, type(model).__name__)
             error.args = (error.message,)
             raise
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging  # noqa: PLC0415 -- slow
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

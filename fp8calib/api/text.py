@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fp8calib.data.plan import DataPlan, build_plan
@@ -18,8 +19,13 @@ from fp8calib.model.load import ModelSource, load_tokenizer
 
 DEFAULT_SEQ_LEN = 2048
 
-TextData = str | Path | Iterable[str | Path | torch.Tensor | Mapping[str, Any]]
-"""One spec (`--data`), several as paths, texts, 1-D tensors of token ids, or rows as in JSONL."""
+TextData = (
+    str
+    | Path
+    | Iterable[str | Path | torch.Tensor | np.ndarray[Any, Any] | Sequence[int] | Mapping[str, Any]]
+)
+"""One spec (`--data`), several as paths, texts, token ids (1-D tensors or arrays, lists), or rows
+as in JSONL."""
 
 
 def plan_text(
@@ -98,6 +104,10 @@ def split_data(data: TextData | None) -> tuple[tuple[str, ...], Iterator[Row] | 
 
 
 def _make_row(item: object, origin: str) -> Row:
+    if isinstance(item, np.ndarray):
+        item = torch.from_numpy(item)
+    if isinstance(item, list | tuple) and all(type(token) is int for token in item):
+        return parse_row({"input_ids": list(item)}, origin)
     if isinstance(item, torch.Tensor):
         if item.dim() != 1 or item.dtype.is_floating_point or item.dtype == torch.bool:
             raise DataError(

@@ -133,9 +133,10 @@ def check_live_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         inside = "pass the model inside of a wrapper (DDP, FSDP, torch.compile)"
+        wrapped = _MERGE if type(model).__module__.startswith("peft.") else inside
         raise UsageError(
             f"{name} is neither a path nor a PreTrainedModel of transformers",
-            hint=_MERGE if type(model).__module__.startswith("peft.") else inside,
+            hint=wrapped if isinstance(model, nn.Module) else "",
         )
     hint = "pass the unquantized model, or the path of a checkpoint"
     sections = [section for _, section in find_quantization_configs(model.config.to_dict())]

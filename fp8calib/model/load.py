@@ -274,7 +274,8 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     if not has_files:
         raise ModelError(
             f"{source.folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})",
-            hint="copy the tokenizer to this folder, or use data with input_ids",
+            hint="copy the tokenizer to this folder, or use data with input_ids; from Python, pass "
+            "tokenizer= with a model in memory",
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(

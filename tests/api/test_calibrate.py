@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -302,9 +303,26 @@ def test_texts_are_rows_of_text(model: Path, tmp_path: Path) -> None:
     assert several.header.data_sources == ("rows.jsonl", "rows.jsonl")
 
 
+def test_token_ids_come_as_tensors_arrays_or_lists() -> None:
+    model = zoo.build("llama")
+    rows = token_rows()
+    prints = {
+        fp8calib.calibrate(model, found, seq_len=LENGTH).header.data_fingerprint
+        for found in (
+            rows,
+            [row.numpy() for row in rows],
+            [row.tolist() for row in rows],
+            [tuple(row.tolist()) for row in rows],
+        )
+    }
+    assert len(prints) == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
+        ([[3, 4, "w1"]], fp8calib.DataError, "a row must be a JSON object, found a list"),
+        ([np.ones(4)], fp8calib.DataError, "float64"),
         (["builtin"], fp8calib.UsageError, "a list of strings is a list of texts"),
         ([torch.ones(2, 3, dtype=torch.int64)], fp8calib.DataError, r"shape \[2, 3\]"),
         ([torch.ones(4)], fp8calib.DataError, "float32"),
@@ -353,6 +371,8 @@ def test_a_model_in_memory_runs_in_its_own_dtype() -> None:
     stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
     assert stats.header.compute_dtype == "bfloat16"
     assert stats.geometry.checkpoint_dtype == "bfloat16"
+    report = fp8calib.verify(model.double(), data=token_rows(), seq_len=LENGTH)
+    assert report.dtype == "float64"
     for name in ("device", "dtype", "device_map", "memory"):
         value: Any = 3.0 if name == "memory" else "cpu"
         with pytest.raises(fp8calib.UsageError, match=f"{name}: the model is in memory"):

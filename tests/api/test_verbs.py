@@ -161,10 +161,14 @@ def test_arguments_of_another_type_are_named(call: Any, message: str) -> None:
         call()
 
 
-def test_quantize_and_export_take_a_model_in_memory(tmp_path: Path) -> None:
+def test_quantize_and_export_take_a_model_in_memory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = zoo.save("llama", tmp_path / "saved")
     stats = fp8calib.calibrate(model, [torch.arange(3, 100)])
+    capfd.readouterr()
     fp8calib.quantize(model, "fp8-static", tmp_path / "live", stats=stats)
+    assert capfd.readouterr().err == ""
     fp8calib.quantize(tmp_path / "saved", "fp8-static", tmp_path / "path", stats=stats)
     assert snapshot(tmp_path / "live") == snapshot(tmp_path / "path")
     fp8calib.export(stats, "kv-overlay", tmp_path / "out-live", model=model)
@@ -210,3 +214,5 @@ def test_check_gives_the_verdicts_of_the_command(calibrated: Path, model: Path) 
     assert not fp8calib.check(model, engine="vllm", require_kv=True).ok
     with pytest.raises(fp8calib.UsageError, match="no such file or folder"):
         fp8calib.check("nowhere.json")
+    with pytest.raises(fp8calib.UsageError, match="tp: must be 1 or more"):
+        fp8calib.check(path, tp=0)

@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.data.plan import Batch
 
-_BYTES_AT_ONCE = {2: 3 * 2**22, 4: 9 * 2**22}
+_BYTES_AT_ONCE = {2: 3 * 2**22, 4: 9 * 2**22, 8: 18 * 2**22}
 """Size of a block of logits on a CPU, by the bytes of an element. A product of fewer rows takes up
 to twice the time per row; in fp32 a larger block is needed to avoid that."""
 _BYTES_AT_ONCE_GPU = 2**29
