@@ -110,7 +110,9 @@ def choose_scheme(report: VerifyReport, refused: Mapping[str, str]) -> Choice:
     return Choice(
         name=None,
         decisions=(Decision(question=question, answer="none", why=figures),),
-        closest="no scheme can be loaded" if closest is None else _describe(closest),
+        closest="no scheme can be used: choose another --engine"
+        if closest is None
+        else _describe(closest),
         is_unknown=bool(usable) and all(each.verdict is Verdict.CANNOT_TELL for each in usable),
     )
 
