@@ -869,6 +869,7 @@ def test_fp8_weights_end_with_the_command_that_helps(
     strict.write_text("pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n")
     asked = ("verify", model, "--data", held_out, *QUICK, "--gate", strict)
     lines = run(*asked, "--scales", out).out.splitlines()
+    assert not [line for line in lines if line.startswith("K and V at scale 1.0")]
     assert lines[-2] == f"next: fp8calib verify {model} --scales '{out}' --sensitivity"
     assert "fail (KLD" in lines[-1]
     lines = run(*asked, "--scheme", "w8a16").out.splitlines()

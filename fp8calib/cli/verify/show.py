@@ -133,7 +133,7 @@ def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     _show_candidates(report)
     _show_server(report)
     _show_sites(report)
-    if settings.scheme is None:
+    if report.diagnosis_of or not (settings.scheme or settings.scales):
         _show_diagnosis(report)
     _show_sensitivity(report)
     _show_rules(report)
