@@ -44,8 +44,23 @@ class Checked(_Record):
     """Why it cannot load it; empty where it can."""
 
 
-class AutoReport(_Record):
-    """All results; nothing passed if `written` is null."""
+class Outcome(_Record):
+    """What was written and how it was judged; nothing passed if `written` is null."""
+
+    written: WrittenResult | None = None
+    verified: CandidateResult | None = None
+    """The figures of what was written, read back from its files."""
+    checked: Mapping[str, Checked] = {}
+    serve: str = ""
+    """The command that serves it."""
+    closest: str = ""
+    """Where nothing passes: what came closest."""
+    is_unknown: bool = False
+    """Nothing passes because there is too little text to tell."""
+
+
+class AutoReport(Outcome):
+    """All results."""
 
     kind: Literal["auto"] = "auto"
     model: str
@@ -65,16 +80,6 @@ class AutoReport(_Record):
     candidates: tuple[CandidateResult, ...]
     """Emulated before anything was written."""
     decisions: tuple[Decision, ...]
-    written: WrittenResult | None = None
-    verified: CandidateResult | None = None
-    """The figures of what was written, read back from its files."""
-    checked: Mapping[str, Checked] = {}
-    serve: str = ""
-    """The command that serves it."""
-    closest: str = ""
-    """Where nothing passes: what came closest."""
-    is_unknown: bool = False
-    """Nothing passes because there is too little text to tell."""
     command: str = ""
     provenance: RunProvenance | None = None
     warnings: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fp8calib.api.arguments import checked
 from fp8calib.api.auto import decide
@@ -19,7 +19,7 @@ from fp8calib.api.auto.measure import (
     list_refused,
     plan_texts,
 )
-from fp8calib.api.auto.report import AutoReport, Decision
+from fp8calib.api.auto.report import AutoReport, Decision, Outcome
 from fp8calib.api.auto.writing import write_choice
 from fp8calib.api.calibrate import IF_QUANTIZED, run_calibration
 from fp8calib.api.models import Placement, open_run_model
@@ -204,15 +204,15 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
             tell(f"{decision.question} {decision.answer}")
         decisions.extend(made)
 
-    def finish(**fields: Any) -> AutoReport:
-        return _make_report(measured, found, decisions=tuple(decisions), **fields)
+    def finish(outcome: Outcome) -> AutoReport:
+        return _make_report(measured, found, tuple(decisions), outcome)
 
     kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
     note(kv.decisions)
     if measured.task.gate == "kv":
         if kv.name is None:
-            return finish(closest=kv.closest, is_unknown=kv.is_unknown)
-        return finish(**write_choice(measured, folder, scheme=None, left=(), kv=kv))
+            return finish(Outcome(closest=kv.closest, is_unknown=kv.is_unknown))
+        return finish(write_choice(measured, folder, scheme=None, left=(), kv=kv))
     scheme = decide.choose_scheme(found, refused)
     left: tuple[int, ...] = ()
     fallback = decide.choose_fallback(found, refused)
@@ -224,12 +224,12 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
             scheme = Choice(name=fallback, decisions=(*scheme.decisions, decision))
     note(scheme.decisions)
     if scheme.name is None:
-        return finish(closest=scheme.closest, is_unknown=scheme.is_unknown)
-    return finish(**write_choice(measured, folder, scheme=scheme.name, left=left, kv=kv))
+        return finish(Outcome(closest=scheme.closest, is_unknown=scheme.is_unknown))
+    return finish(write_choice(measured, folder, scheme=scheme.name, left=left, kv=kv))
 
 
 def _make_report(
-    measured: Measured, found: VerifyReport, *, decisions: tuple[Decision, ...], **fields: Any
+    measured: Measured, found: VerifyReport, decisions: tuple[Decision, ...], outcome: Outcome
 ) -> AutoReport:
     task = measured.task
     return AutoReport(
@@ -248,5 +248,5 @@ def _make_report(
         decisions=decisions,
         provenance=found.provenance,
         warnings=found.warnings,
-        **fields,
+        **dict(outcome),
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Choice
@@ -16,7 +15,7 @@ from fp8calib.api.auto.measure import (
     drop_kv,
     name_layers,
 )
-from fp8calib.api.auto.report import Checked, WrittenResult
+from fp8calib.api.auto.report import Checked, Outcome, WrittenResult
 from fp8calib.api.check import check
 from fp8calib.api.export.run import export
 from fp8calib.api.quantize.run import quantize
@@ -27,8 +26,8 @@ from fp8calib.verification.report import CandidateResult
 
 def write_choice(
     measured: Measured, folder: Path, *, scheme: str | None, left: tuple[int, ...], kv: Choice
-) -> Mapping[str, Any]:
-    """Write what was decided, verify and check it; give the fields of the report."""
+) -> Outcome:
+    """Write what was decided, verify and check it."""
     name = scheme or OVERLAY
     ignore = [name_layers(measured.stats)[layer] for layer in left]
     query = "yes" if kv.name == KV_AND_Q_SCALES else "no"
@@ -51,19 +50,19 @@ def write_choice(
         _remove(folder / name)
         why = f"{verified.verdict} ({verified.verdict_why})"
         closest = f"{name} as written: {why if is_served else checked[measured.task.engine].why}"
-        return {"closest": closest, "checked": checked, "verified": verified}
-    return {
-        "written": WrittenResult(
+        return Outcome(closest=closest, checked=checked, verified=verified)
+    return Outcome(
+        written=WrittenResult(
             name=name,
             scheme=scheme,
             has_kv_scales=kv.name is not None,
             has_query_scales=kv.name == KV_AND_Q_SCALES,
             unquantized_layers=left,
         ),
-        "verified": verified,
-        "checked": checked,
-        "serve": _spell_serve(measured.task, name, has_kv=kv.name is not None),
-    }
+        verified=verified,
+        checked=checked,
+        serve=_spell_serve(measured.task, name, has_kv=kv.name is not None),
+    )
 
 
 def _verify_written(measured: Measured, path: Path) -> CandidateResult:
