@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from fp8calib.api.verify.job import VerifyJob
 from fp8calib.dialects.read import FoundScales
@@ -12,7 +14,6 @@ from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (
     Candidate,
@@ -59,7 +60,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         faults=list_faults(candidates) if job.options.with_faults else {},
         stores_faults=job.options.stores_faults,
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
-        histograms=tuple(_list_histograms(job)) if job.options.with_histograms else (),
+        histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
         refused=job.refused,
         warnings=(*job.plan.warnings, *job.warnings, *notes),
     )
@@ -183,36 +184,28 @@ def _find_calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
     return {} if stats is None else clipped_unscaled(stats, job.options.fmt)
 
 
-def _list_histograms(job: VerifyJob) -> Iterator[HistogramResult]:
-    stats = next((o.stats for o in job.opened if o.stats is not None), None)
-    if stats is None or job.options.scheme is not None:
+def _list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterator[HistogramResult]:
+    """List what the first statistics saw at the sites that its candidate scales statically."""
+    found = next((opened for opened in job.opened if opened.stats is not None), None)
+    if found is None or found.stats is None:
         return
-    table = compute_kv_scales(stats, job.options.fmt)
     layer_of = index_layers(job.target.geometry)
-    for site, scale in table.scales.items():
-        found = _make_histogram(
-            stats, site, float(scale.values.max()), layer_of[site.module], table
+    candidate = next(each for each in candidates if each.name == found.name)
+    for site, quantizer in candidate.emulation.quantizers.items():
+        seen = found.stats.sites.get(site)
+        if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):
+            continue
+        filled = seen.histogram[1:].nonzero().flatten() + 1
+        if not len(filled):
+            continue
+        scale, fmt = float(quantizer.scale.max()), quantizer.fmt
+        bins = range(int(filled[0]), int(filled[-1]) + 1)
+        yield HistogramResult(
+            site=str(site),
+            layer=layer_of[site.module],
+            lower_edges_log2=tuple(math.log2(lower_edge(index)) for index in bins),
+            counts=tuple(seen.histogram[bins.start : bins.stop].tolist()),
+            scale=scale,
+            largest=scale * fmt.max,
+            smallest=scale * fmt.smallest_subnormal / 2,
         )
-        if found is not None:
-            yield found
-
-
-def _make_histogram(
-    stats: CalibrationStats, site: Site, scale: float, layer: int, table: ScaleTable
-) -> HistogramResult | None:
-    seen = stats.sites.get(site)
-    if seen is None or seen.histogram is None:
-        return None
-    filled = seen.histogram[1:].nonzero().flatten() + 1
-    if not len(filled):
-        return None
-    bins = range(int(filled[0]), int(filled[-1]) + 1)
-    return HistogramResult(
-        site=str(site),
-        layer=layer,
-        lower_edges_log2=tuple(math.log2(lower_edge(index)) for index in bins),
-        counts=tuple(seen.histogram[bins.start : bins.stop].tolist()),
-        scale=scale,
-        largest=scale * table.fmt.max,
-        smallest=scale * table.fmt.smallest_subnormal / 2,
-    )

@@ -76,10 +76,12 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
     """List the sections in their order on the page, those without content too."""
     worst = list_worst_sites(report)
     anchors = index_histograms(report.histograms, [row.site for row in worst])
+    has_links = any(row.site in anchors for row in worst)
     yield needs_section(report)
     yield PageSection(
         title="The worst sites",
-        lead="The lowest signal to noise over all candidates. A name links to its histogram.",
+        lead="The lowest signal to noise over all candidates."
+        + " A name links to its histogram." * has_links,
         table=worst_table(worst, series, anchors) if worst else None,
         is_folded=False,
     )
