@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from fp8calib import __version__
 from fp8calib.checkpoint.locations import require_path
@@ -18,7 +20,7 @@ from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.card.settings import CardSettings
 from fp8calib.cli.check.settings import CheckSettings
-from fp8calib.cli.console import sign_of_life
+from fp8calib.cli.console import sign_of_life, warn
 from fp8calib.cli.export.settings import ExportSettings
 from fp8calib.cli.extract.settings import ExtractSettings
 from fp8calib.cli.option_types import JsonOption
@@ -34,6 +36,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="FP8 calibration of Hugging Face language models: scales that engines really load.",
 )
+
+
+class _Command(TyperCommand):
+    """A command that warns of options given several times, of which the last one counts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option, times in Counter(given).items():
+            is_single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
+            if is_single and times > 1:
+                warn(f"{option.opts[0]} is given {times} times: only the last one counts")
+        return super().parse_args(ctx, args)
 
 
 def _command(
@@ -273,6 +287,8 @@ def _program(
     pass
 
 
-for _registered in app.registered_commands:  # without it, the list of --help cuts the sentences
+for _registered in app.registered_commands:
+    _registered.cls = _Command
+    # without a short help, the list of --help cuts the sentences
     _text = _registered.help or inspect.getdoc(_registered.callback) or ""
     _registered.short_help = _text.partition("\n")[0]

@@ -36,6 +36,26 @@ def test_the_version_is_printed() -> None:
     assert succeed("--version").out == f"fp8calib {__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["check", "x", "--tp", "1", "--json", "--tp=2"], ["--tp"]),
+        (["verify", "x", "--scheme", "w8a16", "--scales", "--scheme"], []),
+        (
+            ["verify", "x", "--gate", "kv", "--samples", "1", "--gate", "kv", "--samples", "2"],
+            ["--gate", "--samples"],
+        ),
+        (["check", "x", "--engine", "vllm", "--engine", "tgi", "--json", "--json"], []),
+    ],
+)
+def test_an_option_of_which_only_the_last_counts_is_told(
+    arguments: list[str], told: list[str]
+) -> None:
+    warnings = [line for line in run(*arguments).err.splitlines() if "only the last" in line]
+    wanted = [f"warning: {name} is given 2 times: only the last one counts" for name in told]
+    assert warnings == wanted
+
+
 def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> None:
     outcome = run()
     assert outcome.code == 2
