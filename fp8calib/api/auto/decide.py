@@ -59,8 +59,8 @@ def choose_kv(report: VerifyReport, unfit_queries: Mapping[int, float], unused: 
     return Choice(
         name=None,
         decisions=(needs, queries, left),
-        closest=unused or _describe(min(scaled, key=_loss)),
-        is_unknown=not unused and best.verdict is Verdict.CANNOT_TELL,
+        closest=_describe(min(scaled, key=_loss)),
+        is_unknown=best.verdict is Verdict.CANNOT_TELL,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,12 +25,13 @@ from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.fp8.schemes import SCHEMES, find_scheme, list_without_calibration
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 from fp8calib.verification.candidates import (
     Candidate,
@@ -170,12 +171,30 @@ def _build_scheme(
     )
 
 
-def find_unused_kv(measured: Measured) -> str:
+def require_usable(task: AutoTask, model: RunModel) -> None:
+    """Refuse a model that the engine cannot use, whatever the figures are, before text is run.
+
+    Raises:
+        ModelError: its weights cannot be quantized.
+        VerificationError: the engine loads no scheme, or uses no KV scales.
+    """
+    if task.gate == "kv":
+        why = find_unused_kv(task, model)
+    else:
+        select(model.checkpoint)
+        names = list_without_calibration()
+        refused = dict(list_refused(task, model, None, names))
+        why = refused[names[0]] if len(refused) == len(names) else ""
+    if why:
+        raise VerificationError(f"{task.model}: {why}", hint="choose another --engine")
+
+
+def find_unused_kv(task: AutoTask, model: RunModel) -> str:
     """Say why the engine does not use KV scales of this model; empty where it does."""
-    engine = find_replayed(measured.task.engine)
-    folder = open_folder(measured.model.source.folder)
-    fault = find_fault(replay_overlay(engine, measured.stats.geometry, 1, folder))
-    return fault and f"{measured.task.engine} does not use KV scales of this model: {fault}"
+    folder = open_folder(model.source.folder)
+    report = replay_overlay(find_replayed(task.engine), model.prepared.geometry, 1, folder)
+    fault = find_fault(report)
+    return fault and f"{task.engine} does not use KV scales of this model: {fault}"
 
 
 def drop_kv(stats: CalibrationStats) -> CalibrationStats:
@@ -184,10 +203,12 @@ def drop_kv(stats: CalibrationStats) -> CalibrationStats:
     return replace(stats, sites=kept)
 
 
-def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[str, str]]:
+def list_refused(
+    task: AutoTask, model: RunModel, stats: CalibrationStats | None, schemes: Iterable[str]
+) -> Iterator[tuple[str, str]]:
     """List the schemes that the statistics lack sites for or the engine cannot load, and why."""
-    engine = find_replayed(measured.task.engine).key
-    for name in SCHEMES:
+    engine = find_replayed(task.engine).key
+    for name in schemes:
         asked = resolve_plan(
             name,
             COMPRESSED_TENSORS.name,
@@ -195,11 +216,11 @@ def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[
             ignore=(),
             power_of_two_scales=False,
             shared_scales=True,
-            is_calibrated=True,
+            is_calibrated=stats is not None,
         )
         try:
             with open_planned(
-                str(measured.model.source.folder),
+                str(model.source.folder),
                 asked,
                 stats,
                 revision=None,
@@ -209,7 +230,7 @@ def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[
                 require_servable(planned.plan, planned.checkpoint.folder, [engine])
         except ExportError as error:
             fault = error.message.partition(f"{engine}: ")[2]
-            why = f"{measured.task.engine} cannot load it: {fault}" if fault else error.message
+            why = f"{task.engine} cannot load it: {fault}" if fault else error.message
             yield name, why
 
 

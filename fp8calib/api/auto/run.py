@@ -18,6 +18,7 @@ from fp8calib.api.auto.measure import (
     list_candidates,
     list_refused,
     plan_texts,
+    require_usable,
 )
 from fp8calib.api.auto.report import AutoReport, Decision, Outcome
 from fp8calib.api.auto.writing import write_choice
@@ -34,8 +35,8 @@ from fp8calib.engines.registry import (
     list_emulated_and_replayed,
 )
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, save_stats
 from fp8calib.verification.report import VerifyReport
 
@@ -95,6 +96,7 @@ def auto(
         DataError: the data cannot be read, or is one sequence.
         CalibrationError: a forward pass failed.
         ExportError: the output cannot be written.
+        VerificationError: the engine can load no scheme, or uses no KV scales of this model.
     """
     placement = Placement(device=device, dtype=dtype, device_map=device_map, memory=memory)
     task = AutoTask(
@@ -140,8 +142,7 @@ def run_auto(
                 f"{task.model} is quantized already: {model.checkpoint.form}",
                 hint="name the unquantized model that it was made from",
             )
-        if task.gate == "w8a8":
-            select(model.checkpoint)  # raises before text is run
+        require_usable(task, model)
         calibration, held_out = plan_texts(task, model)
         recipe = recipe.model_copy(
             update={"data": recipe.data.model_copy(update={"batch_size": task.batch_size})}
@@ -193,9 +194,10 @@ def _check_task(task: AutoTask) -> None:
 
 def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> AutoReport:
     """Measure the candidates, decide, and write what was decided."""
-    unused = find_unused_kv(measured)
+    task, model = measured.task, measured.model
+    unused = find_unused_kv(task, model)
     stats = drop_kv(measured.stats) if unused else measured.stats
-    refused = dict(list_refused(measured, stats)) if measured.task.gate == "w8a8" else {}
+    refused = dict(list_refused(task, model, stats, SCHEMES)) if task.gate == "w8a8" else {}
     found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
     decisions: list[Decision] = []
 
@@ -209,7 +211,7 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
 
     kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
     note(kv.decisions)
-    if measured.task.gate == "kv":
+    if task.gate == "kv":
         if kv.name is None:
             return finish(Outcome(closest=kv.closest, is_unknown=kv.is_unknown))
         return finish(write_choice(measured, folder, scheme=None, left=(), kv=kv))
