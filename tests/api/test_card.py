@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.cli.conftest import save_tokenizer
@@ -100,6 +101,45 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     (tmp_path / "other.json").write_text(json.dumps(other))
     report = ("--verify-report", tmp_path / "other.json", "--force")
     assert "another model" in fail(4, "card", overlay, *_base(), *report)
+
+
+def test_how_calibrate_made_an_overlay_is_read_from_its_report(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "scales", tmp_path / "out")
+    overlay = tmp_path / "out" / "kv-overlay"
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    succeed("card", overlay, *_base(), "--force")
+    text = (overlay / "README.md").read_text()
+    assert "* Calibrated on 128 tokens of " in text
+    assert ", in sequences of 16\n" in text
+    assert re.search(
+        r"^fp8calib calibrate tiny-llama --data \S+\.jsonl .*--out scales$", text, re.M
+    )
+    assert str(made.parent) not in text
+    for files, command in ((["other/config.json"], ""), (report["files"], "calibrate it's")):
+        edited = {**report, "files": files, "command": command}
+        (tmp_path / "out" / "report.json").write_text(json.dumps(edited))
+        succeed("card", overlay, *_base(), "--force")
+        text = (overlay / "README.md").read_text()
+        assert ("Calibrated on" in text) is bool(command)
+        assert ("\ncalibrate 'it'\"'\"'s'\n" in text) is bool(command)
+
+
+def test_a_folder_that_no_engine_uses_is_a_warning(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / "scales" / "kv-overlay", folder)
+    assert "none of" not in succeed("card", folder, *_base(), "--force").err
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if scales := [name for name in tensors if name.endswith(".k_scale")]:
+            del tensors[scales[0]]
+            save_file(tensors, file)
+    err = succeed("card", folder, *_base(), "--force").err
+    assert f"warning: none of vllm, sglang, tgi, transformers uses all of {folder}: see" in err
+    assert "## How it was made\n\nNot recorded.\n" in (folder / "README.md").read_text()
+    (folder / "config.json").unlink()
+    message = fail(4, "card", folder, *_base(), "--force")
+    assert "holds weights (" in message
+    assert "no config.json" in message
 
 
 def test_files_of_scales_have_a_card_too(made: Path, model: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fp8calib.api.auto.report import AutoReport
 from fp8calib.checkpoint.json_files import load_json_object
@@ -49,6 +49,17 @@ class Loss:
     """Question, answer and reason of each decision of `auto`."""
 
 
+class Calibration(BaseModel):
+    """What the report of `calibrate` tells of the run that wrote the folder."""
+
+    command: str
+    data: tuple[str, ...]
+    seq_len: int
+    tokens: int
+    files: tuple[str, ...]
+    """What was written, relative to the report."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFile:
     """A file of the folder."""
@@ -69,6 +80,7 @@ class CardFacts:
     """Whether a config is beside the tensors; otherwise the folder holds files of scales alone."""
     quant_method: str
     origin: CalibrationOrigin | None
+    calibration: Calibration | None
     losses: tuple[Loss, ...]
     other_reports: tuple[str, ...]
     """Why reports in the folder and above it were not used."""
@@ -97,6 +109,12 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
             f"{folder}: holds neither FP8 weights nor KV scales", hint="name the folder to publish"
         )
     is_checkpoint = (folder / CONFIG_NAME).is_file()
+    weights = (n for path in tensors for n in TensorFile(path).tensors if n.endswith(".weight"))
+    if not is_checkpoint and (name := next(weights, None)) is not None:
+        raise ModelError(
+            f"{folder}: holds weights ({name}), and no {CONFIG_NAME}",
+            hint=f"copy the {CONFIG_NAME} that was written with them",
+        )
     origin = _find_origin(folder, tensors)
     losses = tuple(_read_losses(folder, reports, origin))
     return CardFacts(
@@ -106,6 +124,7 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         is_checkpoint=is_checkpoint,
         quant_method=_find_method(folder) if is_checkpoint else "",
         origin=origin,
+        calibration=_find_calibration(folder),
         losses=losses,
         other_reports=tuple(
             filter(None, (_explain_other(path, folder) for path in _list_reports(folder)))
@@ -123,6 +142,17 @@ def _find_origin(folder: Path, tensors: Sequence[Path]) -> CalibrationOrigin | N
     found = find_origin(folder, [TensorFile(path) for path in tensors])
     documents = (read_file_origin(path) for path in sorted(folder.glob("*.json")))
     return found or next((each for each in documents if each is not None), None)
+
+
+def _find_calibration(folder: Path) -> Calibration | None:
+    """Find the report of `calibrate` above the folder, if it wrote the folder."""
+    place = folder.resolve()
+    try:
+        found = Calibration.model_validate(load_json_object(place.parent / REPORT_NAME))
+    except (ModelError, ValidationError):  # there is none, or one of another kind
+        return None
+    found = found.model_copy(update={"command": _publish(found.command)})
+    return found if any(name.partition("/")[0] == place.name for name in found.files) else None
 
 
 def _read_losses(
@@ -235,7 +265,11 @@ def _is_at(candidate: Path, place: Path) -> bool:
 
 def _publish(command: str) -> str:
     """Keep only the last component of absolute paths, as files of scales do, and no address."""
-    return shlex.join(map(_publish_word, shlex.split(command)))
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that does not end: somebody has edited the report
+        words = command.split()
+    return shlex.join(map(_publish_word, words))
 
 
 def _publish_word(word: str) -> str:

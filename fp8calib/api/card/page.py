@@ -32,7 +32,8 @@ class Card:
     upload: str
     """The command that uploads the folder."""
     warnings: tuple[str, ...] = ()
-    """Why reports that were found have no loss of the folder, if no other report has one."""
+    """Why reports that were found have no loss of the folder, if no other report has one; and where
+    no engine uses what the folder holds."""
 
 
 @checked
@@ -80,12 +81,15 @@ def card(
     report = _check(facts, model)
     text = "\n".join(_describe(facts, base, name, report)) + "\n"
     write_file_atomic(path, text.encode())
-    warnings = () if facts.losses else facts.other_reports
+    warnings = [] if facts.losses else [*facts.other_reports]
+    if report is not None and not any(found.ok for found in report.engines.values()):
+        engines = ", ".join(report.engines)
+        warnings += [f"none of {engines} uses all of {folder}: see fp8calib check {folder}"]
     return Card(
         path=path,
         text=text,
         upload=f"hf upload {name} {shlex.quote(str(folder))}",
-        warnings=warnings,
+        warnings=tuple(warnings),
     )
 
 
@@ -225,8 +229,18 @@ def _list_commands(facts: CardFacts, repo: str, report: CheckReport) -> Iterator
 
 def _describe_making(facts: CardFacts) -> Iterator[str]:
     yield from ("", "## How it was made", "")
+    yield from list(_list_making(facts)) or ["Not recorded."]
+    commands = [found.command for found in (facts.calibration, *facts.losses) if found is not None]
+    if any(commands):
+        yield from ("", "```sh", *dict.fromkeys(filter(None, commands)), "```")
+
+
+def _list_making(facts: CardFacts) -> Iterator[str]:
     for loss in facts.losses:
         yield from (f"* {question} **{answer}**: {why}" for question, answer, why in loss.decisions)
+    if (run := facts.calibration) is not None:
+        data = ", ".join(run.data)
+        yield f"* Calibrated on {run.tokens:,} tokens of {data}, in sequences of {run.seq_len}"
     if facts.origin is not None:
         what = "the calibrated model (its config, and samples of each tensor)"
         yield f"* SHA-256 of {what}: `{facts.origin.model}`"
@@ -236,9 +250,6 @@ def _describe_making(facts: CardFacts) -> Iterator[str]:
         yield f"* SHA-256 of the tokens that the loss was measured on: `{made.data_hash}`"
         versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
         yield f"* Measured on {made.date} with {versions}"
-    commands = [loss.command for loss in facts.losses if loss.command]
-    if commands:
-        yield from ("", "```sh", *dict.fromkeys(commands), "```")
 
 
 def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
