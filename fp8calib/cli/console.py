@@ -38,8 +38,18 @@ class _Console(Console):
         discard(self.file)
 
 
+class _Messages(_Console):
+    """The console of stderr: a message that it cannot take (a full disk, say) stops no run."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            discard(self.file)
+
+
 _out = _Console(highlight=False, soft_wrap=True)
-_err = _Console(stderr=True, highlight=False, soft_wrap=True)
+_err = _Messages(stderr=True, highlight=False, soft_wrap=True)
 
 _MAX_RICH_ROWS = 2000
 """Rows; a million of them took rich more than two minutes and two gigabytes."""
@@ -102,10 +112,15 @@ def _to_stdout() -> Iterator[None]:
     except BrokenPipeError:
         discard(sys.stdout)
     except OSError as error:
-        discard(sys.stdout)
-        raise ExportError(
-            f"stdout cannot be written: {error.strerror}", hint="redirect it to another disk"
-        ) from error
+        raise refuse_stdout(error) from error
+
+
+def refuse_stdout(error: OSError) -> ExportError:
+    """Discard what stdout cannot take, and make the error that names why."""
+    discard(sys.stdout)
+    return ExportError(
+        f"stdout cannot be written: {error.strerror}", hint="redirect it to another disk"
+    )
 
 
 def discard(stream: IO[str]) -> None:

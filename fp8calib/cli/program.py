@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.cli.command_line import remember_arguments
-from fp8calib.cli.console import be_silent, discard, say, show_error
+from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
 from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
@@ -102,9 +102,12 @@ def main_inner(arguments: Sequence[str]) -> int:
         outcome = command.main(
             spread_formats(arguments), prog_name="fp8calib", standalone_mode=False
         )
-    except SystemExit:  # the parser ends so, with 1, where the reader of what it prints has left
+    except (SystemExit, OSError) as failure:
         if _PRINTED_BY_PARSER.isdisjoint(arguments):
             raise
+        if isinstance(failure, OSError) and not isinstance(failure, BrokenPipeError):
+            raise refuse_stdout(failure) from failure
+        discard(sys.stdout)  # the parser ends with SystemExit where the reader has left
         return 0
     if isinstance(outcome, KeyboardInterrupt):
         raise outcome
@@ -181,9 +184,6 @@ def _guarded(  # noqa: PLR0911 -- one return per kind of error
         return show_error(kind, "interrupted", hint, as_json=as_json, exit_code=INTERRUPTED)
     except Exit as leaving:
         return leaving.exit_code
-    except BrokenPipeError:
-        discard(sys.stdout)  # the reader of --help has closed it
-        return 0
     except Exception as error:  # noqa: BLE001 -- the outermost frame: it is our bug
         be_silent(False)
         traceback.print_exc()

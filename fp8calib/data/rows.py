@@ -12,6 +12,8 @@ Message = dict[str, Any]
 
 FIELDS = ("input_ids", "messages", "conversations", "text")
 """The fields a row is read from; the first one that is present and not null is used."""
+MASK = "attention_mask"
+"""Beside `input_ids`: 0 marks padding, which is left out."""
 
 _ROW_HINT = "a row needs `text`, `messages`, `conversations` or `input_ids`"
 _SHAREGPT_ROLES = {
@@ -48,7 +50,9 @@ def parse_row(value: object, origin: str, *, allow_blank: bool = False) -> Row:
         raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")
     field = next((name for name in FIELDS if value.get(name) is not None), None)
     if field == "input_ids":
-        return Row(origin, input_ids=_parse_input_ids(value[field], origin))
+        ids = _parse_input_ids(value[field], origin)
+        mask = value.get(MASK)
+        return Row(origin, input_ids=ids if mask is None else _leave_padding(ids, mask, origin))
     if field == "text":
         return Row(origin, text=_parse_text(value[field], origin, allow_blank=allow_blank))
     if field is not None:
@@ -77,6 +81,19 @@ def _parse_input_ids(value: object, origin: str) -> tuple[int, ...]:
                 f"{origin}: input_ids holds {item!r:.40} at position {position}, not an integer"
             )
     return tuple(value)
+
+
+def _leave_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int, ...]:
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        raise _row_error(f"{origin}: {MASK} must be a list as long as input_ids, {len(ids)}")
+    if (other := next((item for item in mask if item not in (0, 1)), None)) is not None:
+        raise _row_error(f"{origin}: {MASK} holds {other!r:.40}, neither 0 nor 1")
+    if 1 not in mask:
+        raise DataError(f"{origin}: {MASK} is 0 everywhere", hint="remove the row from the file")
+    start, stop = mask.index(1), len(mask) - mask[::-1].index(1)
+    if 0 in mask[start:stop]:
+        raise _row_error(f"{origin}: {MASK} has 0 between tokens, where no padding can be")
+    return ids[start:stop]
 
 
 def _parse_text(value: object, origin: str, *, allow_blank: bool) -> str:

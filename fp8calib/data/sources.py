@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8calib.data.rows import FIELDS, Row, parse_row
+from fp8calib.data.rows import FIELDS, MASK, Row, parse_row
 from fp8calib.data.specs import DataSpec, FileSource, HubSource
 from fp8calib.errors import DataError, first_line
 
@@ -167,8 +167,8 @@ def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
             # Other columns may hold images: they are named in errors, but not decoded.
-            unread = dict.fromkeys(name for name in names if name not in FIELDS)
-            columns = [name for name in names if name in FIELDS]
+            columns = [name for name in names if name in (*FIELDS, MASK)]
+            unread = dict.fromkeys(name for name in names if name not in columns)
             for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns):
                 yield from ({**unread, **value} for value in batch.to_pylist())
     except (pa.ArrowException, ValueError) as error:

@@ -116,6 +116,8 @@ def _parse_path(path: Path, body: str) -> FileSource:
             f"--data {body}: {found} is not accepted; accepted are {accepted}",
             hint=_SPEC_HINT,
         )
+    if _exists(path) and not _is_file(path):
+        raise DataError(f"--data {body}: a pipe or device", hint="write it to a file first")
     if not _is_file(path):
         raise DataError(
             f"--data {body}: no such file or folder",
@@ -168,5 +170,6 @@ def _has_accepted_suffix(path: Path) -> bool:
 
 
 # Unlike the methods of Path, these are false if a name is too long or a folder may not be read.
+_exists = os.path.exists
 _is_dir = os.path.isdir
 _is_file = os.path.isfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ Refused = Callable[..., str]
 
 def test_a_missing_file(refused: Refused, model: Path, tmp_path: Path) -> None:
     assert "no such file or folder" in refused(5, model, "--data", tmp_path / "none.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "a pipe or device" in refused(5, model, "--data", tmp_path / "pipe.jsonl")
 
 
 @pytest.mark.parametrize("name", ["empty.jsonl", "empty.json", "empty.txt"])

@@ -112,10 +112,11 @@ def test_a_reader_that_leaves_early_does_not_change_the_exit_code(model: Path, s
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_under_stdout_is_told() -> None:
+@pytest.mark.parametrize("arguments", [["recipes", "kv"], ["--help"], ["show", "--help"]])
+def test_a_full_disk_under_stdout_is_told(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*PROGRAM, "recipes", "kv"],
+            [*PROGRAM, *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -125,6 +126,20 @@ def test_a_full_disk_under_stdout_is_told() -> None:
     assert done.returncode == 7
     assert done.stderr.startswith("error: stdout cannot be written: No space left on device\n")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_under_stderr_changes_nothing_else(model: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "check", model, "--require-kv", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            env=ENVIRONMENT,
+            check=False,
+        )
+    assert done.returncode == 8
+    assert json.loads(done.stdout)["passed"] is False
 
 
 def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(

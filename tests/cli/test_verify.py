@@ -480,13 +480,31 @@ def test_statistics_are_judged_with_the_q_scales_that_are_written(
 def test_existing_files_are_replaced_only_by_force(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    dump = tmp_path / "precious.safetensors"
-    dump.write_bytes(b"precious")
-    command = ("verify", model, "--data", held_out, *QUICK, "--dump", dump)
+    dump, page = tmp_path / "d.safetensors", tmp_path / "r.html"
+    command = ("verify", model, "--data", held_out, *QUICK, "--dump", dump, "--report", page)
+    succeed(*command)
+    before = snapshot(tmp_path)
     assert "exists; --force replaces it" in fail(2, *command)
-    assert dump.read_bytes() == b"precious"
-    succeed(*command, "--force")
-    assert "reference" in load_file(dump)
+    assert snapshot(tmp_path) == before
+    succeed(*command, "--seq-len", 12, "--force")
+    after = snapshot(tmp_path)
+    assert all(after[name] != before[name] for name in ("d.safetensors", "r.html"))
+
+
+@pytest.mark.parametrize("option", ["--dump", "--report"])
+def test_force_replaces_only_what_verify_writes(
+    refuse: Any, verify: Any, model: Path, tmp_path: Path, option: str
+) -> None:
+    path = tmp_path / "precious"
+    kind = option.removeprefix("--").replace("report", "page")
+    for content in (b"precious", (model / "model.safetensors").read_bytes(), b"<!DOCTYPE html>"):
+        path.write_bytes(content)
+        message = refuse(2, option, path, "--force")
+        assert f"{path}: exists, and is no {kind} of verify" in message
+        assert path.read_bytes() == content
+    path.write_bytes(b"")  # as mktemp makes it
+    verify(option, path, "--force")
+    assert path.stat().st_size
 
 
 # --- bad input ---------------------------------------------------------------------------------

@@ -117,7 +117,12 @@ def test_parquet_rows_come_in_order_over_batches_and_row_groups(tmp_path: Path) 
 def test_parquet_holds_messages_and_ids_too(tmp_path: Path) -> None:
     conversation = [{"role": "user", "content": "q", "name": None}]
     path = write_parquet(
-        tmp_path / "x.parquet", {"messages": [conversation, None], "input_ids": [None, [1, 2]]}
+        tmp_path / "x.parquet",
+        {
+            "messages": [conversation, None],
+            "input_ids": [None, [1, 2, 0]],
+            "attention_mask": [None, [1, 1, 0]],
+        },
     )
     assert list(iter_file_rows(path)) == [
         Row("x.parquet row 1", messages=({"role": "user", "content": "q"},)),

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.data.plan import DataPlan
-from fp8calib.errors import DataError, shorten
+from fp8calib.errors import DataError, ModelError, shorten
 from fp8calib.geometry.sites import Role
 from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.server.assess import Evidence
@@ -39,6 +40,15 @@ def write_dump(path: Path, verified: VerificationResult) -> None:
     if faults:
         metadata["faults"] = json.dumps(faults)
     save_tensors(path, dict(verified.logprobs), metadata=metadata)
+
+
+def is_dump(path: Path) -> bool:
+    """Whether a file is one that `write_dump` wrote."""
+    try:
+        header = read_header(path)
+    except ModelError:
+        return False
+    return "reference" in header.tensors and "data" in header.metadata
 
 
 def gather_alone(plan: DataPlan, dump: Path | None) -> Evidence:

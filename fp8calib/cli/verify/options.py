@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp8calib.api.verify.dump import is_dump
 from fp8calib.api.verify.job import VerifyOptions
 from fp8calib.api.verify.run import require_server, resolve_options
 from fp8calib.checkpoint.atomic import check_output_file
@@ -11,6 +12,7 @@ from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.console import warn
 from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.errors import UsageError
+from fp8calib.verification.html.page import is_page
 
 
 def resolve_settings(settings: VerifySettings) -> VerifyOptions:
@@ -81,7 +83,8 @@ def _check_outputs(settings: VerifySettings) -> None:
     Raises:
         UsageError: naming the path.
     """
-    outputs = [path for path in (settings.report, settings.dump) if path is not None]
+    kinds = ((settings.report, is_page, "no page"), (settings.dump, is_dump, "no dump"))
+    outputs = [path for path, _, _ in kinds if path is not None]
     if settings.force and not outputs:
         warn("--force has no effect without --report or --dump")
     for path in outputs:
@@ -90,6 +93,11 @@ def _check_outputs(settings: VerifySettings) -> None:
         check_output_file(path, force=settings.force)
         for name in (settings.model, *settings.scales, *(settings.data or ())):
             _refuse_input(path, Path(name))
+    for output, is_ours, other in kinds:
+        if output is not None and output.exists() and output.stat().st_size and not is_ours(output):
+            raise UsageError(
+                f"{output}: exists, and is {other} of verify", hint="name another file"
+            )
     if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
         raise UsageError(f"--report and --dump are both {outputs[0]}")
     probe_output_files(outputs)

@@ -34,6 +34,9 @@ from fp8calib.verification.report import VerifyReport
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """The browser runs no script and loads nothing."""
+_TITLE = "FP8 verification of "
+_HEAD_BYTES = 4096
+"""The title is among the first of them."""
 _MOST_BYTES = 900_000
 """Of all figures together: a page stays under 1 MB."""
 
@@ -49,6 +52,12 @@ def write_page(report: VerifyReport, path: Path, *, command: str = "") -> None:
     """
     page = render_page(report, command=command)
     write_file_atomic(path, page.encode("utf-8", "replace"))
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is one that `write_page` wrote."""
+    with path.open("rb") as file:
+        return f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
 
 
 def render_page(report: VerifyReport, *, command: str = "") -> str:
@@ -147,7 +156,7 @@ def _render_head(report: VerifyReport, series: Sequence[Series]) -> Element:
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", f"FP8 verification of {report.model}"),
+        element("title", f"{_TITLE}{report.model}"),
         element("style", f"{_read_style()}\n{hiding}\n"),
     )
 
