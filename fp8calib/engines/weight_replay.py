@@ -116,7 +116,7 @@ class WeightReplay:
                 return [_refuse_config(engine, refusal)]
             faults += list_loading_faults(loader, opened.groups, opened.values)
             faults += list_other_schemes(loader, opened.groups, self._schemes)
-        if rules is None:
+        if rules is None or not self._folder.tensors:
             return faults
         faults += list_parameter_faults(
             engine.key,

@@ -104,6 +104,33 @@ def test_every_engine_is_judged_where_a_tensor_is_missing(
     assert all(each.weights and name in each.weights.why for each in reports.values())
 
 
+@pytest.mark.parametrize(
+    ("stored", "is_checkpoint"),
+    [
+        ({}, True),
+        ({"model.norm.weight": None}, True),
+        ({"x": (1,)}, True),
+        ({"model.layers.0.self_attn.k_scale": ()}, False),
+        ({"layers.0.wq": (64, 64)}, False),
+    ],
+)
+def test_files_without_any_matrix_of_the_model(
+    saved: Callable[[str], Path],
+    tmp_path: Path,
+    stored: dict[str, tuple[int, ...] | None],
+    is_checkpoint: bool,
+) -> None:
+    """VLLM 0.32 refused the first three. The others: scales alone; names that are not known."""
+    shutil.copytree(saved("llama"), tmp_path / "m")
+    file = tmp_path / "m" / SINGLE
+    whole = load_file(file)
+    tensors = {n: whole[n] if size is None else torch.ones(size) for n, size in stored.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    for name, report in ask(tmp_path / "m").items():
+        is_missing = report.weights is not None and "is missing" in report.weights.why
+        assert is_missing is is_checkpoint, name
+
+
 def test_in_a_quantized_checkpoint_vllm_does_not_compare(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

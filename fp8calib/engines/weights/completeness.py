@@ -158,8 +158,8 @@ def list_parameter_faults(
         find_fit: the engine's own rule for the shapes of linears.
     """
     tensors = {name: entry for name, (_, entry) in located.items()}
-    if not any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
-        return []  # a folder of config and scales alone, for weights that are elsewhere
+    if _are_elsewhere(geometry, tensors):
+        return []
     found: dict[tuple[Effect, str], list[tuple[str, Outcome]]] = defaultdict(list)
     judged = [
         *_list_absent(rules, geometry, tensors, is_quantized=is_quantized),
@@ -169,6 +169,14 @@ def list_parameter_faults(
     for name, rule, fix in judged:
         found[rule.effect, fix].append((name, rule))
     return [_join(engine, each, fix) for (_, fix), each in found.items()]
+
+
+def _are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
+    """Whether a folder is one of config and scales, or names its weights in its own way."""
+    if any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
+        return False
+    has_matrices = any(len(entry.shape) > 1 for entry in tensors.values())
+    return has_matrices or any(map(is_companion, tensors))
 
 
 Judged = Iterator[tuple[str, Outcome, str]]
