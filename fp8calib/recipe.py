@@ -20,6 +20,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticSerializationError
 
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
@@ -38,10 +39,18 @@ class _Section(BaseModel):
 class Observe(_Section):
     """Which sites are observed."""
 
-    kv: bool = Field(default=True, description="K and V per head, as they are stored in the cache")
-    query: bool = Field(default=True, description="q per head, as attention receives it")
-    inputs: bool = Field(default=True, description="inputs of linears and experts, per channel")
-    weights: bool = Field(default=True, description="weights, per output and per input channel")
+    kv: bool = Field(
+        default=True, strict=True, description="K and V per head, as they are stored in the cache"
+    )
+    query: bool = Field(
+        default=True, strict=True, description="q per head, as attention receives it"
+    )
+    inputs: bool = Field(
+        default=True, strict=True, description="inputs of linears and experts, per channel"
+    )
+    weights: bool = Field(
+        default=True, strict=True, description="weights, per output and per input channel"
+    )
     ignore: tuple[str, ...] = Field(
         default=(),
         description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
@@ -66,19 +75,23 @@ class Data(_Section):
     sources: tuple[str, ...] = Field(
         default=(), description="data specs, as for --data; empty means builtin"
     )
-    samples: int = Field(default=512, ge=1, description="number of sequences")
+    samples: int = Field(default=512, ge=1, strict=True, description="number of sequences")
     seq_len: int | None = Field(
         default=None,
         ge=2,
+        strict=True,
         description="tokens per sequence; null means 2048, or the model's maximum if smaller",
     )
-    batch_size: int = Field(default=1, ge=1, description="sequences per forward pass")
+    batch_size: int = Field(default=1, ge=1, strict=True, description="sequences per forward pass")
     pack: bool = Field(
         default=True,
+        strict=True,
         description="join rows and cut them into sequences; false makes each row one sequence",
     )
     seed: int = Field(
-        default=0, description="order in which weighted specs are mixed; has no other effect"
+        default=0,
+        strict=True,
+        description="order in which weighted specs are mixed; has no other effect",
     )
 
 
@@ -179,8 +192,10 @@ class Recipe(_Section):
     formats: tuple[str, ...] = Field(
         default=("kv-overlay",), description="formats to write, besides statistics and report"
     )
-    tp: tuple[int, ...] = Field(
-        default=(1,), description="tensor-parallel degrees that per-rank formats are written for"
+    tp: tuple[Annotated[int, Field(ge=1, strict=True)], ...] = Field(
+        default=(1,),
+        json_schema_extra={"minItems": 1},
+        description="tensor-parallel degrees that per-rank formats are written for",
     )
     query_scale: QueryScale = Field(
         default="auto",
@@ -190,6 +205,13 @@ class Recipe(_Section):
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )
+
+    @field_validator("tp")
+    @classmethod
+    def _has_a_degree(cls, degrees: tuple[int, ...]) -> tuple[int, ...]:
+        if not degrees:
+            raise ValueError("must have one degree or more")
+        return degrees
 
     @field_validator("quantize", mode="before", json_schema_input_type=str | Quantize | None)
     @classmethod
@@ -270,13 +292,17 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         if tool:
             raise RecipeError(f"{where}: {key}: this is a recipe of {tool}", hint=hint)
     try:
-        return Recipe.model_validate(document)
+        recipe = Recipe.model_validate(document)
+        recipe.model_dump_json()
+    except PydanticSerializationError as error:  # half a surrogate pair
+        raise RecipeError(f"{where}: cannot be written as UTF-8: {error}", hint=hint) from error
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {explain_value(item)}"
             for item in error.errors()
         ]
         raise RecipeError(f"{where}: " + "; ".join(lines), hint=hint) from error
+    return recipe
 
 
 _FOREIGN_KEYS = {
@@ -316,6 +342,8 @@ def explain_value(item: Any) -> str:
     """Explain in plain words a fault that pydantic found in one value."""
     if item["type"] == "extra_forbidden":
         return f"unknown key{_suggest(item['loc'])}"
+    if item["type"] == "missing":
+        return "this key is missing"
     message = str(item["msg"]).removeprefix("Value error, ")
     if message.startswith("Input should be"):
         must_be = message.removeprefix("Input should be").partition(", unable")[0]

@@ -15,28 +15,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _is_strings(value: object, kind: type) -> bool:
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_list(value: object, kind: type, is_item: Callable[[object], bool]) -> bool:
     return (
-        isinstance(value, kind)
-        and not isinstance(value, str | bytes)
-        and all(isinstance(each, str) for each in value)  # type: ignore[attr-defined]
+        isinstance(value, kind) and not isinstance(value, str | bytes) and all(map(is_item, value))  # type: ignore[call-overload]
     )
 
 
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a string", lambda value: isinstance(value, str)),
+    "str": ("a string", _is_str),
     "Path": ("a path", lambda value: isinstance(value, os.PathLike)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "int": (
-        "a whole number",
-        lambda value: isinstance(value, Integral) and not isinstance(value, bool),
-    ),
+    "int": ("a whole number", _is_int),
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    "Sequence[str]": ("a list of strings", lambda value: _is_strings(value, Sequence)),
-    "Collection[str]": ("a list of strings", lambda value: _is_strings(value, Collection)),
+    "Sequence[int]": ("a list of whole numbers", lambda value: _is_list(value, Sequence, _is_int)),
+    "Sequence[str]": ("a list of strings", lambda value: _is_list(value, Sequence, _is_str)),
+    "Collection[str]": ("a list of strings", lambda value: _is_list(value, Collection, _is_str)),
     "Mapping[str, str]": (
         "a mapping of strings to strings",
-        lambda value: _is_strings(value, Mapping) and _is_strings(list(value.values()), list),
+        lambda value: (
+            _is_list(value, Mapping, _is_str) and _is_list(list(value.values()), list, _is_str)
+        ),
     ),
     "ProgressCallback": ("a function", callable),
     "None": ("None", lambda value: value is None),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from fp8calib.checkpoint.header import INTEGERS
 from fp8calib.errors import ModelError, cut_list
 from fp8calib.geometry.module_paths import group_by_pattern, list_paths
 from fp8calib.model.topology.find import find_text_decoder
@@ -28,7 +29,8 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
 
     Raises:
         UnfilledModelError: the checkpoint lacks a parameter of the text decoder or the lm_head, has
-            shape for a parameter, or has values for a parameter that the config switches off.
+            shape for a parameter, stores integers for one, or has values for a parameter that the
+            config switches off.
     """
     stored = weights.source
     runs = is_run(model)
@@ -36,9 +38,16 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
         raise missing_error(stored.folder, missing)
     known = model.state_dict()
     for name, tensor in weights.single_tensors.items():
-        found = stored.tensors[tensor].shape
+        entry = stored.tensors[tensor]
+        found = entry.shape
         if name in known and tuple(found) != tuple(known[name].shape):
             raise mismatch_error(stored.folder, name, found, known[name].shape)
+        if name in known and known[name].is_floating_point() and entry.dtype in INTEGERS:
+            raise ModelError(
+                f"{name} is stored in {entry.dtype}: the model is quantized, although its config "
+                "does not state it",
+                hint="use the unquantized model that it was made from",
+            )
     if unused := list(_find_switched_off(model, weights)):
         raise UnfilledModelError(
             f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, and by its config the "

@@ -47,7 +47,7 @@ def list_unfit_queries(stats: CalibrationStats) -> dict[int, float]:
         if seen is None or not seen.count:
             continue
         amax = float(seen.amax.max()) / attention.query_divisor
-        if amax > E4M3FN.max or amax < UNSCALED_QUERY_FLOOR:
+        if amax > E4M3FN.max or 0 < amax < UNSCALED_QUERY_FLOOR:
             found[layer.index] = amax
     return found
 

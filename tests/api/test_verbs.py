@@ -205,6 +205,22 @@ def test_export_writes_the_files_of_the_command(
         fp8calib.export(calibrated / "stats.safetensors", "rfc", tmp_path / "found")
 
 
+@pytest.mark.parametrize(
+    ("tp", "said"),
+    [
+        ([], "--tp: must have one degree or more"),
+        (0, "--tp: must be greater than or equal to 1"),
+        *((each, "tp: must be a whole number or a list") for each in (2.0, True, [True], ["1"])),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused(
+    calibrated: Path, tmp_path: Path, tp: Any, said: str
+) -> None:
+    with pytest.raises(fp8calib.UsageError, match=said):
+        fp8calib.export(calibrated / "stats.safetensors", "rfc", tmp_path / "out", tp=tp)
+    assert not (tmp_path / "out").exists()
+
+
 def test_check_gives_the_verdicts_of_the_command(calibrated: Path, model: Path) -> None:
     path = calibrated / "kv-overlay"
     outcome = run("check", path, "--engine", "vllm", "--engine", "tgi", "--json")

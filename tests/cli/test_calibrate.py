@@ -336,6 +336,16 @@ def test_a_recipe_file_decides_what_the_command_line_does_not(
     assert left_out["model.layers.1.self_attn"] == "excluded by the recipe (observe.ignore)"
 
 
+def test_formats_whose_k_and_v_are_excluded_are_refused_before_text_is_run(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nobserve: {ignore: ['*.layers.1.self_attn']}\n")
+    message = fail(2, "calibrate", model, "--recipe", path, "--data", data, "--out", tmp_path / "o")
+    assert "kv-overlay: needs K and V of model.layers.1.self_attn, which recipe mine" in message
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize("name", sorted(set(recipe_files()) - {"w8a16"}))
 def test_every_shipped_recipe_runs(calibrate: Any, name: str) -> None:
     out, report = calibrate("--recipe", name)
@@ -451,6 +461,17 @@ def test_a_query_that_needs_a_scale_gets_one(
         queries = sorted(name for name in names if name.endswith("q_scale"))
         both = [f"model.layers.{index}.self_attn.q_scale" for index in range(2)]
         assert queries == (both if is_written else [])
+
+
+def test_a_query_of_zeros_needs_no_scale(model: Path, data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "odd")
+    odd = zoo.build("llama")
+    odd.model.layers[1].self_attn.q_proj.weight.data.zero_()
+    odd.save_pretrained(folder)
+    command = ("calibrate", folder, "--data", data, *QUICK, "--format", "kv-scales", "--json")
+    report = succeed(*command, "--out", tmp_path / "out").json
+    assert not [text for text in report["warnings"] if text.startswith("q clips or underflows")]
+    assert not any("q_scale" in name for name in load_file(tmp_path / "out/kv_scales.safetensors"))
 
 
 # --- the same again ----------------------------------------------------------------------------

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.architectures import families
@@ -104,6 +106,19 @@ def test_values_of_a_parameter_that_the_config_switches_off_are_refused(
     add_tensors(tmp_path / "m", **{f"{LAYER}.q_proj.bias": torch.full((32,), 0.5)})
     with pytest.raises(ModelError, match=rf"holds {LAYER}.q_proj.bias, and by its config the"):
         calibrate(tmp_path / "m", streamed=streamed)
+
+
+@EITHER
+def test_integers_in_place_of_a_weight_are_refused(streamed: bool, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m")
+    codes = torch.ones(16, 32, dtype=torch.int8)
+    add_tensors(tmp_path / "m", **{f"{LAYER}.k_proj.weight": codes})
+    said = rf"{LAYER}.k_proj.weight is stored in I8: the model is quantized, although its config"
+    with pytest.raises(ModelError, match=said):
+        calibrate(tmp_path / "m", streamed=streamed)
+    already = pytest.raises(ModelError, match=r"already quantized: .* is stored in I8")
+    with Checkpoint.open(tmp_path / "m") as checkpoint, already:
+        check_unquantized(checkpoint)
 
 
 @EITHER

@@ -8,6 +8,7 @@ from fp8calib.cli.console import warn
 from fp8calib.cli.option_types import split_names
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
 
 
@@ -43,6 +44,18 @@ def resolve_recipe(settings: CalibrateSettings) -> Recipe:
         warn("--format has no effect on a shard: run `fp8calib export` after `fp8calib merge`")
     # a shard has no outputs that need the statistics of all
     return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
+
+
+def check_excluded(recipe: Recipe, prepared: PreparedModel) -> None:
+    """Refuse formats whose K and V the recipe excludes, before text is run."""
+    modules = (attention.module for _, attention in prepared.geometry.attentions())
+    excluded = next((module for module in modules if module in prepared.ignored), None)
+    if recipe.formats and excluded is not None:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: needs K and V of {excluded}, which recipe "
+            f"{recipe.name} excludes",
+            hint="take it out of observe.ignore, or write `formats: []`",
+        )
 
 
 def check_observed(recipe: Recipe) -> None:

@@ -40,7 +40,7 @@ from fp8calib.cli.calibrate.processes import (
     check_shard,
     choose_rank_device,
 )
-from fp8calib.cli.calibrate.recipe import check_observed, resolve_recipe
+from fp8calib.cli.calibrate.recipe import check_excluded, check_observed, resolve_recipe
 from fp8calib.cli.calibrate.report import (
     build_calibration_report,
     describe_calibration_plan,
@@ -152,6 +152,7 @@ def _open_job(
         prepared, checkpoint = model.prepared, model.checkpoint
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
         check_query(recipe)
+        check_excluded(recipe, prepared)
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         graft = Graft(replaces_scales=settings.replace_scales)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)

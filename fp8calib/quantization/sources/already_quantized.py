@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.checkpoint.header import INTEGERS, PACKED_BITS
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError
@@ -25,6 +25,8 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
         raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe_method(section)}")
     for name, entry in checkpoint.tensors.items():
         if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
+            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
+        if entry.dtype in INTEGERS and name.endswith(".weight"):
             raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
         if is_companion(name):
             raise _quantized(checkpoint, f"{name} is a scale")

@@ -10,9 +10,11 @@ from fp8calib.verification.report import (
     SERVER,
     CandidateResult,
     Remedy,
+    Verdict,
     VerifyReport,
 )
 from fp8calib.verification.server.assess import Assessment
+from fp8calib.verification.server.diagnose import Finding
 
 
 def add_server(
@@ -20,9 +22,13 @@ def add_server(
 ) -> VerifyReport:
     """Add the server to a report, before scale 1.0; its diagnosis is the advice."""
     result, summary = assessment.result, assessment.summary
-    verdict, why = downgrade_if_misleading(
-        *judge(summary, gate), candidate=SERVER, kld_mean=summary.kld_mean, rows=(), gate=gate
-    )
+    verdict, why = judge(summary, gate)
+    if result.finding == Finding.UNKNOWN and verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
+        verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
+    else:
+        verdict, why = downgrade_if_misleading(
+            verdict, why, candidate=SERVER, kld_mean=summary.kld_mean, rows=(), gate=gate
+        )
     row = CandidateResult(
         name=SERVER,
         description=f"{result.kind} at {result.url}, model {result.model}",

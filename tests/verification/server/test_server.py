@@ -169,6 +169,25 @@ def test_a_server_decides_the_exit_code_of_a_gate(model: Path, data: Path, plain
     assert found == [(0, "no-difference"), (8, "fail")]
 
 
+def test_a_server_that_no_candidate_explains_does_not_just_pass(
+    model: Path, data: Path, plain: Predict
+) -> None:
+    """It serves a model that predicts this text better."""
+
+    def predict(ids: Sequence[int]) -> torch.Tensor:
+        logits = plain(ids).clone()
+        logits[torch.arange(len(ids) - 1), torch.tensor(ids[1:])] += 2.0
+        return torch.log_softmax(logits, -1)
+
+    with FakeServer(predict, tokenize=tokenize) as server:
+        report = verify(model, data, "--server", server.url, "--gate", "kv")
+    row = report["candidates"][0]
+    assert row["ppl_ratio"] < 0.9
+    assert report["server"]["finding"] == "unknown"
+    assert (row["name"], row["verdict"]) == ("server", "warn")
+    assert row["verdict_why"].endswith("but no candidate explains what the server changes")
+
+
 @pytest.mark.parametrize("is_reference", [False, True])
 def test_the_divergence_on_text_that_the_model_wrote(
     model: Path,
