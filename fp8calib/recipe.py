@@ -192,7 +192,7 @@ class Recipe(_Section):
     formats: tuple[str, ...] = Field(
         default=("kv-overlay",), description="formats to write, besides statistics and report"
     )
-    tp: tuple[Annotated[int, Field(ge=1, strict=True)], ...] = Field(
+    tp: tuple[Annotated[int, Field(strict=True)], ...] = Field(
         default=(1,),
         json_schema_extra={"minItems": 1},
         description="tensor-parallel degrees that per-rank formats are written for",

@@ -69,7 +69,6 @@ query_scale: true
         ("name: x\ndata: {pack: 0}", "data.pack: must be a valid boolean, not 0"),
         ("name: x\nobserve: {kv: 1}", "observe.kv: must be a valid boolean, not 1"),
         ("name: x\ntp: []", "tp: must have one degree or more"),
-        ("name: x\ntp: [0]", "tp.0: must be greater than or equal to 1, not 0"),
         ('name: "\\ud800"', "cannot be written as UTF-8"),
         ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),
         ("name: x\nscales: {rule: guess}", "scales.rule: unknown rule 'guess'; known: amax"),

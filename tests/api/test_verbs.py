@@ -209,7 +209,7 @@ def test_export_writes_the_files_of_the_command(
     ("tp", "said"),
     [
         ([], "--tp: must have one degree or more"),
-        (0, "--tp: must be greater than or equal to 1"),
+        (0, "--tp 0"),
         *((each, "tp: must be a whole number or a list") for each in (2.0, True, [True], ["1"])),
     ],
 )
