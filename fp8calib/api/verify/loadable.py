@@ -21,6 +21,7 @@ from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
 from fp8calib.verification.candidates import OpenedCandidate, find_candidate
+from fp8calib.verification.report import SCALE_ONE
 
 
 def find_refusals(
@@ -35,8 +36,11 @@ def find_refusals(
         for each in opened
         if each.stats is None and Path(each.name).is_dir()
     }
+    is_unquantized = not model.is_live and not model.checkpoint.form
+    if is_unquantized:
+        folders[SCALE_ONE] = model.source.folder
     faults = {name: _find_fault(path, engine) for name, path in folders.items()}
-    if options.scheme is not None and not model.is_live and not model.checkpoint.form:
+    if options.scheme is not None and is_unquantized:
         fault = _find_scheme_fault(model, options.scheme, engine)
         faults |= dict.fromkeys([each.name for each in opened] or [options.scheme.name], fault)
     return {name: why for name, why in faults.items() if why}
@@ -51,8 +55,9 @@ def warn_of_refusals(options: VerifyOptions, refused: Mapping[str, str]) -> Iter
     if engine.note:
         yield f"{engine.title}: {engine.note}"
     for name, why in refused.items():
+        shown = "the unquantized model" if name == SCALE_ONE else name
         yield (
-            f"{name}: {engine.release} cannot load it ({why}); the figures are those of its "
+            f"{shown}: {engine.release} cannot load it ({why}); the figures are those of its "
             "arithmetic alone"
         )
 

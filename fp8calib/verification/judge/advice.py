@@ -56,7 +56,8 @@ def advise(
         if candidate.name != SCALE_ONE and (text := _describe_unfit_scales(candidate, layers))
     ]
     found = _compare_with_one(candidates, layers, errors, refused)
-    if found.remedy is Remedy.USE and found.candidate in refused:
+    served = {Remedy.USE: found.candidate, Remedy.SERVE: SCALE_ONE}.get(found.remedy)
+    if served in refused:
         text = f"{found.text} But the engine cannot load it: use another engine or format."
         found = Advice(text)
     return replace(found, text=" ".join([*sentences, found.text]), conclusion=found.text)
