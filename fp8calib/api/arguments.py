@@ -56,7 +56,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own error names the function
+        for name, value in bound.arguments.items():
             _check(name, value, str(signature.parameters[name].annotation).split(" | "))
         return function(*args, **kwargs)
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.errors import Fp8CalibError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ModelOrPath: TypeAlias = "str | Path | PreTrainedModel"
+
+
+def warn_of_tokenizer(model: ModelOrPath, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
+    """Warn of a checkpoint without a tokenizer, written from a model in memory."""
+    if isinstance(model, str | Path) or tokenizer is not None:
+        return
+    if any(Path(name).name == CONFIG_NAME for name in files):
+        yield "no tokenizer is written, which engines need: pass tokenizer=..."
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterator[str]:
     """Give the lines for the `serving`, `limitations` and `other_engines` of a report.
 
-    Conditions under which an engine can use a file are not in them: `check` prints those.
+    Limits of an engine that can use a file are not in them: `check` prints those.
 
     `format_name` is the format of items that do not name their own.
     """
@@ -24,7 +24,7 @@ def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterat
             yield _explain(name, item)
         else:
             noted.setdefault(name, []).append(item["engine"])
-    yield from _join(noted, "conditions for")
+    yield from _join(noted, "limits in", "names them")
     yield from _describe_others(report, format_name)
 
 
@@ -45,7 +45,7 @@ def describe_serving_briefly(
             yield _explain(item["format"], item)
         elif item["is_blocking"]:
             unable.setdefault(item["format"], []).append(item["engine"])
-    yield from _join(unable, "cannot be used by")
+    yield from _join(unable, "cannot be used by", "says why")
 
 
 def _explain(name: str, item: Mapping[str, Any]) -> str:
@@ -53,10 +53,10 @@ def _explain(name: str, item: Mapping[str, Any]) -> str:
     return f"  {what}: cannot use it: {item['why']}"
 
 
-def _join(engines: Mapping[str, list[str]], text: str) -> Iterator[str]:
+def _join(engines: Mapping[str, list[str]], text: str, check: str) -> Iterator[str]:
     for name, found in engines.items():
         listed = ", ".join(dict.fromkeys(found))
-        yield f"  {f'{name}: ' if name else ''}{text} {listed} (`fp8calib check` says why)"
+        yield f"  {f'{name}: ' if name else ''}{text} {listed} (`fp8calib check` {check})"
 
 
 def _describe_others(report: Mapping[str, Any], format_name: str) -> Iterator[str]:

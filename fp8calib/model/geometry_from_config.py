@@ -90,7 +90,7 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         fault = unknown if config else "there is no config.json"
         raise ModelError(
             f"{folder}: {fault}, so the model's layers are not known",
-            hint="use --model to name the model that the scales belong to",
+            hint="update transformers, or name the model that the scales belong to with --model",
         )
     for section in _sections(plain):
         _check_sizes(folder, section)

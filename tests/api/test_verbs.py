@@ -185,6 +185,27 @@ def test_quantize_and_export_take_a_model_in_memory(
     }
 
 
+def test_a_model_in_memory_is_written_with_the_tokenizer_that_is_passed(
+    model: Path, tmp_path: Path
+) -> None:
+    live = AutoModelForCausalLM.from_pretrained(model)
+    stats = fp8calib.calibrate(live, [torch.arange(3, 100)])
+    both = ["kv-overlay", "kv-scales"]
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="no tokenizer is written"):
+        fp8calib.quantize(live, "fp8-dynamic", tmp_path / "a")
+    alone = fp8calib.export(stats, both, tmp_path / "b", model=live).warnings
+    assert [text for text in alone if "no tokenizer is written" in text]
+    assert not fp8calib.export(stats, "kv-scales", tmp_path / "c").warnings
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    done = fp8calib.export(stats, both, tmp_path / "d", model=live, tokenizer=tokenizer)
+    assert not [text for text in done.warnings if "no tokenizer is written" in text]
+    assert "kv-overlay/tokenizer.json" in done.files
+    with pytest.raises(
+        TypeError, match=r"export\(\) got an unexpected keyword argument 'tokeniser'"
+    ):
+        fp8calib.export(stats, both, tmp_path / "e", tokeniser=tokenizer)  # type: ignore[call-arg]
+
+
 def test_export_writes_the_files_of_the_command(
     model: Path, calibrated: Path, tmp_path: Path
 ) -> None:

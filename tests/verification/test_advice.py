@@ -436,6 +436,14 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_advised() -> None:
     assert advise([unknown, one], rows, {}).remedy is Remedy.NONE
 
 
+def test_fp8_weights_beside_kv_scales_are_named_first() -> None:
+    candidates = [candidate("kv", 0.0059), candidate("weights", 0.03, Verdict.WARN)]
+    rows = [*good_rows("kv"), *good_rows(SCALE_ONE), *quantized_rows("weights")]
+    found = advise([*candidates, candidate(SCALE_ONE, 0.006)], rows, {"kv": 0.0})
+    assert found.text.startswith("weights: warn (KLD 0.0300, why). this model does not need KV")
+    assert found.conclusion.startswith("this model does not need KV scales")
+
+
 def test_scales_that_the_engine_cannot_load_are_not_advised() -> None:
     candidates = [candidate("mine", 0.01), candidate(SCALE_ONE, 0.5)]
     rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]

@@ -44,7 +44,7 @@ def choose_kv(report: VerifyReport, unfit_queries: Mapping[int, float], unused: 
     answer = {Remedy.SERVE: "no", Remedy.NONE: "unknown"}.get(report.remedy, "yes")
     why = report.conclusion.removeprefix("this model does not need KV scales: ")
     if answer == "no" and not unused:
-        why += " They are written all the same: other text may need them, and they cost nothing."
+        why += " They are written all the same: other text may need them."
     needs = Decision(question="does the model need KV scales?", answer=answer, why=why)
     queries = _decide_query(found, unfit_queries)
     wanted = KV_AND_Q_SCALES if queries.answer == "yes" else KV_SCALES

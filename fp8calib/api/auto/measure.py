@@ -19,7 +19,7 @@ from fp8calib.api.verify.comparison import open_verify_job, run_verify_job
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.api.verify.run import resolve_options
 from fp8calib.calibration import Progress
-from fp8calib.data.plan import DataPlan, split_plan
+from fp8calib.data.plan import FEW_TOKENS, DataPlan, split_plan
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.numerics import Numerics
@@ -134,6 +134,12 @@ def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
         return split_plan(plan("calibrate", task.samples), HELD_OUT)
     held_out = max(1, round(task.samples * HELD_OUT))
     return plan("calibrate", task.samples - held_out), plan("verify", held_out)
+
+
+def warn_of_few(tokens: int) -> Iterator[str]:
+    """Warn of held-out text that is too short for figures with a small error."""
+    if tokens < FEW_TOKENS:
+        yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
 
 
 def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> Iterator[Candidate]:

@@ -19,6 +19,7 @@ from fp8calib.api.auto.measure import (
     list_refused,
     plan_texts,
     require_usable,
+    warn_of_few,
 )
 from fp8calib.api.auto.report import AutoReport, Decision, Outcome
 from fp8calib.api.auto.writing import write_choice
@@ -161,7 +162,11 @@ def run_auto(
             update={
                 "data": calibration.sources,
                 "calibration_tokens": calibration.num_tokens,
-                "warnings": tuple(dict.fromkeys((*calibration.warnings, *report.warnings))),
+                "warnings": tuple(
+                    dict.fromkeys(
+                        (*calibration.warnings, *warn_of_few(report.tokens), *report.warnings)
+                    )
+                ),
                 "command": command,
             }
         )

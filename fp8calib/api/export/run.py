@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from fp8calib.api.export.graft import (
 )
 from fp8calib.api.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.api.recipe_options import decide_query, list_ignored, override_recipe
-from fp8calib.api.saved import ModelOrPath, saved_model
+from fp8calib.api.saved import ModelOrPath, saved_model, warn_of_tokenizer
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
@@ -58,6 +58,7 @@ def export(
     fp8_dtype: str | None = None,
     query_scale: str | None = None,
     with_weights: bool = False,
+    tokenizer: Any = None,
     force: bool = False,
 ) -> Exported:
     """Write the scales of statistics in every requested format; no model runs.
@@ -77,6 +78,7 @@ def export(
         fp8_dtype: `e4m3fn` or `e4m3fnuz`.
         query_scale: `auto`, `yes` or `no`.
         with_weights: with `rfc`, also write the FP8 weights of every rank.
+        tokenizer: written beside a model that is in memory.
         force: replace earlier output.
 
     Raises:
@@ -104,7 +106,9 @@ def export(
         find_dialect(name)  # refuses unknown ones
     options = GraftOptions(base=base, other_weights=other_weights, replaces_scales=replace_scales)
     with ExitStack() as stack:
-        place = None if model is None else stack.enter_context(saved_model(model, Path(out)))
+        place = (
+            None if model is None else stack.enter_context(saved_model(model, Path(out), tokenizer))
+        )
         task = ExportTask(
             stats_name=STATS_NAME if isinstance(stats, CalibrationStats) else str(stats),
             recipe=recipe,
@@ -117,7 +121,9 @@ def export(
         _check_weights(task)
         inputs = [] if isinstance(stats, CalibrationStats) else [Path(stats)]
         loaded = stats if isinstance(stats, CalibrationStats) else load_stats(Path(stats))
-        return _export(task, loaded, inputs=inputs, force=force)
+        done = _export(task, loaded, inputs=inputs, force=force)
+    more = () if model is None else warn_of_tokenizer(model, tokenizer, done.files)
+    return replace(done, warnings=(*done.warnings, *more))
 
 
 def _export(

@@ -18,7 +18,7 @@ from fp8calib.api.quantize.planned import (
 )
 from fp8calib.api.quantize.report import build_quantization_report
 from fp8calib.api.recipe_options import make_data_options
-from fp8calib.api.saved import ModelOrPath, saved_model
+from fp8calib.api.saved import ModelOrPath, saved_model, warn_of_tokenizer
 from fp8calib.api.text import TextData
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.fp8.schemes import GPTQ, NEAREST
@@ -187,4 +187,5 @@ def quantize(
                 )
                 outcome = planned.finish(written, out, started=started, stats=loaded)
         report = build_quantization_report(outcome)
+    warn_each(warn_of_tokenizer(model, tokenizer, outcome.written.files))
     return Quantized(out=out, files=outcome.written.files, report=report)

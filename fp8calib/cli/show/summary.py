@@ -89,7 +89,7 @@ def summarize_briefly(
         known = [row for row in rows if row.value > 0]
         if known and column not in _OF_LINEARS:
             least, most = (pick(known, key=lambda row: row.value) for pick in (min, max))
-            ranges.append(f"{role} {least.value:.3g}-{most.value:.3g} ({most.place})")
+            ranges.append(f"{role} {least.value:.3g} to {most.value:.3g} in {most.place}")
         outliers += [
             (replace(row, place=f"{role} of {row.place}"), ratio)
             for row, ratio in find_outliers(known)

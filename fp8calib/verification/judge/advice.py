@@ -55,6 +55,14 @@ def advise(
         for candidate in candidates
         if candidate.name != SCALE_ONE and (text := _describe_unfit_scales(candidate, layers))
     ]
+    weights = [
+        each
+        for each in candidates
+        if each.name != SCALE_ONE and not _has_kv_only(each.name, layers)
+    ]
+    has_kv = len(weights) < sum(each.name != SCALE_ONE for each in candidates)
+    if weights and has_kv:
+        sentences.append(_advise_quantized(weights, refused).text)
     found = _compare_with_one(candidates, layers, errors, refused)
     served = {Remedy.USE: found.candidate, Remedy.SERVE: SCALE_ONE}.get(found.remedy)
     if served in refused:
