@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8calib.api.arguments import checked
+from fp8calib.api.stats import load_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
@@ -17,8 +18,9 @@ from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
@@ -32,6 +34,7 @@ def check(
     tp: int = 1,
     model: str | Path | None = None,
     require_kv: bool = False,
+    stats: CalibrationStats | str | Path | None = None,
 ) -> CheckReport:
     """Replay the loading rules of engines on scales or a checkpoint; `ok` tells the outcome.
 
@@ -41,6 +44,8 @@ def check(
         tp: the tensor-parallel degree.
         model: the model that the scales are for; needed for a file.
         require_kv: whether a checkpoint that asks for no KV scales fails.
+        stats: of the unquantized model, or the file that holds them; scales that are far from what
+            they measured, such as reciprocals, fail.
 
     Raises:
         UsageError: the path or an engine does not exist, or `model` is missing.
@@ -58,13 +63,24 @@ def check(
         _refuse_outer_folder(path)
     found = _open_model(None if model is None else str(model), path, is_folder=is_folder)
     geometry, is_foreign = read_replayed_geometry(found)
+    measured = load_stats(stats) if isinstance(stats, str | Path) else stats
+    if measured is not None:
+        _refuse_other_stats(measured, found, geometry)
     if is_folder:
         folder = found if model is None else open_folder(path)
-        report = check_folder(folder, geometry, engines, tp, requires_kv=require_kv)
+        report = check_folder(
+            folder,
+            geometry,
+            engines,
+            tp,
+            requires_kv=require_kv,
+            model=found,
+            stats=measured,
+        )
     else:
         require_kv_scales(path)
         _refuse_other_model(path, found)
-        report = check_file(path, geometry, engines, tp, model=found)
+        report = check_file(path, geometry, engines, tp, model=found, stats=measured)
     report = _note_unknown_class(report, found, geometry)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
 
@@ -136,7 +152,36 @@ def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
         ModelError: naming the difference.
     """
     origin = read_file_origin(path)
-    if origin is None or model.config.get("quantization_config") is not None or model.modelopt:
+    if origin is not None:
+        _refuse_other_origin(str(path), origin, model)
+
+
+def _refuse_other_stats(
+    stats: CalibrationStats, model: ScaleFolder, geometry: ModelGeometry
+) -> None:
+    """Refuse the statistics of another model, as far as the folder shows it.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    shapes = [list(each.attentions()) for each in (stats.geometry, geometry)]
+    measured, here = ([attention for _, attention in each] for each in shapes)
+    if [each.checkpoint_module for each in measured] != [each.checkpoint_module for each in here]:
+        raise ModelError(
+            f"the statistics are of another model: {len(measured)} layers with attention "
+            f"({_name_first(measured)}), here {len(here)} ({_name_first(here)})",
+            hint="pass the statistics of this model",
+        )
+    origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
+    _refuse_other_origin("the statistics", origin, model)
+
+
+def _name_first(attentions: Sequence[Attention]) -> str:
+    return shorten(attentions[0].checkpoint_module) if attentions else "none"
+
+
+def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolder) -> None:
+    if model.config.get("quantization_config") is not None or model.modelopt:
         return
     try:
         opened = Checkpoint.open(model.path)
@@ -144,10 +189,10 @@ def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
         half = len(origin.model) // 2
         bare = Checkpoint(model.path, files={}, index=None)
         known = fingerprint_model(model.config, bare)[:half]
-        check_origin(str(path), origin, known + origin.model[half:])
+        check_origin(name, origin, known + origin.model[half:])
         return
     with opened as checkpoint:
-        check_origin(str(path), origin, fingerprint_model(model.config, checkpoint))
+        check_origin(name, origin, fingerprint_model(model.config, checkpoint))
 
 
 def _is_folder(path: Path) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.dialects.kv.kv_scales import name_scales
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.odd_scales import estimate_ranges, measure_ranges, name_odd_scales
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.verdicts import (
@@ -26,10 +27,10 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.errors import UsageError, shorten
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
 _NO_OVERLAY_FIX = (
@@ -45,6 +46,8 @@ def check_folder(
     tp: int,
     *,
     requires_kv: bool = False,
+    model: ScaleFolder | None = None,
+    stats: CalibrationStats | None = None,
 ) -> CheckReport:
     """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
 
@@ -54,12 +57,15 @@ def check_folder(
         engines: their keys.
         tp: the number of ranks.
         requires_kv: whether KV scales have to be there, even if the config asks for none.
+        model: the unquantized model's folder, if known.
+        stats: of the unquantized model; scales that are far from it are misread.
 
     Raises:
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
     misfit = _find_misfit(geometry, tp)
-    weights = WeightReplay(folder, geometry, tp)
+    weights = WeightReplay(folder, geometry, tp, stats)
+    judge = _make_judge(model or folder, geometry, stats)
     reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
     asked = [find_replayed(name) for name in engines]
@@ -75,13 +81,19 @@ def check_folder(
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
         report = _correct_fixes(engine, report, geometry, tp, folder)
-        report = weights.amend(engine, _note_odd_scales(report))
+        report = weights.amend(engine, judge(report))
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
 
 def check_file(
-    path: Path, geometry: ModelGeometry, engines: Sequence[str], tp: int, *, model: ScaleFolder
+    path: Path,
+    geometry: ModelGeometry,
+    engines: Sequence[str],
+    tp: int,
+    *,
+    model: ScaleFolder,
+    stats: CalibrationStats | None = None,
 ) -> CheckReport:
     """Report what each engine does with a file of scales beside a model.
 
@@ -91,21 +103,30 @@ def check_file(
         engines: their keys.
         tp: the number of ranks.
         model: the model's folder.
+        stats: of the model; scales that are far from it are misread.
 
     Raises:
         UsageError: an engine is unknown, or nothing of it is replayed.
     """
     misfit = _find_misfit(geometry, tp)
+    judge = _make_judge(model, geometry, stats)
     asked = [find_replayed(name) for name in engines]
     reports = {}
     for engine in asked:
         if misfit is not None and engine.splits_heads:
             reports[engine.key] = report_refusal(geometry, misfit)
             continue
-        report = _note_odd_scales(_replay_file(engine, path, geometry, tp, model))
+        report = judge(_replay_file(engine, path, geometry, tp, model))
         report = _correct_fixes(engine, report, geometry, tp, model)
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
+
+
+def _make_judge(
+    model: ScaleFolder, geometry: ModelGeometry, stats: CalibrationStats | None
+) -> Callable[[EngineReport], EngineReport]:
+    ranges = estimate_ranges(model, geometry) if stats is None else measure_ranges(stats)
+    return partial(name_odd_scales, ranges=ranges, is_measured=stats is not None)
 
 
 def _correct_fixes(
@@ -184,26 +205,6 @@ def _replay_file(
             status=Status.DROPPED, value=1.0, why=f"{why}, so it uses 1.0", fix=_OVERLAY_FIX
         ),
     )
-
-
-def _note_odd_scales(report: EngineReport) -> EngineReport:
-    """Name scales that are as large as reciprocals of scales are, or far too small.
-
-    K and V of the models in use reach some 1 to 500, so their scales lie around 0.002 to 1.
-    """
-    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
-    values = [each.value for each in verdicts if each.status is Status.USED and each.value]
-    if not values or _LEAST_USUAL <= median(values) <= _MOST_USUAL:
-        return report
-    found = f"the scales ({min(values):.4g} to {max(values):.4g}) stand for values of up to "
-    found += f"{max(values) * E4M3FN.max:,.4g}"
-    if median(values) > _MOST_USUAL:
-        found += ": they look like reciprocals; an engine needs amax / 448, not 448 / amax"
-    return report.add_problems(found)
-
-
-_LEAST_USUAL, _MOST_USUAL = 2.0**-20, 4.0
-"""The median of the scales of a model that are no reason for a note."""
 
 
 def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:

@@ -13,6 +13,7 @@ from fp8calib.dialects.fp8.quantization_config import ContradictionError, Stored
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.odd_scales import judge_weight_scales, note_unusual_weights
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -46,6 +47,7 @@ from fp8calib.engines.weights.weight_rule import Effect, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
 _STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
@@ -55,10 +57,18 @@ _UNCHECKED = "what engines do with the FP8 weights is not checked"
 class WeightReplay:
     """The faults of a folder's FP8 weights; what all engines share is computed once."""
 
-    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> None:
+    def __init__(
+        self,
+        folder: ScaleFolder,
+        geometry: ModelGeometry,
+        tp: int,
+        stats: CalibrationStats | None = None,
+    ) -> None:
         self._folder = folder
         self._geometry = geometry
         self._problem = ""
+        self._odd: LoadVerdict | None = None
+        self._unusual = ""
         self._faults: list[WeightFault] = []
         self._weights: QuantizedWeights | None = None
         self._schemes: Mapping[str, StoredScheme] = {}
@@ -82,6 +92,7 @@ class WeightReplay:
             except ModelError as error:
                 self._problem = f"{_UNCHECKED}: {error.message}"
                 return
+            self._judge_scales(stats)
             self._faults += list_weight_faults(self._weights)
             self._faults += list_rank_block_faults(self._weights, geometry, tp)
 
@@ -102,6 +113,14 @@ class WeightReplay:
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
+
+    def _judge_scales(self, stats: CalibrationStats | None) -> None:
+        """Compare the scales with the statistics of the model, if given."""
+        largest = self._opened(Opened.INDEXED).values.largest
+        if stats is None:
+            self._unusual = note_unusual_weights(self._tensors, largest)
+        else:
+            self._odd = judge_weight_scales(self._tensors, largest, stats)
 
     def _judge_loading(self, engine: Engine) -> list[WeightFault]:
         """Compare what an engine creates with what is stored."""
@@ -149,8 +168,10 @@ class WeightReplay:
                 verdict = LoadVerdict(status=status, why=found.why, fix=found.fix)
                 report = report.model_copy(update={"weights": verdict})
                 break
+        if report.weights is None and self._odd is not None:
+            report = report.model_copy(update={"weights": self._odd})
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
-        notes += [self._problem] if self._problem else []
+        notes += [note for note in (self._problem, self._unusual) if note]
         notes += self._index_problems
         if engine.make_linear_loader is None and self._weights is not None:
             notes.append(f"names, shapes and values of scales are not checked for {engine.title}")

@@ -176,6 +176,27 @@ def test_an_overlay_is_advised_where_it_helps(model: Path, tmp_path: Path, engin
     assert any("overlay" in fix for fix in list_fixes(folder, engine))
 
 
+def test_scales_are_compared_with_statistics(
+    calibrated: tuple[Path, Outcome], overlay: Path
+) -> None:
+    for given in (calibrated[0], calibrated[0] / "stats.safetensors"):
+        check(0, overlay, "--stats", given)
+    for path in overlay.glob("*.safetensors"):
+        tensors = load_file(path)
+        if any(name.endswith("k_scale") for name in tensors):
+            tensors = {name: 1 / x if "v_scale" in name else x for name, x in tensors.items()}
+            save_file(tensors, path, metadata={"format": "pt"})
+    outcome = run("check", overlay, "--engine", "vllm")
+    report = check(8, overlay, "--stats", calibrated[0])
+
+    assert outcome.code == 0
+    assert "looks like a reciprocal" in " ".join(outcome.err.split())
+    for engine in ENGINES:
+        layers = report["engines"][engine]["layers"]
+        assert {layer["k"]["status"] for layer in layers} == {"used"}
+        assert {layer["v"]["status"] for layer in layers} == {"misread"}
+
+
 def test_the_promised_keys_are_there(calibrated: tuple[Path, Outcome]) -> None:
     report = check(8, calibrated[0] / "kv-overlay-head")
 

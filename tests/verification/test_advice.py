@@ -320,6 +320,45 @@ def test_scales_that_break_the_same_layers_are_not_advised() -> None:
     assert "layer 3 clips at scale 1.0; use mine" in advise(mended, rows, {"mine": 0.0}).text
 
 
+FIT: dict[str, float] = {}
+CLIP = {"sqnr_db": 2.0, "clipped": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("unscaled", "scaled", "verdict", "rows", "sentence", "remedy"),
+    [
+        (0.006, 2.0, Verdict.PASS, CLIP, "the model needs none.", Remedy.SERVE),
+        (0.006, 2.0, Verdict.PASS, FIT, "the model needs none.", Remedy.SERVE),
+        (0.3, 2.0, Verdict.FAIL, FIT, "do not use these scales, calibrate.", Remedy.CALIBRATE),
+        (
+            3.0,
+            2.0,
+            Verdict.FAIL,
+            CLIP,
+            "layer 3 clips with its scales: calibrate.",
+            Remedy.CALIBRATE,
+        ),
+        (3.0, 2.0, Verdict.FAIL, FIT, "unquantized, or of all.", Remedy.FIND_LAYERS),
+    ],
+)
+def test_what_is_said_of_scales_that_fail(
+    unscaled: float,
+    scaled: float,
+    verdict: Verdict,
+    rows: dict[str, float],
+    sentence: str,
+    remedy: Remedy,
+) -> None:
+    """Layers are left out only where the scales fit: others are made anew."""
+    candidates = [candidate("mine", scaled, Verdict.FAIL), candidate(SCALE_ONE, unscaled, verdict)]
+    layers = [row("mine", 3, **rows), *good_rows("mine"), *good_rows(SCALE_ONE)]
+
+    found = advise(candidates, layers, {"mine": 0.01})
+
+    assert found.text.endswith(sentence)
+    assert found.remedy is remedy
+
+
 def test_of_one_token_nothing_is_said() -> None:
     """Where no error is known nothing is concluded, of scale 1.0 alone or beside scales."""
     one, other = (

@@ -18,6 +18,7 @@ def run_check(settings: CheckSettings) -> int:
         tp=settings.tp,
         model=settings.model,
         require_kv=settings.require_kv,
+        stats=settings.stats,
     )
     show_check_report(report, str(settings.path), as_json=settings.as_json)
     return 0 if report.ok else VerificationError.exit_code

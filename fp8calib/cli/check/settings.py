@@ -43,4 +43,12 @@ class CheckSettings:
             "--require-kv", help="Fail if the checkpoint has no KV scales and asks for none."
         ),
     ] = False
+    stats: Annotated[
+        Path | None,
+        typer.Option(
+            "--stats",
+            metavar="FILE",
+            help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
+        ),
+    ] = None
     as_json: JsonOption = False

@@ -42,6 +42,8 @@ class ScaleValues:
     """What is not a finite number above zero, or subnormal, in words."""
     numbers: Mapping[str, float]
     """Those that are one number."""
+    largest: Mapping[str, float]
+    """The largest number of each that is not bad."""
 
 
 def read_scale_values(
@@ -54,6 +56,7 @@ def read_scale_values(
             by_file[file].append(name)
     bad: dict[str, str] = {}
     numbers: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for file, names in by_file.items():
         with TensorFile(folder.path / file) as opened:
             for name in names:
@@ -61,9 +64,11 @@ def read_scale_values(
                 values = (scale.real if scale.is_complex() else scale).to(torch.float32)
                 if what := _describe_bad(values):
                     bad[name] = what
+                else:
+                    largest[name] = values.max().item()
                 if values.numel() == 1:
                     numbers[name] = values.item()
-    return ScaleValues(bad=bad, numbers=numbers)
+    return ScaleValues(bad=bad, numbers=numbers, largest=largest)
 
 
 def _describe_bad(values: torch.Tensor) -> str:

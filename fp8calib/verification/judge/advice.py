@@ -135,7 +135,7 @@ def _compare_with_one(
             Remedy.CALIBRATE,
         )
     if best.verdict is Verdict.FAIL or is_vain:
-        return _advise_failing(best, broken)
+        return _advise_failing(unscaled, best, broken, error)
     return _advise_scaled(unscaled, best, unfit, error)
 
 
@@ -179,7 +179,12 @@ def _advise_unscaled(unscaled: CandidateResult, unfit: Sequence[LayerResult]) ->
     return Advice(text, Remedy.CALIBRATE)
 
 
-def _advise_failing(best: CandidateResult, unfit: Sequence[LayerResult]) -> Advice:
+def _advise_failing(
+    unscaled: CandidateResult,
+    best: CandidateResult,
+    unfit: Sequence[LayerResult],
+    error: float | None,
+) -> Advice:
     """Say what helps where even the best candidate fails its gate."""
     failed = f"{best.name}: {best.verdict} ({best.verdict_why})"
     queries = sorted({row.layer for row in unfit if _is_unscaled_query(row)})
@@ -187,6 +192,11 @@ def _advise_failing(best: CandidateResult, unfit: Sequence[LayerResult]) -> Advi
         need = "needs a scale" if len(queries) == 1 else "need scales"
         text = f"{failed}; q of {_name_layers(queries)} {need} too, and none is written."
         return Advice(text, Remedy.SCALE_QUERY, best.name)
+    if _is_less(unscaled, best, error):
+        return _advise_against(unscaled, best)
+    if unfit:
+        text = f"{failed}; {_describe_layers(unfit)} with its scales: calibrate."
+        return Advice(text, Remedy.CALIBRATE)
     text = f"{failed}: leave the KV cache of some layers unquantized, or of all."
     return Advice(text, Remedy.FIND_LAYERS, best.name)
 
@@ -199,13 +209,20 @@ def _advise_scaled(
 ) -> Advice:
     klds = _format_klds(unscaled, best)
     if _is_less(unscaled, best, error):
-        return Advice(f"scale 1.0 is better than {best.name} ({klds}): do not use these scales.")
+        return _advise_against(unscaled, best)
     if unfit:
         text = f"{_describe_layers(unfit)} at scale 1.0; use {best.name} ({klds})."
         return Advice(text, Remedy.USE, best.name)
     if _is_less(best, unscaled, error):
         return Advice(f"scales help: use {best.name} ({klds}).", Remedy.USE, best.name)
     return _advise_equal(unscaled, best, klds)
+
+
+def _advise_against(unscaled: CandidateResult, best: CandidateResult) -> Advice:
+    text = f"scale 1.0 is better than {best.name} ({_format_klds(unscaled, best)})"
+    if _is_fine(unscaled):
+        return Advice(f"{text}: use none of these scales, the model needs none.", Remedy.SERVE)
+    return Advice(f"{text}: do not use these scales, calibrate.", Remedy.CALIBRATE)
 
 
 def _format_klds(unscaled: CandidateResult, best: CandidateResult) -> str:

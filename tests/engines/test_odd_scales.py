@@ -1,0 +1,269 @@
+"""Scales that are far from what K, V and weights hold: named, and judged where there are stats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import fp8calib
+from fp8calib.engines.odd_scales import estimate_ranges
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.errors import ModelError
+from fp8calib.geometry.sites import Role
+from fp8calib.model.geometry_from_config import read_geometry
+from tests import zoo
+from tests.architectures import families
+
+NORM = "model.layers.{}.input_layernorm.weight"
+PROJECTION = "model.layers.{}.self_attn.{}_proj.weight"
+NUM_LAYERS = 2
+
+
+def change(folder: Path, edit: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Change each tensor of a model of one file."""
+    path = folder / "model.safetensors"
+    tensors = {name: edit(name, x).contiguous() for name, x in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shake(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Give norms and biases values that matter."""
+    if name.endswith(".bias"):
+        return torch.randn_like(x) * 20
+    return x + torch.randn_like(x) / 20 if x.ndim == 1 else x
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("odd") / "llama"
+    torch.manual_seed(0)
+    zoo.save("llama", folder)
+    change(folder, shake)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("odd") / "rows.jsonl"
+    lines = [json.dumps({"input_ids": torch.randint(3, 60, (24,)).tolist()}) for _ in range(4)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stats(llama: Path, rows: Path) -> fp8calib.CalibrationStats:
+    return measure(llama, rows)
+
+
+def measure(model: Path, rows: Path) -> fp8calib.CalibrationStats:
+    return fp8calib.calibrate(model, rows, seq_len=24, samples=4, dtype="float32")
+
+
+def largest_kv(model: Path, rows: Path) -> Mapping[tuple[int, str], float]:
+    """Find the largest K and V with the model's own cache."""
+    ids = torch.tensor([json.loads(line)["input_ids"] for line in rows.read_text().splitlines()])
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        cache = loaded(ids, use_cache=True).past_key_values
+    return {
+        (index, role): x.abs().max().item()
+        for index, layer in enumerate(cache.layers)
+        for role, x in (("k", layer.keys), ("v", layer.values))
+    }
+
+
+def write_overlay(model: Path, out: Path, scales: Mapping[tuple[int, str], float]) -> Path:
+    """Copy a model and add scales as compressed-tensors stores them."""
+    folder = Path(shutil.copytree(model, out))
+    tensors = load_file(folder / "model.safetensors")
+    for (layer, role), scale in scales.items():
+        tensors[f"model.layers.{layer}.self_attn.{role}_scale"] = torch.tensor([scale])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    scheme["symmetric"] = True
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "kv_cache_scheme": scheme,
+        "config_groups": {},
+        "ignore": [],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+CHANGES: Mapping[str, Callable[[float], float]] = {
+    "right": lambda amax: amax / 448,
+    "reciprocal": lambda amax: 448 / amax,
+    "divided twice": lambda amax: amax / 448 / 448,
+    "for e5m2": lambda amax: amax / 57344,
+    "amax": lambda amax: amax,
+    "twice as large": lambda amax: 2 * amax / 448,
+    "clipped": lambda amax: amax / 2 / 448,
+}
+ODD = {"reciprocal", "divided twice", "for e5m2", "amax"}
+
+
+def list_problems(report: Any) -> list[str]:
+    return [each for each in report.engines["vllm"].problems if "layers looked at" in each]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("factor", [1.0, 65536.0])
+def test_weights_tell_scales_that_fit_from_others(
+    llama: Path, rows: Path, tmp_path: Path, what: str, factor: float
+) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    parts = ("k_proj", "v_proj")
+    change(model, lambda name, x: x * factor if any(part in name for part in parts) else x)
+    amax = largest_kv(model, rows)
+    scales = {key: CHANGES[what](each) for key, each in amax.items()}
+
+    report = fp8calib.check(write_overlay(model, tmp_path / "o", scales), engine="vllm")
+
+    problems = list_problems(report)
+    assert report.ok
+    assert len(problems) == (2 if what in ODD else 0), report.engines["vllm"].problems
+    for problem, role in zip(problems, "kv", strict=False):
+        assert problem.startswith(f"the {role} scale of layer 0 stands for values of up to ")
+        assert f"(odd in {NUM_LAYERS} of the {NUM_LAYERS} layers looked at)" in problem
+        assert ("looks like a reciprocal" in problem) == (what == "reciprocal")
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_odd_scales_fail_where_statistics_are_given(
+    llama: Path, rows: Path, stats: fp8calib.CalibrationStats, tmp_path: Path, what: str
+) -> None:
+    amax = largest_kv(llama, rows)
+    scales = {key: each / 448 for key, each in amax.items()}
+    scales[1, "v"] = CHANGES[what](amax[1, "v"])
+
+    folder = write_overlay(llama, tmp_path / "o", scales)
+    report = fp8calib.check(folder, engine="vllm", stats=stats)
+
+    first, second = report.engines["vllm"].layers
+    assert report.ok == (what not in ODD)
+    assert {first.k.status, first.v.status, second.k.status} == {"used"}
+    assert second.v.status == ("misread" if what in ODD else "used")
+    if what in ODD:
+        assert f"but calibration saw up to {amax[1, 'v']:,.4g}" in second.v.why
+        assert "fp8calib export" in second.v.fix
+
+
+def test_one_scale_for_k_and_v_has_to_suit_the_larger(
+    llama: Path, rows: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    change(model, lambda name, x: x * 64 if "k_proj" in name else x)
+    amax = largest_kv(model, rows)
+    shared = {(layer, role): amax[layer, "k"] / 448 for layer, role in amax}
+    apart = {key: 1.01 * each if key[1] == "v" else each for key, each in shared.items()}
+
+    assert all(amax[layer, "k"] > 16 * amax[layer, "v"] for layer in range(NUM_LAYERS))
+    for index, (scales, number) in enumerate(((shared, 0), (apart, 1))):
+        folder = write_overlay(model, tmp_path / str(index), scales)
+        assert len(list_problems(fp8calib.check(folder, engine="vllm"))) == number
+        report = fp8calib.check(folder, engine="vllm", stats=measure(model, rows))
+        assert report.ok == (number == 0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "gemma2", "starcoder2", "cohere", "stablelm", "nemotron", "gemma", "phi"],
+)
+def test_what_a_model_reaches_is_within_the_estimate(
+    family: str, rows: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    if family in zoo.ZOO:
+        zoo.save(family, tmp_path / family)
+    else:
+        families.save(family, families.FAMILIES[family], tmp_path / family)
+    change(tmp_path / family, shake)
+    folder = open_folder(tmp_path / family)
+
+    ranges = estimate_ranges(folder, read_geometry(folder.path, folder.config))
+
+    found = largest_kv(tmp_path / family, rows)
+    assert {(layer, role.value) for layer, role in ranges} == found.keys()
+    for (layer, role), each in ranges.items():
+        assert each.least < found[layer, role.value] / 8
+        assert found[layer, role.value] < each.most / 2
+
+
+def test_no_input_exceeds_the_bound(llama: Path) -> None:
+    folder = open_folder(llama)
+    ranges = estimate_ranges(folder, read_geometry(folder.path, folder.config))
+    tensors = {name: x.double() for name, x in load_file(llama / "model.safetensors").items()}
+
+    for layer in range(NUM_LAYERS):
+        made = tensors[PROJECTION.format(layer, "v")] * tensors[NORM.format(layer)]
+        # The input that lets a channel reach most has the direction of its weights.
+        worst = made / made.pow(2).mean(dim=1, keepdim=True).sqrt()
+        reached = (worst @ made.T).abs().max().item()
+        assert ranges[layer, Role.V].most == pytest.approx(2 * 2**0.5 * reached)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "gemma3n_text", "phi3"])
+def test_k_that_a_norm_limits_is_not_estimated(family: str, tmp_path: Path) -> None:
+    if family in zoo.ZOO:
+        zoo.save(family, tmp_path / family)
+    else:
+        families.save(family, families.FAMILIES[family], tmp_path / family)
+    folder = open_folder(tmp_path / family)
+
+    ranges = estimate_ranges(folder, read_geometry(folder.path, folder.config))
+
+    assert not any(role is Role.K for _, role in ranges)
+    assert bool(ranges) == (family in {"qwen3", "gemma3_text"})
+
+
+def test_statistics_of_another_model_are_refused(
+    llama: Path, stats: fp8calib.CalibrationStats, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "larger", num_hidden_layers=3)
+    zoo.save("llama", tmp_path / "other", seed=1)
+
+    for name, text in (("larger", "2 layers with attention"), ("other", "different weights")):
+        with pytest.raises(ModelError, match=text):
+            fp8calib.check(tmp_path / name, stats=stats)
+    assert fp8calib.check(llama, stats=stats).ok
+
+
+@pytest.mark.parametrize(
+    ("suffix", "amax_role"), [("weight_scale", "weight"), ("input_scale", "input")]
+)
+def test_reciprocal_scales_of_fp8_weights(
+    llama: Path, stats: fp8calib.CalibrationStats, tmp_path: Path, suffix: str, amax_role: str
+) -> None:
+    fp8calib.quantize(llama, "fp8-static", tmp_path / "q", stats=stats)
+    assert fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).ok
+
+    def clip(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x / 1000 if name.endswith(".input_scale") else x
+
+    if amax_role == "input":
+        shutil.copytree(tmp_path / "q", tmp_path / "clipped")
+        change(tmp_path / "clipped", clip)
+        assert fp8calib.check(tmp_path / "clipped", engine="vllm", stats=stats).ok
+    change(tmp_path / "q", lambda name, x: 1 / x if name.endswith(suffix) else x)
+
+    verdict = fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).engines["vllm"].weights
+    assert verdict is not None
+    assert verdict.status == "misread"
+    assert f".{suffix} (" in verdict.why
+    assert "looks like a reciprocal" in verdict.why
+    report = fp8calib.check(tmp_path / "q", engine="vllm")
+    named = [each for each in report.engines["vllm"].problems if "look like reciprocals" in each]
+    assert bool(named) == (amax_role == "weight")
+    assert report.ok
