@@ -117,7 +117,9 @@ def test_no_command_is_given_for_what_check_refuses(
         assert text.startswith(f"{source}: the checkpoint is incomplete: it lacks {name}, ")
     else:
         text = fail(7, *command)
-        assert text.startswith("no engine can load fp8-dynamic of this model in this format: vllm")
+        assert text.startswith(
+            "none of vllm, sglang, tgi, transformers can load fp8-dynamic of this "
+        )
     assert not out.exists()
     report = succeed(*command, "--allow-unservable", "--json").json
     checked = run("check", out, "--json").json["engines"]
@@ -202,7 +204,7 @@ def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, f
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")
     command = ("quantize", tmp_path / "model", "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
     outcome = succeed(*command, "--json")
-    assert outcome.err.startswith("whether an engine can load the output is not checked: ")
+    assert outcome.err.startswith("warning: whether an engine can load the output is not checked: ")
     report = outcome.json
     assert report["quantized"]
     assert report["serving"] == report["limitations"] == report["other_engines"] == []
@@ -404,6 +406,16 @@ def test_calibrate_refuses_before_the_run_what_cannot_be_quantized(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_the_one_engine_that_is_left_is_named(tmp_path: Path) -> None:
+    """One KV head of 64 channels ends inside a block, which transformers alone accepts."""
+    changes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    zoo.save("llama", tmp_path / "model", num_key_value_heads=1, head_dim=64, **changes)
+    command = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--out", tmp_path / "out")
+    outcome = succeed(*command)
+    warned = " ".join(outcome.err.split())
+    assert "warning: of vllm, sglang, tgi, transformers, only transformers can load" in warned
+
+
 def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -419,6 +431,8 @@ def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(
 
     assert outcome.code == 7
     assert any("fp8-static is not written" in text for text in outcome.json["warnings"])
+    last = [line for line in outcome.err.splitlines() if ": fp8-static is not written" in line]
+    assert [line.partition(":")[0] for line in last] == ["error"]
     assert not (tmp_path / "out" / "fp8-static").exists()
     assert (tmp_path / "out" / "stats.safetensors").is_file()
 

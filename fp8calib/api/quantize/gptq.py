@@ -122,7 +122,7 @@ def open_gptq(task: GptqTask) -> Iterator[GptqJob]:
         if not task.allow_unservable and (
             note := require_servable(expected, job.checkpoint.folder)
         ):
-            task.say(note)
+            task.warn(note)
         yield GptqJob(task=task, job=job, selection=selection, expected=expected)
 
 

@@ -38,7 +38,7 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
         engines: one of them has to load it; None is the default list.
 
     Returns:
-        The note; empty where it was checked.
+        The note, also where only one engine can load it; empty where there is nothing to note.
 
     Raises:
         ModelError: no model can be built from the config, or tensors of it are missing or have
@@ -66,15 +66,17 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, engines or list_defaults(), 1).engines
     faults = {engine: find_load_fault(report) for engine, report in reports.items()}
-    if all(faults.values()):
+    able = [engine for engine, fault in faults.items() if not fault]
+    what = f"{plan.settings.schemes.name} of this model in this format"
+    if not able:
         listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
         raise ExportError(
-            f"no engine can load {plan.settings.schemes.name} of this model in this format: "
-            f"{listed}",
+            f"none of {', '.join(faults)} can load {what}: {listed}",
             hint=f"choose another --scheme or --format; {_FORCE_HINT}",
         )
     _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
-    return ""
+    is_last = len(able) == 1 < len(faults)
+    return f"of {', '.join(faults)}, only {able[0]} can load {what}" if is_last else ""
 
 
 def _refuse_fault(source: Path, fault: str) -> None:

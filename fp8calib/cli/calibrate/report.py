@@ -17,12 +17,13 @@ from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.command_line import spell_command
-from fp8calib.cli.console import list_top_level, print_text, say, warn
+from fp8calib.cli.console import list_top_level, print_text, say, show_error, warn
 from fp8calib.cli.serving import describe_serving_briefly
 from fp8calib.cli.show.stats import describe_briefly, describe_skipped
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
+from fp8calib.errors import ExportError
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback
@@ -177,7 +178,8 @@ def show_calibration_report(
         show(text)
     before, after = report["kv_bytes_per_token"].values()
     show(f"KV cache: {before:,} bytes per token now, {after:,} with FP8")
-    for text in report["warnings"][len(job.plan.warnings if job.plan else ()) :]:
+    new = report["warnings"][len(job.plan.warnings if job.plan else ()) :]
+    for text in new if report["passed"] else new[:-1]:
         warn(text)
     show(f"written to {job.out}: {list_top_level(report['files'])}")
     if (then := describe_next(job)) is not None:
@@ -185,6 +187,14 @@ def show_calibration_report(
     for text in describe_serving_briefly(report, explained=settings.formats or ()):
         show(text)
     show(f"more: {'; '.join(_suggest_further(job))}")
+
+
+def conclude(report: Mapping[str, Any]) -> int:
+    """Give the exit code; the reason of a failure, which is the last warning, ends the output."""
+    if report["passed"]:
+        return 0
+    code = ExportError.exit_code
+    return show_error(ExportError.kind, report["warnings"][-1], "", as_json=False, exit_code=code)
 
 
 def _suggest_further(job: ResumableJob) -> Iterator[str]:

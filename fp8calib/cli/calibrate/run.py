@@ -43,6 +43,7 @@ from fp8calib.cli.calibrate.processes import (
 from fp8calib.cli.calibrate.recipe import check_excluded, check_observed, resolve_recipe
 from fp8calib.cli.calibrate.report import (
     build_calibration_report,
+    conclude,
     describe_calibration_plan,
     save_report,
     show_calibration_report,
@@ -113,7 +114,7 @@ def run_calibrate(settings: CalibrateSettings) -> int:
     if settings.as_json:
         print_json(report)
     show_calibration_report(job, stats, report, settings)
-    return 0 if report["passed"] else ExportError.exit_code
+    return conclude(report)
 
 
 def _find_finished(

@@ -12,7 +12,7 @@ from fp8calib.api.quantize.planned import (
     write_planned,
 )
 from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
-from fp8calib.cli.console import Bar, say
+from fp8calib.cli.console import Bar, say, warn
 from fp8calib.cli.quantization_report import show_quantization_report
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.fp8.schemes import GPTQ
@@ -62,7 +62,7 @@ def _round_to_nearest(settings: QuantizeSettings, asked: PlanSettings) -> Quanti
         allow_unservable=settings.allow_unservable,
     ) as planned:
         if planned.unchecked:
-            say(planned.unchecked)
+            warn(planned.unchecked)
         started = time.monotonic()
         if settings.resume and find_finished(settings.out, planned.plan) is not None:
             say(f"{settings.out} is finished already")
