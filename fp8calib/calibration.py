@@ -38,8 +38,16 @@ __all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 class Progress(Protocol):
     """Shows the progress of a run."""
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
-        """Begin a stage of `total` units."""
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
+        """Begin a stage of `total` units, in some layers or batches one after the other."""
 
     def advance(self, steps: int) -> None:
         """Advance by `steps`."""
@@ -216,7 +224,8 @@ def _activations(
     share: WorkShare,
 ) -> dict[Site, SiteStats]:
     recorder = Recorder()
-    progress.stage("calibrating", sum(batch.num_tokens for batch in todo), unit="tokens")
+    num_tokens = sum(batch.num_tokens for batch in todo)
+    progress.stage("calibrating", num_tokens, unit="tokens", batches=len(todo))
     with (
         open_calibration_hooks(
             prepared.model, prepared.geometry, recorder, recipe.observe, ignored=prepared.ignored

@@ -27,6 +27,7 @@ class CallbackProgress:
         *,
         unit: str = "steps",  # noqa: ARG002
         layers: int = 0,  # noqa: ARG002
+        batches: int = 0,  # noqa: ARG002
     ) -> None:
         """Begin a stage of `total` units."""
         self._name, self._total, self._done = name, total, 0

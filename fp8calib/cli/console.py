@@ -192,6 +192,8 @@ class _Stage:
     unit: str
     layers: int
     """The layers that all steps go through one after the other; 0 where they do not."""
+    batches: int
+    """The batches, of about equally many steps, that the steps are; 0 where there are none."""
     started: float
     printed: float
     memory: PeakMemory
@@ -199,7 +201,7 @@ class _Stage:
 
     def list_parts(self, now: float) -> list[str]:
         """Give the progress, the rate, the time left and the peak memory."""
-        rate = self.done / max(now - self.started, 1e-9)
+        rate = self._compute_rate(now)
         if not self.total:
             counted = f"{self.name}: {self.done:,} {self.unit}" if self.done else self.name
             parts = [counted, *([f"{rate:,.0f} {self.unit}/s"] if self.done else [])]
@@ -214,22 +216,57 @@ class _Stage:
         peak = self.memory.peak_bytes
         return [*parts, *([f"peak {peak / 2**30:.2f} GiB"] if peak else [])]
 
+    def _compute_rate(self, now: float) -> float:
+        return self.done / max(now - self.started, 1e-9)
+
     def _count(self) -> str:
         """Count the steps; of several layers, those of the layer that runs now."""
-        done, total, name = self.done, self.total or 0, self.name
+        done, total, index = self._locate()
+        name = self.name
         if self.layers:
-            total //= self.layers
-            layer = min(done // max(total, 1), self.layers - 1)
-            done -= layer * total
-            name = f"layer {layer + 1} of {self.layers}"
+            name = f"layer {index + 1} of {self.layers}"
+        elif self.batches:
+            name = f"{self.name}, batch {index + 1} of {self.batches}"
         return f"{name}: {done:,} of {total:,} {self.unit}"
 
+    def _locate(self) -> tuple[int, int, int]:
+        """Give the steps done, all steps, and the layer or batch that runs now, from 0."""
+        done, total = self.done, self.total or 0
+        if not self.layers:
+            return done, total, min(done * self.batches // max(total, 1), self.batches - 1)
+        total //= self.layers
+        layer = min(done // max(total, 1), self.layers - 1)
+        return done - layer * total, total, layer
+
+    def _shorten_parts(self, now: float) -> list[str]:
+        """Give the same as `list_parts` in fewer characters, for a bar that shows the share."""
+        if not self.total:
+            return self.list_parts(now)
+        done, total, index = self._locate()
+        name, number = ("layer", self.layers) if self.layers else ("batch", self.batches)
+        counted = f"{_abbreviate(done)}/{_abbreviate(total)} {self.unit}"
+        first = [f"{name} {index + 1}/{number}", counted] if number else [f"{self.name} {counted}"]
+        _, _, left, _, *peak = self.list_parts(now)
+        rate = _abbreviate(self._compute_rate(now) / max(self.layers, 1))
+        return [*first, left, f"{rate}/s", *(each.removeprefix("peak ") for each in peak)]
+
     def describe(self, now: float, width: int | None = None) -> str:
-        """Join the parts; of those that do not fit into `width`, the last are left out."""
+        """Join the parts, in fewer characters if `width` asks for it; the last are left out."""
         parts = self.list_parts(now)
+        if width is not None and len(", ".join(parts)) > width:
+            parts = self._shorten_parts(now)
         while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
             parts.pop()
         return escape_controls(", ".join(parts))[:width]
+
+
+def _abbreviate(number: float) -> str:
+    """Write a number with three digits: 982, 22.5k, 1.05M."""
+    size, unit = next(
+        (each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if number >= each[0]),
+        (1.0, ""),
+    )
+    return f"{number / size:.3g}{unit}" if number / size < 999.5 else f"{number / size:.0f}{unit}"
 
 
 class _StageColumn(ProgressColumn):
@@ -240,7 +277,7 @@ class _StageColumn(ProgressColumn):
         return Text(task.fields["stage"].describe(time.monotonic(), width), no_wrap=True)
 
 
-_BAR_WIDTH = 10
+_BAR_WIDTH = 8
 _BAR_MARGIN = 4
 """The spinner and the spaces between the columns."""
 _LINE_EVERY_S = 60.0
@@ -271,13 +308,21 @@ class Bar:
         self._progress.stop()
         self._memory.__exit__()
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
-        """Begin a stage of `total` steps, through `layers` layers one after the other."""
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
+        """Begin a stage of `total` steps, in `layers` or `batches` that follow each other."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         now = time.monotonic()
         self._stage = _Stage(
-            name, total, unit, layers, started=now, printed=now, memory=self._memory
+            name, total, unit, layers, batches, started=now, printed=now, memory=self._memory
         )
         self._task = self._progress.add_task(name, total=total, stage=self._stage)
 

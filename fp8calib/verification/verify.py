@@ -137,7 +137,8 @@ def verify(
     emulations = list_emulations(request)
     layers = comparison.num_layers
     tokens = plan.num_tokens * max(layers, 1)
-    progress.stage("verifying", tokens, unit="tokens", layers=layers)
+    cuts = 0 if layers else sum(1 for _ in batches(plan, batch_size))
+    progress.stage("verifying", tokens, unit="tokens", layers=layers, batches=cuts)
     compared = comparison.run(
         batches(plan, batch_size),
         emulations,

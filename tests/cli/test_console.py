@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_a_pipe_gets_a_line_a_minute(
     sizes = iter([3 * 2**29])
     monkeypatch.setattr(memory, "anonymous_bytes", lambda: next(sizes, 2**29))
     with console.Bar() as bar:
-        bar.stage("calibrating", 100_000, unit="tokens")
+        bar.stage("calibrating", 100_000, unit="tokens", batches=25)
         for _ in range(100):
             now += 1.5
             bar.advance(600)
@@ -27,8 +28,10 @@ def test_a_pipe_gets_a_line_a_minute(
         now += 60
         bar.advance(120)
     assert capsys.readouterr().err.splitlines() == [
-        "calibrating: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, peak 1.50 GiB",
-        "calibrating: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, peak 1.50 GiB",
+        "calibrating, batch 7 of 25: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, "
+        "peak 1.50 GiB",
+        "calibrating, batch 13 of 25: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, "
+        "peak 1.50 GiB",
         "quantizing: 120 bytes, 2 bytes/s, peak 1.50 GiB",
     ]
 
@@ -67,16 +70,42 @@ def test_a_pipe_is_told_which_layer_runs(
     ]
 
 
-def test_the_bar_shows_as_much_of_the_line_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+STAGES = [
+    (
+        {"name": "calibrating", "total": 100_000, "unit": "tokens", "batches": 40},
+        "calibrating, batch 21 of 40: 50,000 of 100,000 tokens, 50%, 0:01:40 left, 500 tokens/s, "
+        "peak 1.50 GiB",
+        "batch 21/40, 50k/100k tokens, 0:01:40 left, 500/s, 1.50 GiB",
+    ),
+    (
+        {"name": "layer by layer", "total": 126 * 4_194_304, "unit": "tokens", "layers": 126},
+        "layer 64 of 126: 0 of 4,194,304 tokens, 50%, 0:01:40 left, 20,972 tokens/s, peak 1.50 GiB",
+        "layer 64/126, 0/4.19M tokens, 0:01:40 left, 21k/s, 1.50 GiB",
+    ),
+    (
+        {"name": "quantizing", "total": 10**12, "unit": "bytes"},
+        "quantizing: 500,000,000,000 of 1,000,000,000,000 bytes, 50%, 0:01:40 left, "
+        "5,000,000,000 bytes/s, peak 1.50 GiB",
+        "quantizing 500G/1T bytes, 0:01:40 left, 5G/s, 1.50 GiB",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "line", "short"), STAGES)
+def test_the_bar_shows_as_much_of_the_line_as_fits(
+    monkeypatch: pytest.MonkeyPatch, stage: dict[str, Any], line: str, short: str
+) -> None:
     now = 1000.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
     bar = console.Bar()
     bar._memory.peak_bytes = 3 * 2**29
-    bar.stage("calibrating", 100_000, unit="tokens")
-    bar.advance(50_000)
+    bar.stage(**stage)
+    bar.advance(stage["total"] // 2)
     assert bar._stage is not None
-    line = "calibrating: 50,000 of 100,000 tokens, 50%, 0:01:40 left, 500 tokens/s, peak 1.50 GiB"
     assert bar._stage.describe(now + 100) == line
     assert bar._stage.describe(now + 100, len(line)) == line
-    assert bar._stage.describe(now + 100, len(line) - 1) == line.rpartition(", ")[0]
-    assert bar._stage.describe(now + 100, 20) == "calibrating: 50,000 "
+    assert bar._stage.describe(now + 100, len(line) - 1) == short
+    assert bar._stage.describe(now + 100, len(short)) == short
+    assert bar._stage.describe(now + 100, len(short) - 1) == short.rpartition(", ")[0]
+    assert bar._stage.describe(now + 100, 5) == short[:5]
+    assert len(short) <= 80 - console._BAR_WIDTH - console._BAR_MARGIN

@@ -141,6 +141,7 @@ class Bar(Silent):
         *,
         unit: str = "steps",  # noqa: ARG002
         layers: int = 0,  # noqa: ARG002
+        batches: int = 0,  # noqa: ARG002
     ) -> None:
         """Start to count."""
         self.total, self.steps = total, 0

@@ -32,7 +32,15 @@ BYPASSES_REGISTRY = ("falcon",)
 class Silent:
     """A progress bar that shows nothing."""
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
         """Begin a stage."""
 
     def advance(self, steps: int) -> None:

@@ -70,6 +70,7 @@ class Steps:
         *,
         unit: str = "steps",
         layers: int = 0,  # noqa: ARG002
+        batches: int = 0,  # noqa: ARG002
     ) -> None:
         """Write down a stage."""
         self.stages.append(f"{name}, {total} {unit}")

@@ -28,7 +28,15 @@ from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_p
 class Silent:
     """Progress that is not shown."""
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
         """Begin a stage."""
 
     def advance(self, steps: int) -> None:
