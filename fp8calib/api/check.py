@@ -203,7 +203,7 @@ def _is_folder(path: Path) -> bool:
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
         if path.suffix == ".gguf":
             hint = "use the safetensors model that the GGUF was made from"
-        raise UsageError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
+        raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
     return False
 
 

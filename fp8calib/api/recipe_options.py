@@ -111,7 +111,9 @@ def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
     if recipe.query_scale is False:
         return QueryDecision(False, (f"{why}: use --query-scale yes",))
     if not storing:
-        return QueryDecision(False, (f"{why}, and no format that stores q_scale is written",))
+        return QueryDecision(
+            False, (f"{why}, and no format that stores q_scale is written: add kv-overlay",)
+        )
     return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8calib.errors import ModelError, cut_list
+from fp8calib.errors import ModelError, format_ranges
 
 
 def refusal(path: Path, fault: str, *, hint: str = "") -> ModelError:
@@ -14,5 +14,5 @@ def refusal(path: Path, fault: str, *, hint: str = "") -> ModelError:
 
 
 def name_layers(indices: Sequence[int]) -> str:
-    """Name layers by their indices: `layer 3`, `layers 1, 2 and 5 more`."""
-    return f"layer{'s' if len(indices) > 1 else ''} {cut_list(indices)}"
+    """Name layers by their indices: `layer 3`, `layers 1, 4-9`."""
+    return f"layer{'s' if len(indices) > 1 else ''} {format_ranges(sorted(indices))}"

@@ -71,7 +71,7 @@ def test_a_file_in_place_of_a_folder(refused: Refused, folder: Path) -> None:
     (folder / "model.gguf").write_bytes(b"GGUF")
     hint = "use the safetensors model that the GGUF was made from"
     assert hint in refused(4, folder / "model.gguf")
-    assert hint in fail(2, "check", folder / "model.gguf")
+    assert hint in fail(4, "check", folder / "model.gguf")
 
 
 # --- config.json -------------------------------------------------------------------------------

@@ -435,7 +435,11 @@ def test_a_site_of_zeros_takes_a_fallback_unless_refused(
         (("--format", "kv-scales"), True, ": q_scale is written to kv-scales"),
         (("--format", "kv-scales", "--query-scale", "no"), False, ": use --query-scale yes"),
         (("--format", "kv-scales", "--query-scale", "yes"), True, ""),
-        (("--format", "vllm-json"), False, ", and no format that stores q_scale is written"),
+        (
+            ("--format", "vllm-json"),
+            False,
+            ", and no format that stores q_scale is written: add kv-overlay",
+        ),
     ],
 )
 def test_a_query_that_needs_a_scale_gets_one(

@@ -424,7 +424,7 @@ def test_tensor_files_that_hold_no_scales(
         (2, ("{overlay}", "--engine", "trtllm"), "unknown engine"),
         (2, ("{overlay}", "--tp", 0), "--tp"),
         (2, ("{overlay}/tokenizer_config.json",), "--model"),
-        (2, ("{overlay}/README",), "neither"),
+        (4, ("{overlay}/README",), "neither"),
         (2, ("{overlay}", "--model", "{overlay}/config.json"), "a file"),
         (4, ("{overlay}", "--model", "./nowhere"), "no model folder"),
         (2, ("x" * 5000,), "cannot be read"),

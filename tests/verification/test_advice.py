@@ -396,6 +396,9 @@ def test_layers_that_clip_and_underflow_are_told_apart() -> None:
     ]
     said = advise([candidate(SCALE_ONE, 1.0, Verdict.FAIL)], rows, {}).text
     assert said.startswith("layers 0 and 16 clip and layer 5 underflows at scale 1.0")
+    both = [row(SCALE_ONE, 5, 2.0, clipped=0.2), rows[2], *rows[3:]]
+    said = advise([candidate(SCALE_ONE, 1.0, Verdict.FAIL)], both, {}).text
+    assert said.startswith("layer 5 clips and underflows at scale 1.0")
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def _describe(report: AutoReport) -> Iterator[str]:
         unknown = "too little text to tell what passes" if report.is_unknown else "nothing passes"
         yield f"{unknown} the {report.gate} gate for {report.engine}, and no checkpoint is written"
         yield f"closest: {report.closest}"
+        if report.is_unknown:
+            yield "next: the same command with more --data, or with a larger --samples"
         return
     found, place = report.verified, Path(report.out) / report.written.name
     yield (

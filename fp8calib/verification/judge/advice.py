@@ -260,12 +260,14 @@ def _kld(candidate: CandidateResult) -> float:
 
 
 def _describe_layers(rows: Sequence[LayerResult]) -> str:
-    parts = []
+    verbs: dict[tuple[int, ...], list[str]] = {}
     for verb, clips in (("clip", True), ("underflow", False)):
-        layers = sorted({row.layer for row in rows if (row.clipped > CLIPPED) is clips})
+        layers = tuple(sorted({row.layer for row in rows if (row.clipped > CLIPPED) is clips}))
         if layers:
-            parts.append(f"{_name_layers(layers)} {verb}{'s' if len(layers) == 1 else ''}")
-    return " and ".join(parts)
+            verbs.setdefault(layers, []).append(f"{verb}s" if len(layers) == 1 else verb)
+    return " and ".join(
+        f"{_name_layers(layers)} {' and '.join(found)}" for layers, found in verbs.items()
+    )
 
 
 def _name_layers(layers: Sequence[int]) -> str:
