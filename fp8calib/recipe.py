@@ -211,6 +211,8 @@ class Recipe(_Section):
     def _has_a_degree(cls, degrees: tuple[int, ...]) -> tuple[int, ...]:
         if not degrees:
             raise ValueError("must have one degree or more")
+        if min(degrees) < 1:
+            raise ValueError(f"{min(degrees)}: a degree is a whole number from 1 up")
         return degrees
 
     @field_validator("quantize", mode="before", json_schema_input_type=str | Quantize | None)

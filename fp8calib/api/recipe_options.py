@@ -5,15 +5,40 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
-from fp8calib.dialects.registry import find_dialect, list_query_format_names
-from fp8calib.errors import UsageError, cut_list
+from fp8calib.dialects.registry import (
+    find_dialect,
+    list_format_names,
+    list_query_format_names,
+)
+from fp8calib.errors import RecipeError, UsageError, cut_list, shorten
+from fp8calib.geometry.tensor_parallel import check_degree
 from fp8calib.recipe import Data, Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+def open_recipe(name: str) -> Recipe:
+    """Load a shipped recipe by name, or a YAML file, and refuse formats that do not exist.
+
+    Raises:
+        RecipeError: there is no such recipe, or it is invalid.
+    """
+    recipe = load_recipe(name)
+    known = list_format_names()
+    for each in recipe.formats:
+        if each not in known:
+            like = get_close_matches(each, known, n=1)
+            hint = f"did you mean {like[0]}? " if like else ""
+            raise RecipeError(
+                f"{name}: formats: unknown format {shorten(each)}",
+                hint=f"{hint}known formats: {', '.join(known)}",
+            )
+    return recipe
 
 
 def override_recipe(
@@ -32,7 +57,9 @@ def override_recipe(
         RecipeError: the recipe itself is wrong.
         UsageError: an option has an invalid value.
     """
-    recipe = load_recipe(name).model_dump()
+    recipe = open_recipe(name).model_dump()
+    for degree in top.get("tp") or ():
+        check_degree(degree)
     recipe |= _given(top)
     recipe["data"] |= _given(data)
     recipe["scales"] |= _given(scales)

@@ -15,7 +15,7 @@ def run_recipes(name: str | None, *, as_json: bool) -> None:
         RecipeError: there is no such recipe, or it is invalid.
     """
     if name is not None:
-        recipe, keys = load_recipe(name), _describe_fields(Recipe)
+        recipe, keys = _open(name), _describe_fields(Recipe)
         if as_json:
             print_json({"recipe": recipe.model_dump(mode="json"), "schema": keys})
             return
@@ -28,6 +28,15 @@ def run_recipes(name: str | None, *, as_json: bool) -> None:
         print_json({"recipes": {key: r.description for key, r in recipes.items()}})
         return
     print_table("recipes", ["name", "purpose"], [[k, r.description] for k, r in recipes.items()])
+
+
+def _open(name: str) -> Recipe:
+    """Load a recipe; a file's formats are checked too, which those of shipped recipes need not."""
+    if name in recipe_files():
+        return load_recipe(name)
+    from fp8calib.api.recipe_options import open_recipe  # noqa: PLC0415 -- imports torch
+
+    return open_recipe(name)
 
 
 def _describe_fields(

@@ -141,7 +141,7 @@ def test_a_pattern_that_is_no_regular_expression(
 
 def test_a_recipe_whose_format_is_unknown(refused: Refused, model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\nformats: [nonsense]\n")
-    assert "nonsense" in refused(2, model, "--recipe", tmp_path / "mine.yaml")
+    assert "nonsense" in refused(3, model, "--recipe", tmp_path / "mine.yaml")
 
 
 # --- the output --------------------------------------------------------------------------------

@@ -54,6 +54,26 @@ def test_a_file_of_the_users_own_is_shown_too(tmp_path: Path) -> None:
     assert Recipe.model_validate(shown) == Recipe(name="mine", tp=(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("formats: [kv-overlai]", "formats: unknown format kv-overlai"),
+        ("tp: [2, 0]", "tp: 0: a degree is a whole number from 1 up"),
+    ],
+)
+def test_formats_and_degrees_of_a_recipe_are_its_own_faults(
+    model: Path, data: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"name: mine\n{line}\n")
+    calibrate = ("calibrate", model, "--data", data, "--out", tmp_path / "out")
+
+    for command in (("recipes", recipe), (*calibrate, "--recipe", recipe)):
+        text = fail(3, *command)
+        assert f"{recipe}: {message}" in text
+        assert ("did you mean kv-overlay?" in text) == line.startswith("formats")
+
+
 def test_an_unknown_recipe_is_refused_with_the_names_there_are() -> None:
     text = fail(3, "recipes", "no-such-recipe")
     assert "no-such-recipe" in text
