@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from fp8calib.errors import ModelError, UsageError, shorten
@@ -25,7 +26,8 @@ def find_local_model(model: str) -> Path | None:
     except OSError as error:
         raise ModelError(f"{model}: {error.strerror}", hint="pass a folder or a hub id") from error
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
+        hint = f"{suggest_path(path)}pass a folder or a hub id"
+        raise ModelError(f"no model folder at {model}", hint=hint)
     return None
 
 
@@ -50,4 +52,15 @@ def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
         message = f"{option} {shorten(str(path))}: cannot be read: {why}".strip()
         raise UsageError(message) from error
     if not exists:
+        hint = f"{suggest_path(path)}{hint}".strip()
         raise UsageError(f"{option} {path}: no such file or folder".strip(), hint=hint)
+
+
+def suggest_path(path: Path) -> str:
+    """Suggest what lies in the same folder under the most similar name; empty without any."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    like = get_close_matches(path.name, names, n=1)
+    return f"did you mean {shorten(str(path.parent / like[0]))}? " if like else ""

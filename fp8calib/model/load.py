@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
-from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub
+from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
@@ -143,9 +143,10 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         why = _explain_load_error(error)
+        near = suggest_path(Path(model))
         raise ModelError(
             f"{model} is not a local folder; fetching it from the hub failed: {why}",
-            hint="check the name and the network, or pass a local folder",
+            hint=f"{near}check the name and the network, or pass a local folder",
         ) from error
 
 

@@ -53,7 +53,19 @@ def test_a_missing_folder(refused: Refused, name: str) -> None:
 def test_a_hub_name_without_a_network(refused: Refused, name: str) -> None:
     text = refused(4, name)
     assert f"{name} is not a local folder; fetching it from the hub failed" in text
+    assert "did you mean" not in text
     assert "pass a local folder" in text
+
+
+def test_a_name_that_is_nearly_that_of_a_folder(
+    refused: Refused, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = f"{folder.name[:-1]}_"
+    monkeypatch.chdir(folder.parent)
+    for name in (near, f"./{near}", str(folder.parent / near)):
+        suggested = Path(name).parent / folder.name
+        assert f"did you mean {suggested}? " in refused(4, name)
+    assert f"did you mean {folder}?" in fail(2, "check", folder.parent / near)
 
 
 def test_a_name_longer_than_a_file_system_allows(refused: Refused) -> None:
