@@ -47,7 +47,6 @@ _WEIGHTLESS_NORMS = ("gemma3n_text", "gemma4_text", "llama4_text")
 _RECIPROCAL = ": {} like {}; engines need amax / 448, not 448 / amax"
 _FIX = "write the scales of these statistics (`fp8calib export`), or calibrate again"
 _WEIGHT_FIX = "quantize the model again"
-_SEEN = "calibration saw up to"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def measure_ranges(stats: CalibrationStats) -> Ranges:
         for role in KV_ROLES:
             amax = _read_amax(stats, attention.site(role))
             if amax > 0:
-                found[layer.index, role] = _allow(amax, _SEEN)
+                found[layer.index, role] = _allow(amax)
     return found
 
 
@@ -95,8 +94,8 @@ def _read_amax(stats: CalibrationStats, site: Site) -> float:
     return 0.0 if found is None or not found.amax.numel() else float(found.amax.max())
 
 
-def _allow(amax: float, source: str) -> Range:
-    return Range(amax / _TOLERANCE / 4, amax * _TOLERANCE, f"{source} {amax:,.4g}")
+def _allow(amax: float) -> Range:
+    return Range(amax / _TOLERANCE / 4, amax * _TOLERANCE, f"calibration saw up to {amax:,.4g}")
 
 
 def estimate_ranges(folder: ScaleFolder, geometry: ModelGeometry) -> Ranges:
@@ -256,7 +255,7 @@ def judge_weight_scales(
             amax = _read_amax(stats, Site(linear.module, role))
             if name not in largest or amax == 0:
                 continue
-            allowed = _allow(amax, _SEEN)
+            allowed = _allow(amax)
             if role is Role.INPUT:
                 allowed = replace(allowed, least=0.0)
             if text := allowed.judge(largest[name], WEIGHT_FORMATS[entry.dtype]):
