@@ -230,6 +230,18 @@ def test_a_report_with_everything_has_every_part_in_its_order() -> None:
     ]
 
 
+def test_lines_that_are_not_drawn_are_not_described() -> None:
+    """Without --scales the tensors are measured at scale 1.0 alone."""
+    whole = make_report()
+    alone = [
+        row.model_copy(update={"scaled_db": None, "per_head_db": None}) for row in whole.diagnosis
+    ]
+    for rows, is_described in ((whole.diagnosis, True), (tuple(alone), False)):
+        words = " ".join(read(whole.model_copy(update={"diagnosis": rows})).words)
+        assert ("with one scale per tensor" in words) == is_described
+        assert "lose at scale 1.0" in words
+
+
 def test_a_part_without_data_is_left_out() -> None:
     assert read(make_small()).headings == [
         "Details",

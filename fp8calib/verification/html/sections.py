@@ -77,12 +77,22 @@ def needs_section(report: VerifyReport) -> PageSection:
             figures.append(_draw_needs(name, chosen))
     return PageSection(
         title="Are scales needed?",
-        lead="What K and V of each layer lose at scale 1.0, with one scale per tensor, and with "
-        "one per head. Lines that coincide need no scales.",
+        lead=_LOSSES_AT_ONE if _has_one_kind(report) else _LOSSES_BY_KIND,
         figures=figures,
         findings=findings,
         is_folded=False,
     )
+
+
+_LOSSES_AT_ONE = "What K and V of each layer lose at scale 1.0."
+_LOSSES_BY_KIND = (
+    "What K and V of each layer lose at scale 1.0, with one scale per tensor, and with one per "
+    "head. Lines that coincide need no scales."
+)
+
+
+def _has_one_kind(report: VerifyReport) -> bool:
+    return all(row.scaled_db is None and row.per_head_db is None for row in report.diagnosis)
 
 
 def _describe_needs(name: str, lost: Sequence[int]) -> str:

@@ -175,7 +175,10 @@ def _advise_unscaled(unscaled: CandidateResult, unfit: Sequence[LayerResult]) ->
         return Advice(f"this model does not need KV scales: at scale 1.0 {cost}.", Remedy.SERVE)
     if unscaled.verdict is Verdict.CANNOT_TELL:
         return Advice(f"whether this model needs KV scales is unknown: at scale 1.0 {cost}.")
-    text = f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
+    text = (
+        f"scale 1.0 costs accuracy ({cost}), though no layer stands out: calibrate to see whether "
+        "scales help."
+    )
     return Advice(text, Remedy.CALIBRATE)
 
 
