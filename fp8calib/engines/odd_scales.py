@@ -190,8 +190,10 @@ def _judge(layer: LayerVerdict, role: Role, ranges: Ranges) -> str:
         return ""
     other = Role.V if role is Role.K else Role.K
     partner = ranges.get((layer.layer, other))
-    is_shared = verdict.value == _find(layer, other).value
-    return (own.join(partner) if is_shared and partner else own).judge(verdict.value)
+    if verdict.value != _find(layer, other).value:
+        return own.judge(verdict.value)
+    # One scale for both: it has to suit the larger.
+    return "" if partner is None else own.join(partner).judge(verdict.value)
 
 
 def _find(layer: LayerVerdict, role: Role) -> LoadVerdict:

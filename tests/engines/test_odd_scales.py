@@ -177,6 +177,14 @@ def test_one_scale_for_k_and_v_has_to_suit_the_larger(
         assert report.ok == (number == 0)
 
 
+def test_one_scale_for_v_and_a_k_that_is_not_estimated_is_not_judged(tmp_path: Path) -> None:
+    zoo.save("qwen3", tmp_path / "model")
+    for index, (k, number) in enumerate(((100.0, 0), (99.0, 1))):
+        scales = {(layer, role): k if role == "k" else 100.0 for layer in (0, 1) for role in "kv"}
+        folder = write_overlay(tmp_path / "model", tmp_path / str(index), scales)
+        assert len(list_problems(fp8calib.check(folder, engine="vllm"))) == number
+
+
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "gemma2", "starcoder2", "cohere", "stablelm", "nemotron", "gemma", "phi"],
