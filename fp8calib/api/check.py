@@ -65,7 +65,9 @@ def check(
     geometry, is_foreign = read_replayed_geometry(found)
     measured = load_stats(stats) if isinstance(stats, str | Path) else stats
     if measured is not None:
-        _refuse_other_stats(measured, found, geometry)
+        _refuse_other_stats(
+            "statistics" if measured is stats else str(stats), measured, found, geometry
+        )
     if is_folder:
         folder = found if model is None else open_folder(path)
         report = check_folder(
@@ -157,7 +159,7 @@ def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
 
 
 def _refuse_other_stats(
-    stats: CalibrationStats, model: ScaleFolder, geometry: ModelGeometry
+    name: str, stats: CalibrationStats, model: ScaleFolder, geometry: ModelGeometry
 ) -> None:
     """Refuse the statistics of another model, as far as the folder shows it.
 
@@ -168,12 +170,12 @@ def _refuse_other_stats(
     measured, here = ([attention for _, attention in each] for each in shapes)
     if [each.checkpoint_module for each in measured] != [each.checkpoint_module for each in here]:
         raise ModelError(
-            f"the statistics are of another model: {len(measured)} layers with attention "
+            f"{name}: these are statistics of another model: {len(measured)} layers with attention "
             f"({_name_first(measured)}), here {len(here)} ({_name_first(here)})",
             hint="pass the statistics of this model",
         )
     origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
-    _refuse_other_origin("the statistics", origin, model)
+    _refuse_other_origin(name, origin, model)
 
 
 def _name_first(attentions: Sequence[Attention]) -> str:

@@ -316,6 +316,10 @@ def test_q_gets_scales_only_where_they_lower_the_loss() -> None:
     assert decide.choose_kv(make_report(without, worse, one), {3: 900.0}).name == "kv-scales"
     served = make_report(without, one, remedy=Remedy.SERVE)
     assert decide.choose_kv(served, {}).decisions[0].answer == "no"
+    for kld, answer in ((0.1, "unknown"), (0.9, "yes")):
+        one = candidate(SCALE_ONE, kld, Verdict.FAIL)
+        clipped = make_report(without, one, remedy=Remedy.CALIBRATE)
+        assert decide.choose_kv(clipped, {}).decisions[0].answer == answer
 
 
 def test_samples_count_the_text_that_is_held_out(tmp_path: Path) -> None:

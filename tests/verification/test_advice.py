@@ -327,8 +327,8 @@ CLIP = {"sqnr_db": 2.0, "clipped": 0.8}
 @pytest.mark.parametrize(
     ("unscaled", "scaled", "verdict", "rows", "sentence", "remedy"),
     [
-        (0.006, 2.0, Verdict.PASS, CLIP, "the model needs none.", Remedy.SERVE),
-        (0.006, 2.0, Verdict.PASS, FIT, "the model needs none.", Remedy.SERVE),
+        (0.006, 2.0, Verdict.PASS, CLIP, "this model does not need KV scales.", Remedy.SERVE),
+        (0.006, 2.0, Verdict.PASS, FIT, "this model does not need KV scales.", Remedy.SERVE),
         (0.3, 2.0, Verdict.FAIL, FIT, "do not use these scales, calibrate.", Remedy.CALIBRATE),
         (
             3.0,

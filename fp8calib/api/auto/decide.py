@@ -42,6 +42,9 @@ def choose_kv(report: VerifyReport, unfit_queries: Mapping[int, float], unused: 
     found = {each.name: each for each in report.candidates}
     scaled = [found[name] for name in _KV if name in found]
     answer = {Remedy.SERVE: "no", Remedy.NONE: "unknown"}.get(report.remedy, "yes")
+    one = found.get(SCALE_ONE)
+    if report.remedy is Remedy.CALIBRATE and one and _loss(one) < min(map(_loss, scaled)):
+        answer = "unknown"
     why = report.conclusion.removeprefix("this model does not need KV scales: ")
     if answer == "no" and not unused:
         why += " They are written all the same: other text may need them."

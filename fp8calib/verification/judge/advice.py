@@ -224,7 +224,7 @@ def _advise_scaled(
 def _advise_against(unscaled: CandidateResult, best: CandidateResult) -> Advice:
     text = f"scale 1.0 is better than {best.name} ({_format_klds(unscaled, best)})"
     if _is_fine(unscaled):
-        return Advice(f"{text}: use none of these scales, the model needs none.", Remedy.SERVE)
+        return Advice(f"{text}: this model does not need KV scales.", Remedy.SERVE)
     return Advice(f"{text}: do not use these scales, calibrate.", Remedy.CALIBRATE)
 
 
