@@ -445,11 +445,15 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
     assert failed.code == 8
     assert "; use " not in failed.json["advice"]
     assert "q of layers 0 and 1 need scales too, and none is written" in failed.json["advice"]
-    stats = run(*command, out, "--json").json["next"].split()
-    assert stats[:3] == ["fp8calib", "export", str(out / "stats.safetensors")]
-    succeed(*stats[1:])
-    written = load_file(next(Path(stats[-1]).rglob("model-00002-of-00002.safetensors")))
-    assert sorted(name for name in written if name.endswith("q_scale"))
+    for advised in (failed, run(*command, out, "--json")):
+        stats = advised.json["next"].split()
+        assert stats[:3] == ["fp8calib", "export", str(out / "stats.safetensors")]
+        succeed(*stats[1:])
+        written = load_file(next(Path(stats[-1]).rglob("model-00002-of-00002.safetensors")))
+        assert sorted(name for name in written if name.endswith("q_scale"))
+    (out / "stats.safetensors").unlink()
+    alone = run(*command, out / "kv-overlay", "--json").json["next"]
+    assert alone == f"fp8calib calibrate {tmp_path / 'odd'} --query-scale yes"
 
 
 def test_statistics_are_judged_with_the_q_scales_that_are_written(

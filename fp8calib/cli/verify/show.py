@@ -65,6 +65,8 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
     model, candidate = shlex.quote(report.model), Path(report.remedy_for)
     named = shlex.quote(report.remedy_for)
     stats = candidate / STATS_NAME if candidate.is_dir() else candidate
+    if report.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
+        stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
     command = ""
     match report.remedy:
         case Remedy.CALIBRATE:
