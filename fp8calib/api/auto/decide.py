@@ -100,7 +100,7 @@ def choose_scheme(report: VerifyReport, refused: Mapping[str, str]) -> Choice:
             *(f"{name}: {why}" for name, why in refused.items()),
         ]
     )
-    question = "which scheme has the smallest loss among those that pass?"
+    question = "which scheme is written?"
     if chosen := next(iter(multiplying or passing), None):
         why = figures
         if not multiplying:
