@@ -232,6 +232,18 @@ def _list_warnings(
         yield f"{found.num_dropped} of {found.num_rows} rows were too short and were skipped"
     if parsed and len(found.sequences) < samples:
         yield f"the data gave {len(found.sequences)} of the {samples} requested sequences"
-    num_tokens = sum(map(len, found.sequences))
+    yield from warn_of_scales(sum(map(len, found.sequences)))
+
+
+_FEW_FOR_SCALES = "scales may miss large values"
+
+
+def warn_of_scales(num_tokens: int) -> Iterator[str]:
+    """Warn of a text that is too short to be calibrated on."""
     if num_tokens < FEW_TOKENS:
-        yield f"only {num_tokens} tokens, fewer than {FEW_TOKENS}: scales may miss large values"
+        yield f"only {num_tokens} tokens, fewer than {FEW_TOKENS}: {_FEW_FOR_SCALES}"
+
+
+def list_other_warnings(plan: DataPlan) -> Iterator[str]:
+    """List the warnings of a text that is not calibrated on."""
+    return (text for text in plan.warnings if _FEW_FOR_SCALES not in text)

@@ -234,7 +234,7 @@ class VerifyReport(_Model):
     layers: tuple[LayerResult, ...]
     advice: str
     conclusion: str = ""
-    """The last sentence of the advice; empty in older reports."""
+    """The end of the advice: what to do. Empty in older reports."""
     remedy: Remedy = Remedy.NONE
     remedy_for: str = ""
     """The candidate that the remedy is for."""

@@ -330,3 +330,8 @@ def test_samples_count_the_text_that_is_held_out(tmp_path: Path) -> None:
     outcome = run(*command, "--samples", 10, "--json")
     assert outcome.json["calibration_tokens"] == 8 * LENGTH
     assert outcome.json["sequences"] == 2
+    told = [text for text in outcome.json["warnings"] if "tokens" in text]
+    assert [text.partition(": ")[0] for text in told] == [
+        f"only {8 * LENGTH} tokens, fewer than 4096",
+        f"only {outcome.json['tokens']} tokens are held out, fewer than 4096",
+    ]

@@ -380,11 +380,18 @@ def broken(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_broken_scale_is_the_first_thing_named(verify: Any, broken: Path) -> None:
+def test_a_broken_scale_is_the_first_thing_named(
+    verify: Any, model: Path, held_out: Path, broken: Path
+) -> None:
     report = verify("--scales", broken).json
     assert report["layers"][0]["site"] == "model.layers.1.self_attn.v"
     assert report["layers"][0]["clipped"] > 0.1
     assert report["advice"].startswith(f"{broken}: model.layers.1.self_attn.v (layer 1")
+    shown = succeed("verify", model, "--data", held_out, *QUICK, "--scales", broken).out
+    first, second, *_, last = shown.splitlines()
+    assert f"{second} {first}" == report["advice"]
+    assert first == last
+    assert "model.layers" not in last
 
 
 def test_a_gate_decides_the_exit_code_and_the_report_is_printed(

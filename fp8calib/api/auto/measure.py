@@ -19,7 +19,13 @@ from fp8calib.api.verify.comparison import open_verify_job, run_verify_job
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.api.verify.run import resolve_options
 from fp8calib.calibration import Progress
-from fp8calib.data.plan import FEW_TOKENS, DataPlan, split_plan
+from fp8calib.data.plan import (
+    FEW_TOKENS,
+    DataPlan,
+    list_other_warnings,
+    split_plan,
+    warn_of_scales,
+)
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.numerics import Numerics
@@ -130,10 +136,18 @@ def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
             part=part,
         )
 
+    number = max(1, round(task.samples * HELD_OUT))
     if task.data:
-        return split_plan(plan("calibrate", task.samples), HELD_OUT)
-    held_out = max(1, round(task.samples * HELD_OUT))
-    return plan("calibrate", task.samples - held_out), plan("verify", held_out)
+        calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
+    else:
+        calibration = plan("calibrate", task.samples - number)
+        held_out = plan("verify", number)
+    few = warn_of_scales(calibration.num_tokens)
+    warnings = (*list_other_warnings(calibration), *few)
+    return (
+        replace(calibration, warnings=warnings),
+        replace(held_out, warnings=tuple(list_other_warnings(held_out))),
+    )
 
 
 def warn_of_few(tokens: int) -> Iterator[str]:

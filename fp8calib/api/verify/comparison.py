@@ -18,7 +18,7 @@ from fp8calib.api.verify.loadable import find_refusals, warn_of_refusals
 from fp8calib.api.verify.memory import open_reference
 from fp8calib.api.verify.request import build_request
 from fp8calib.calibration import Progress
-from fp8calib.data.plan import FEW_TOKENS, DataPlan
+from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.rows import Row
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import Scheme
@@ -83,10 +83,9 @@ class VerificationText:
             part="verify",
             tokenizer=self.tokenizer,
         )
-        warnings = (text for text in plan.warnings if "scales may miss" not in text)
         few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
         is_few = plan.num_tokens < FEW_TOKENS
-        return replace(plan, warnings=(*warnings, *((few,) if is_few else ())))
+        return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
 
 
 def open_verify_job(

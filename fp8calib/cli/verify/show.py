@@ -126,11 +126,13 @@ def _serve(report: VerifyReport, settings: VerifySettings) -> str:
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     """Print the report as text, its answer first and last; with --json, the answer, on stderr."""
     command = suggest_command(report, settings)
-    answer = "\n".join([*([f"next: {command}"] if command else []), report.advice])
+    answer = "\n".join([*([f"next: {command}"] if command else []), report.conclusion])
     if settings.as_json:
         say(answer)
         return
-    print_text(report.advice)
+    print_text(report.conclusion)
+    if details := report.advice.removesuffix(report.conclusion).strip():
+        print_text(details)
     print_text("")
     _show_candidates(report)
     _show_server(report)

@@ -36,7 +36,7 @@ class Advice:
     candidate: str = ""
     """The candidate that the remedy is for."""
     conclusion: str = ""
-    """The last sentence of the text."""
+    """The end of the text: what to do, without the scales that do not fit."""
 
 
 def advise(
@@ -61,13 +61,13 @@ def advise(
         if each.name != SCALE_ONE and not _has_kv_only(each.name, layers)
     ]
     has_kv = len(weights) < sum(each.name != SCALE_ONE for each in candidates)
-    if weights and has_kv:
-        sentences.append(_advise_quantized(weights, refused).text)
     found = _compare_with_one(candidates, layers, errors, refused)
     served = {Remedy.USE: found.candidate, Remedy.SERVE: SCALE_ONE}.get(found.remedy)
     if served in refused:
         text = f"{found.text} But the engine cannot load it: use another engine or format."
         found = Advice(text)
+    if weights and has_kv:
+        found = replace(found, text=f"{_advise_quantized(weights, refused).text} {found.text}")
     return replace(found, text=" ".join([*sentences, found.text]), conclusion=found.text)
 
 

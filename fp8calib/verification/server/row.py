@@ -45,6 +45,7 @@ def add_server(
             "candidates": (*others, row, *last),
             "server": result,
             "advice": result.sentence,
+            "conclusion": result.sentence,
             "remedy": Remedy.NONE,
             "remedy_for": "",
         }

@@ -145,13 +145,16 @@ def test_the_agreement_is_that_of_the_most_likely_tokens(
 
 
 def test_the_diagnosis_is_the_first_line_and_the_last(
-    model: Path, data: Path, unscaled: Predict
+    model: Path, data: Path, unscaled: Predict, tmp_path: Path
 ) -> None:
+    page = tmp_path / "page.html"
+    options = (*QUICK, *ENGINE, "--report", page)
     with FakeServer(unscaled, tokenize=tokenize) as server:
-        found = run("verify", model, "--data", data, *QUICK, *ENGINE, "--server", server.url)
+        found = run("verify", model, "--data", data, *options, "--server", server.url)
     lines = found.out.splitlines()
     assert lines[0] == lines[-1]
     assert lines[0] == "the server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
+    assert f'<p class="answer">T{lines[0][1:]}</p>' in page.read_text()
 
 
 def test_a_server_decides_the_exit_code_of_a_gate(model: Path, data: Path, plain: Predict) -> None:
