@@ -292,7 +292,10 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     for key in document:
         tool = next((name for end, name in _FOREIGN_KEYS.items() if str(key).endswith(end)), "")
         if tool:
-            raise RecipeError(f"{where}: {key}: this is a recipe of {tool}", hint=hint)
+            raise RecipeError(
+                f"{where}: {key}: this is a recipe of {tool}",
+                hint=f"start from one of {', '.join(recipe_files())}; {hint}",
+            )
     try:
         recipe = Recipe.model_validate(document)
         recipe.model_dump_json()

@@ -107,6 +107,7 @@ def test_a_recipe_of_another_tool_is_named(text: str, tool: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, where="theirs.yaml")
     assert caught.value.message.endswith(f": this is a recipe of {tool}")
+    assert "w8a8-dynamic" in caught.value.hint
 
 
 def test_several_errors_are_told_together() -> None:

@@ -10,6 +10,7 @@ from fp8calib.api.stats import load_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
+from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
@@ -204,7 +205,7 @@ def _is_folder(path: Path) -> bool:
     if path.suffix not in _FILE_SUFFIXES or not path.is_file():
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
         if path.suffix == ".gguf":
-            hint = "use the safetensors model that the GGUF was made from"
+            hint = GGUF_HINT
         raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
     return False
 

@@ -14,7 +14,7 @@ from fp8calib.errors import ModelError, cut_list
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _ADAPTER_NAME = "adapter_model.safetensors"
-_UNPACKED = "use the safetensors model that the GGUF was made from"
+GGUF_HINT = "use the safetensors model that the GGUF was made from"
 _SERIES = re.compile(r"-\d+-of-\d+\.safetensors$")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _NO_PICKLED_WEIGHTS = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt"})
@@ -80,7 +80,7 @@ def _list_names(folder: Path) -> list[str]:
     if not folder.is_dir():
         message = f"{folder}: a file, not a model folder"
         is_packed = folder.suffix == ".gguf"
-        hint = _UNPACKED if is_packed else "name the folder that holds the weights"
+        hint = GGUF_HINT if is_packed else "name the folder that holds the weights"
         raise ModelError(message, hint=hint)
     try:
         names = sorted(path.name for path in folder.iterdir())
@@ -129,7 +129,7 @@ def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
         return ModelError(message, hint=_conversion_hint(folder))
     if packed:
         message = f"{folder}: the weights are GGUF ({cut_list(packed, 3)}), which is not supported"
-        return ModelError(message, hint=_UNPACKED)
+        return ModelError(message, hint=GGUF_HINT)
     message = f"{folder}: there are no *.safetensors weights"
     return ModelError(message, hint=f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards")
 

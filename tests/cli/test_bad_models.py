@@ -84,6 +84,7 @@ def test_a_file_in_place_of_a_folder(refused: Refused, folder: Path) -> None:
     hint = "use the safetensors model that the GGUF was made from"
     assert hint in refused(4, folder / "model.gguf")
     assert hint in fail(4, "check", folder / "model.gguf")
+    assert hint in fail(4, "show", folder / "model.gguf")
 
 
 # --- config.json -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.cli.show.summary import TABLES_HINT, summarize_scales
 from fp8calib.cli.show.tables import TableOptions
@@ -72,7 +73,8 @@ def _list_rows(path: Path) -> Iterator[ScaleRow]:
                 yield name, read_number(path, name).flatten().tolist()
     else:
         kinds = ".safetensors, .npz or .json"
-        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder")
+        hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
+        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder", hint=hint)
 
 
 def _list_rank_files(folder: Path) -> list[Path]:
