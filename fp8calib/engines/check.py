@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from fp8calib.checkpoint.header import TensorEntry
@@ -125,8 +125,18 @@ def check_file(
 def _make_judge(
     model: ScaleFolder, geometry: ModelGeometry, stats: CalibrationStats | None
 ) -> Callable[[EngineReport], EngineReport]:
-    ranges = estimate_ranges(model, geometry) if stats is None else measure_ranges(stats)
-    return partial(name_odd_scales, ranges=ranges, is_measured=stats is not None)
+    """Make the test for odd scales; weights are read once, if an engine uses a scale."""
+    if stats is not None:
+        return partial(name_odd_scales, ranges=measure_ranges(stats), is_measured=True)
+    estimate = cache(partial(estimate_ranges, model, geometry))
+
+    def judge(report: EngineReport) -> EngineReport:
+        verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
+        if not any(each.status is Status.USED for each in verdicts):
+            return report
+        return name_odd_scales(report, estimate(), is_measured=False)
+
+    return judge
 
 
 def _correct_fixes(

@@ -136,10 +136,10 @@ def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
             part=part,
         )
 
-    number = max(1, round(task.samples * HELD_OUT))
     if task.data:
         calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
     else:
+        number = max(1, round(task.samples * HELD_OUT))
         calibration = plan("calibrate", task.samples - number)
         held_out = plan("verify", number)
     few = warn_of_scales(calibration.num_tokens)
