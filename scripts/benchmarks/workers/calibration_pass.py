@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from fp8calib.api.progress import CallbackProgress
 from fp8calib.calibration import PreparedModel, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, build_plan
@@ -23,24 +24,6 @@ from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import Recipe, load_recipe
 from fp8calib.stats.calibration_stats import CalibrationStats
 from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_plain
-
-
-class Silent:
-    """Progress that is not shown."""
-
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        unit: str = "steps",
-        layers: int = 0,
-        batches: int = 0,
-    ) -> None:
-        """Begin a stage."""
-
-    def advance(self, steps: int) -> None:
-        """Count finished steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +72,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             prepared=ready,
             batches=batches,
             plan=plan,
-            calibrate=partial(run, batch_size=1, progress=Silent()),
+            calibrate=partial(run, batch_size=1, progress=CallbackProgress(None)),
         )
 
 

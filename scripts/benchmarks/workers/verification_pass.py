@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fp8calib.api.progress import CallbackProgress
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
@@ -26,7 +27,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
-from scripts.benchmarks.workers.calibration_pass import Setup, Silent, set_up
+from scripts.benchmarks.workers.calibration_pass import Setup, set_up
 from scripts.benchmarks.workers.timing import print_seconds, run_plain
 
 
@@ -47,7 +48,9 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
 
         def verification(candidate: Candidate) -> Callable[[], object]:
             request = VerificationRequest(numerics=numerics, candidates=(candidate, unscaled))
-            return lambda: verify(reference, request, setup.plan, batch_size=1, progress=Silent())
+            return lambda: verify(
+                reference, request, setup.plan, batch_size=1, progress=CallbackProgress(None)
+            )
 
         candidates = build_candidates(setup, numerics)
         runs = {
