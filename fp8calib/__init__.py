@@ -17,6 +17,7 @@ from fp8calib.errors import (
     Fp8CalibWarning,
     ModelError,
     RecipeError,
+    ServerError,
     UsageError,
     VerificationError,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "ModelError",
     "Quantized",
     "RecipeError",
+    "ServerError",
     "UsageError",
     "VerificationError",
     "auto",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextvars import ContextVar
+from difflib import get_close_matches
 from typing import ClassVar
 from unicodedata import category
 
@@ -12,6 +14,10 @@ _MAX_MESSAGE = 4000
 _MAX_NAME = 200
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode's categories of control characters, marks of direction, surrogates and separators."""
+
+
+names_options: ContextVar[bool] = ContextVar("names_options", default=False)
+"""Whether the user runs a command, and knows its options; else the caller of a Python function."""
 
 
 class Fp8CalibError(Exception):
@@ -44,6 +50,20 @@ def cut_list(items: Collection[object], most: int = 8) -> str:
     shown = ", ".join(shorten(str(item)) for item in list(items)[:most])
     more = len(items) - most
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def suggest(name: str, known: Collection[str], *, what: str = "") -> str:
+    """Make the hint for an unknown name: the known names most like it, and with `what`, all."""
+    plain = {each.lower(): each for each in known}
+    like = get_close_matches(name.lower(), plain, n=1)
+    like = like or [each for each in plain if name and name.lower() in each]
+    meant = f"did you mean {join_or([plain[each] for each in like])}?" if like else ""
+    return " ".join(filter(None, (meant, f"known {what}: {', '.join(known)}" if what else "")))
+
+
+def join_or(names: Sequence[str]) -> str:
+    """Join alternatives: `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def format_ranges(indices: Collection[int]) -> str:
@@ -139,6 +159,16 @@ class VerificationError(Fp8CalibError):
 
     kind = "verification"
     exit_code = 8
+
+
+class ServerError(Fp8CalibError):
+    """A server cannot be reached, fails, or answers with what cannot be used.
+
+    Its exit code is that of a model that cannot be read: nothing was measured, so no gate failed.
+    """
+
+    kind = "server"
+    exit_code = 4
 
 
 CANNOT_TELL = 9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -74,6 +74,12 @@ class Data(_Section):
 
     sources: tuple[str, ...] = Field(
         default=(), description="data specs, as for --data; empty means builtin"
+    )
+    text_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the column of the rows to read: text, messages or token ids; null means the "
+        "known names (docs/data.md)",
     )
     samples: int = Field(default=512, ge=1, strict=True, description="number of sequences")
     seq_len: int | None = Field(
@@ -205,6 +211,11 @@ class Recipe(_Section):
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )
+
+    @field_validator("observe", "data", "scales", mode="before")
+    @classmethod
+    def _accept_empty_section(cls, value: Any) -> Any:
+        return {} if value is None else value
 
     @field_validator("tp")
     @classmethod
@@ -358,24 +369,37 @@ def explain_value(item: Any) -> str:
 
 
 def _suggest(location: Sequence[object]) -> str:
-    """Suggest the known key that is most like the last one of `location`; empty without any."""
-    section: Any = Recipe
+    """Suggest what an unknown key was meant to be: of the same section, or of another one."""
+    name = str(location[-1])
+    here: Any = Recipe
     for key in location[:-1]:
-        field = section.model_fields.get(str(key))
-        section = next(
-            (kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind))
-            if field
-            else iter(()),
-            None,
-        )
-        if section is None:
+        field = here.model_fields.get(str(key))
+        here = find_section(field.annotation) if field else None
+        if here is None:
             return ""
-    like = get_close_matches(str(location[-1]), section.model_fields, n=1)
-    return f": did you mean {like[0]}?" if like else ""
+    places = dict(_list_places())
+    if name in places:
+        place = f"under `{places[name]}:`" if places[name] else "at the top level"
+        return f": it belongs {place}"
+    if like := get_close_matches(name, here.model_fields, n=1):
+        return f": did you mean {like[0]}?"
+    if like := get_close_matches(name, places, n=1):
+        return f": did you mean {'.'.join(filter(None, (places[like[0]], like[0])))}?"
+    return ""
 
 
-def _is_section(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, _Section)
+def _list_places() -> Iterator[tuple[str, str]]:
+    """List every key with its section (empty at the top level); the top level counts most."""
+    for name, field in Recipe.model_fields.items():
+        if (section := find_section(field.annotation)) is not None:
+            yield from ((key, name) for key in section.model_fields)
+    yield from ((name, "") for name in Recipe.model_fields)
+
+
+def find_section(annotation: Any) -> type[_Section] | None:
+    """Find the section that a field of a recipe holds; None for a plain value."""
+    kinds = (annotation, *get_args(annotation))  # of `Section | None`
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, _Section)), None)
 
 
 def match_modules(patterns: tuple[str, ...], modules: list[str]) -> frozenset[str]:

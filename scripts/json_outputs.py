@@ -103,6 +103,19 @@ class LayerScheme(TypedDict):
     linears: int
 
 
+class TextRows(TypedDict):
+    """The rows of a text that were used; `examples` are the first ones, as the model sees them."""
+
+    read: int
+    used: int
+    too_short: int
+    cut: int
+    conversations: int
+    chat_template: str | None
+    """sha256 (hex) of the template that was applied."""
+    examples: list[str]
+
+
 class Plan(MemoryPlan):
     """A planned run."""
 
@@ -116,6 +129,7 @@ class Plan(MemoryPlan):
     tokens: int
     shard: NotRequired[ShardIndex]
     data: list[str]
+    rows: NotRequired[TextRows | None]
     tasks: NotRequired[list[str]]
     out: NotRequired[str]
     writes: NotRequired[list[str]]
@@ -211,6 +225,7 @@ class CalibrateOutput(Output):
     recipe: str
     data: list[str]
     seq_len: int | None
+    rows: TextRows | None
     measured_quantized: str
     architecture: str
     out: str
@@ -249,6 +264,13 @@ class CardOutput(Output):
     path: str
     upload: str
     """The command that uploads the folder."""
+
+
+class EngineEnvOutput(Output):
+    """`engine-env`: the environment of an engine."""
+
+    python: str
+    """The path of its Python."""
 
 
 class ExportOutput(Output):
@@ -397,7 +419,7 @@ class Error(TypedDict):
     """What failed and where, and what to do."""
 
     kind: Literal[
-        "usage", "recipe", "model", "data", "calibration", "export", "verification", "bug"
+        "usage", "recipe", "model", "data", "calibration", "export", "verification", "server", "bug"
     ]
     message: str
     hint: str

@@ -22,6 +22,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OUTPUTS: Mapping[str, Any] = {
     "calibrate": outputs.CalibrateOutput,
     "card": outputs.CardOutput,
+    "engine-env": outputs.EngineEnvOutput,
     "error": outputs.ErrorOutput,
     "export": outputs.ExportOutput,
     "extract-kv-scales": outputs.ExtractOutput,
@@ -65,7 +66,8 @@ def _describe_verify() -> dict[str, Any]:
     """Describe the report of `verify`, with what the command adds and leaves out."""
     schema = _describe("verify", VerifyReport)
     del schema["properties"]["histograms"], schema["$defs"]["HistogramResult"]
-    return _add(schema, {"next": {"type": "string"}}, left_out="histograms")
+    added = {"next": {"type": "string"}, "advice": {"type": "string"}}
+    return _add(schema, added, left_out="histograms")
 
 
 def _describe_check() -> dict[str, Any]:
@@ -76,6 +78,7 @@ def _describe_check() -> dict[str, Any]:
         "ok": {"type": "boolean"},
         "engine": {"type": "string"},
         "version": {"type": "string"},
+        "status": {"enum": ["unknown", None]},
     }
     definitions["EngineReport"] = _add(report, added, is_output=False)
     return {

@@ -199,7 +199,7 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])
 def test_a_registered_dialect_is_in_the_help(acme: Path, command: str) -> None:
-    assert "rfc,acme." in show_help("acme", acme, command)
+    assert "|rfc|acme" in show_help("acme", acme, command)
 
 
 @pytest.mark.usefixtures("acme")

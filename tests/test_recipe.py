@@ -30,7 +30,9 @@ def test_every_section_is_read() -> None:
     text = """
 name: mine
 observe: {query: false, ignore: [a, "re:b"]}
-data: {sources: [x.jsonl], samples: 3, seq_len: 9, batch_size: 2, pack: false, seed: 5}
+data:
+  {sources: [x.jsonl], text_column: body, samples: 3, seq_len: 9, batch_size: 2, pack: false,
+   seed: 5}
 scales: {rule: percentile:99.9, fallback: one, fp8_dtype: e4m3fnuz}
 formats: [rfc, tgi]
 tp: [1, 8]
@@ -43,6 +45,7 @@ query_scale: true
         "samples": 3,
         "seq_len": 9,
         "batch_size": 2,
+        "text_column": "body",
         "pack": False,
         "seed": 5,
     }
@@ -56,6 +59,10 @@ query_scale: true
     ("text", "told"),
     [
         ("name: x\nnonsense: 1", "nonsense: unknown key"),
+        ("name: x\nsamples: 4", "samples: unknown key: it belongs under `data:`"),
+        ("name: x\nseqlen: 4", "seqlen: unknown key: did you mean data.seq_len?"),
+        ("name: x\ndata: {formats: [rfc]}", "formats: unknown key: it belongs at the top level"),
+        ("name: x\ndata: {rule: mse}", "data.rule: unknown key: it belongs under `scales:`"),
         ("name: x\nobserv: {kv: true}", "observ: unknown key: did you mean observe?"),
         ("name: x\nobserve: {kvs: true}", "observe.kvs: unknown key: did you mean kv?"),
         ("name: x\nquantize: {sheme: w8a16}", "quantize.sheme: unknown key: did you mean scheme?"),

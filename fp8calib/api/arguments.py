@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
+from fp8calib.api.spelling import spelled_for
 from fp8calib.errors import UsageError
 
 P = ParamSpec("P")
@@ -51,7 +52,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse arguments of another type than the annotation, and empty strings, by their names."""
+    """Refuse arguments of another type than the annotation, and empty strings, by their names.
+
+    Errors and warnings name the arguments of the function, not the options of a command.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -60,9 +64,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the function
-        for name, value in bound.arguments.items():
-            _check(name, value, str(signature.parameters[name].annotation).split(" | "))
-        return function(*args, **kwargs)
+        with spelled_for(function, signature):
+            for name, value in bound.arguments.items():
+                _check(name, value, str(signature.parameters[name].annotation).split(" | "))
+            return function(*args, **kwargs)
 
     return call
 

@@ -52,6 +52,7 @@ def calibrate(
     batch_size: int | None = None,
     pack: bool | None = None,
     seed: int | None = None,
+    text_column: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     device_map: str | None = None,
@@ -79,6 +80,7 @@ def calibrate(
         batch_size: sequences of a forward pass.
         pack: whether rows are joined and cut into sequences.
         seed: of the mixing of weighted specs.
+        text_column: the column of the rows of `data` to read: text, messages or token ids.
         device: `auto`, `cpu`, `cuda` or `cuda:i`; for a path only, like the next three.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         device_map: `auto` spreads the model over all GPUs.
@@ -103,6 +105,7 @@ def calibrate(
             "batch_size": batch_size,
             "pack": pack,
             "seed": seed,
+            "text_column": text_column,
         },
         scales={},
         top={},
@@ -177,7 +180,7 @@ def plan_recipe_text(
         if data is not None:
             raise UsageError(f"data: recipe {recipe.name} runs no data", hint="leave it out")
         return None
-    specs, rows = split_data(data)
+    specs, rows = split_data(data, text_column=settings.text_column)
     return plan_text(
         model.source,
         specs=specs if data is not None else settings.sources,
@@ -188,6 +191,7 @@ def plan_recipe_text(
         seed=settings.seed,
         part="calibrate",
         tokenizer=tokenizer,
+        text_column=settings.text_column,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
+from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -35,7 +37,10 @@ def check(
     tp: int = 1,
     model: str | Path | None = None,
     require_kv: bool = False,
+    allow_suspicious: bool = False,
     stats: CalibrationStats | str | Path | None = None,
+    run: bool = False,
+    engine_python: str | Path | None = None,
 ) -> CheckReport:
     """Replay the loading rules of engines on scales or a checkpoint; `ok` tells the outcome.
 
@@ -45,8 +50,12 @@ def check(
         tp: the tensor-parallel degree.
         model: the model that the scales are for; needed for a file.
         require_kv: whether a checkpoint that asks for no KV scales fails.
+        allow_suspicious: whether scales that are most likely wrong, such as one that is 1000 times
+            larger than those of the other layers, are problems and no failure.
         stats: of the unquantized model, or the file that holds them; scales that are far from what
             they measured, such as reciprocals, fail.
+        run: load the folder with vLLM's own loader, without its weights; needs the engine vllm.
+        engine_python: the Python of an environment with vLLM; None is this one.
 
     Raises:
         UsageError: the path or an engine does not exist, or `model` is missing.
@@ -80,12 +89,31 @@ def check(
             model=found,
             stats=measured,
         )
+        if run:
+            report = _ask_loader(report, path, geometry, engine_python)
     else:
+        if run:
+            raise UsageError(f"--run: {path} is no checkpoint folder", hint="check a folder")
         require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
     report = _note_unknown_class(report, found, geometry)
+    report = report.allow_suspicious() if allow_suspicious else report
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
+
+
+def _ask_loader(
+    report: CheckReport, path: Path, geometry: ModelGeometry, python: str | Path | None
+) -> CheckReport:
+    """Let vLLM's own loader answer for vLLM."""
+    keys = [key for key in report.engines if key.partition("==")[0] == "vllm"]
+    if not keys:
+        raise UsageError("--run: vLLM is not among the engines", hint="add --engine vllm")
+    replayed = report.engines[keys[0]]
+    has_kv = replayed.asks_for_kv
+    answer = ask_loader(path, Path(python or sys.executable), has_kv=has_kv)
+    amended = {key: amend_by_loader(report.engines[key], answer, geometry) for key in keys}
+    return report.model_copy(update={"engines": {**report.engines, **amended}})
 
 
 def _note_unknown_class(
@@ -110,7 +138,7 @@ def _note_unknown_class(
         f"{geometry.architecture}"
     )
     engines = {
-        key: each.add_problems(note) if key.partition("==")[0] in _BY_CLASS else each
+        key: each.doubt(note) if key.partition("==")[0] in _BY_CLASS else each
         for key, each in report.engines.items()
     }
     return report.model_copy(update={"engines": engines})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,15 +127,16 @@ def open_run_model(
 ) -> Iterator[RunModel]:
     """Open a model to run; `if_quantized` is what to do instead of one that cannot be decoded.
 
-    While the context is open, a model in memory is in evaluation mode, and torch's inference mode
-    of the caller is off: its tensors have no versions, by which changes are found.
+    While the context is open, a model in memory is in evaluation mode, and the caller's modes of
+    torch are off: tensors of inference mode have no versions, by which changes are found; autocast
+    and another default dtype would change what is computed.
 
     Raises:
         UsageError: a device or dtype is unknown, or was chosen for a model in memory.
         ModelError: the model cannot be read, or is not supported.
         RecipeError: a pattern of the recipe matches no module.
     """
-    with torch.inference_mode(False):
+    with _plain_torch():
         if isinstance(model, str | Path):
             yield from _open_path(
                 str(model),
@@ -148,6 +149,20 @@ def open_run_model(
         else:
             placement.refuse()
             yield from _open_live(model, recipe)
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _open_path(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 
+from fp8calib.api.spelling import spell_for_caller
 from fp8calib.errors import Fp8CalibWarning
 
 ProgressCallback = Callable[[str, int, int | None], None]
@@ -44,4 +45,4 @@ def warn_each(texts: Iterable[str]) -> None:
     """Issue Python warnings, as the caller of the public function sees them."""
     # above it: this function, the public one, and the check of its arguments
     for text in texts:
-        warnings.warn(text, Fp8CalibWarning, stacklevel=4)
+        warnings.warn(spell_for_caller(text), Fp8CalibWarning, stacklevel=4)

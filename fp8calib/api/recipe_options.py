@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +14,7 @@ from fp8calib.dialects.registry import (
     list_format_names,
     list_query_format_names,
 )
-from fp8calib.errors import RecipeError, UsageError, cut_list, shorten
+from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.geometry.tensor_parallel import check_degree
 from fp8calib.recipe import Data, Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.scales.compute import list_unfit_queries
@@ -32,11 +31,9 @@ def open_recipe(name: str) -> Recipe:
     known = list_format_names()
     for each in recipe.formats:
         if each not in known:
-            like = get_close_matches(each, known, n=1)
-            hint = f"did you mean {like[0]}? " if like else ""
             raise RecipeError(
                 f"{name}: formats: unknown format {shorten(each)}",
-                hint=f"{hint}known formats: {', '.join(known)}",
+                hint=suggest(each, known, what="formats"),
             )
     return recipe
 

@@ -19,7 +19,7 @@ from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats import calibration_stats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CalibrationStats(calibration_stats.CalibrationStats):
     """The statistics of one calibration: `amax` and histograms of every site, and its origin."""
 
@@ -29,6 +29,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         names = (field.name for field in fields(calibration_stats.CalibrationStats))
         return cls(**{name: getattr(stats, name) for name in names})
 
+    @checked
     def kv_scales(
         self,
         *,

@@ -39,6 +39,7 @@ def plan_text(
     seed: int,
     part: BuiltinPart,
     tokenizer: Any = None,
+    text_column: str | None = None,
 ) -> DataPlan:
     """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
 
@@ -72,11 +73,16 @@ def plan_text(
         part=part,
         longest_padded=source.longest_padded,
         rows=rows,
+        text_column=text_column,
     )
 
 
-def split_data(data: TextData | None) -> tuple[tuple[str, ...], Iterator[Row] | None]:
+def split_data(
+    data: TextData | None, *, text_column: str | None = None
+) -> tuple[tuple[str, ...], Iterator[Row] | None]:
     """Tell specs from rows: a string or a path is a spec, and so are several paths.
+
+    Rows that are mappings are read from `text_column` if given (see `parse_row`).
 
     Raises:
         DataError: there are no rows.
@@ -94,16 +100,24 @@ def split_data(data: TextData | None) -> tuple[tuple[str, ...], Iterator[Row] | 
     first = next(items, None)
     if first is None:
         raise DataError("data: it holds no rows", hint="leave it out for the built-in text")
+    if text_column is not None and not isinstance(first, Mapping | Path):
+        raise UsageError(
+            f"--text-column {text_column}: the first row of data is {type(first).__name__}, "
+            "without columns",
+            hint="pass rows as mappings, or leave it out",
+        )
     everything = chain([first], items)
     if isinstance(first, Path):
         paths = list(everything)
         if not all(isinstance(path, str | Path) for path in paths):
             raise DataError("data: paths and rows are mixed", hint="pass paths, or rows")
         return tuple(map(str, paths)), None
-    return (), (_make_row(item, f"row {index}") for index, item in enumerate(everything))
+    return (), (
+        _make_row(item, f"row {index}", text_column) for index, item in enumerate(everything)
+    )
 
 
-def _make_row(item: object, origin: str) -> Row:
+def _make_row(item: object, origin: str, text_column: str | None) -> Row:
     if isinstance(item, np.ndarray):
         item = torch.from_numpy(item)
     if isinstance(item, list | tuple) and all(type(token) is int for token in item):
@@ -123,4 +137,4 @@ def _make_row(item: object, origin: str) -> Row:
                 hint="pass one spec as a string of its own, several as pathlib.Path",
             )
         return parse_row({"text": item}, origin)
-    return parse_row(item, origin)
+    return parse_row(item, origin, text_column=text_column)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
+from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import ExportError, UsageError
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -29,7 +31,8 @@ class OutputFolder:
     did not write, entries are replaced one by one; after a failure the old ones are restored.
 
     An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
-    any exception, the temporary folder and the parent folders made for it are removed.
+    any exception, the temporary folder and the parent folders made for it are removed. A process
+    that is killed leaves it; the next one with the same `path` removes it.
     The fields are the arguments of `check_output`.
     """
 
@@ -38,6 +41,8 @@ class OutputFolder:
     owned: frozenset[str]
     force: bool = False
     inputs: Collection[Path] = ()
+    _lock: FolderLock | None = field(default=None, init=False)
+    """On the temporary folder, until the run ends in any way."""
 
     def __enter__(self) -> Path:
         self._check()
@@ -45,6 +50,7 @@ class OutputFolder:
         self._made_parents: list[Path] = []
         try:
             _make_folders(self._target.parent, self._made_parents)
+            _remove_leftovers(self._target)
             self._staging = self._make_staging(_choose_staging_parent(self._target))
         except OSError as error:
             _remove_empty(self._made_parents)
@@ -63,15 +69,27 @@ class OutputFolder:
             raise explain_os_error(error, self.path) from error
         finally:
             self._clean_up()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def _clean_up(self) -> None:
         shutil.rmtree(self._staging, ignore_errors=True)
         _remove_empty([*self._made_parents, self._replaced])
 
     def _make_staging(self, parent: Path) -> Path:
-        staging = parent / _name_temporary(self._target)
-        staging.mkdir()
-        return staging
+        """Make a folder and lock it; in between, another run may take it for a leftover."""
+        while True:
+            staging = parent / _name_temporary(self._target)
+            staging.mkdir()
+            with suppress(FileNotFoundError):
+                self._lock = FolderLock(staging)
+                if self._lock.acquire_now(if_unknown=True) and staging.is_dir():
+                    return staging
+                self._unlock()
 
     def _check(self) -> None:
         check_output(self.path, self.owned, self.force, inputs=self.inputs)
@@ -284,12 +302,46 @@ def _name_temporary(target: Path) -> str:
     return f".{name}.tmp-{secrets.token_hex(_TOKEN_DIGITS // 2)}"
 
 
+def _remove_leftovers(target: Path) -> None:
+    """Remove temporary folders of `target` that no process has locked.
+
+    One that was killed while it replaced earlier output stays: beside it is what it replaced. So
+    does one that a later run can continue.
+    """
+    pattern, kept = _match_temporary(target), name_kept_staging(target)
+    parents = [folder for folder in (target.parent, target) if folder.is_dir()]
+    entries = [entry for folder in parents for entry in folder.iterdir()]
+    for entry in entries:
+        is_replacing = entry.with_name(f"{entry.name}.old").exists()
+        if not pattern.fullmatch(entry.name) or entry.suffix == ".old" or is_replacing:
+            continue
+        if entry.name == kept or entry.is_symlink():
+            continue
+        with suppress(OSError):  # another run was faster, or it is not ours to remove
+            lock = FolderLock(entry)
+            try:
+                if lock.acquire_now(if_unknown=False):
+                    shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                lock.release()
+
+
+def name_kept_staging(target: Path) -> str:
+    """Name the temporary folder inside `target` of a run that a later one can continue."""
+    return f".{target.name}.tmp-{hashlib.sha256(target.name.encode()).hexdigest()[:_TOKEN_DIGITS]}"
+
+
+def _match_temporary(target: Path) -> re.Pattern[str]:
+    """Match the names of temporary folders of an `OutputFolder`."""
+    stem = re.escape(_name_temporary(target)[:-_TOKEN_DIGITS])
+    return re.compile(rf"{stem}[0-9a-f]{{{_TOKEN_DIGITS}}}(\.old)?")
+
+
 def _list_entries(folder: Path) -> set[str]:
     """List a folder, except temporary folders of an `OutputFolder`, running or killed."""
     if not folder.is_dir():
         return set()
-    stem = re.escape(_name_temporary(folder)[:-_TOKEN_DIGITS])
-    temporary = re.compile(rf"{stem}[0-9a-f]{{{_TOKEN_DIGITS}}}(\.old)?")
+    temporary = _match_temporary(folder)
     return {entry.name for entry in folder.iterdir() if not temporary.fullmatch(entry.name)}
 
 

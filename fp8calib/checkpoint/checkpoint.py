@@ -139,6 +139,10 @@ class Checkpoint:
         """Return the dtype that `read` gives."""
         return self._file(name).torch_dtype(name)
 
+    def form_of(self, name: str) -> str:  # noqa: ARG002
+        """Return how a tensor is quantized, where it is decoded while it is read; else empty."""
+        return ""
+
     def file_of(self, name: str) -> Path:
         """Return the path of the file that holds a tensor."""
         return self._file(name).path

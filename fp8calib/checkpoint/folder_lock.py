@@ -39,6 +39,10 @@ class FolderLock:
                 )
             time.sleep(_POLL_S)
 
+    def acquire_now(self, *, if_unknown: bool) -> bool:
+        """Lock the folder if no process holds it; `if_unknown` without locks in the file system."""
+        return self._try(fcntl.LOCK_EX, if_unknown=if_unknown)
+
     def share(self) -> None:
         """Downgrade to a shared lock, so that other processes of the run can lock it too."""
         self._try(fcntl.LOCK_SH)
@@ -47,13 +51,13 @@ class FolderLock:
         """Unlock the folder."""
         os.close(self._descriptor)
 
-    def _try(self, operation: int) -> bool:
+    def _try(self, operation: int, *, if_unknown: bool = True) -> bool:
         try:
             fcntl.flock(self._descriptor, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:  # the file system does not support locks
-            return True
+            return if_unknown
         return True
 
 

@@ -7,14 +7,13 @@ always. A lock prevents two runs from using the folder at the same time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import OutputFolder, write_file_atomic
+from fp8calib.checkpoint.atomic import OutputFolder, name_kept_staging, write_file_atomic
 from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
 
@@ -42,7 +41,6 @@ class ResumableFolder(OutputFolder):
     """The exceptions after which the temporary folder is kept."""
     discarded: bool = field(default=False, init=False)
     """Whether the progress of an interrupted run was removed, to start again."""
-    _lock: FolderLock | None = field(default=None, init=False)
     _is_complete: bool = field(default=False, init=False)
     _is_shared: bool = field(default=False, init=False)
 
@@ -89,11 +87,6 @@ class ResumableFolder(OutputFolder):
         lock.acquire()
         self._lock = lock
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
-
     def _check_old(self, staging: Path) -> None:
         """Refuse a folder that no interrupted run made, or that this run cannot continue."""
         progress = staging / PROGRESS_NAME
@@ -116,7 +109,7 @@ class ResumableFolder(OutputFolder):
         name = self._target.name
         if parent != self._target:
             return parent / f"{name}.partial"
-        return parent / f".{name}.tmp-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        return parent / name_kept_staging(self._target)
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:

@@ -21,6 +21,7 @@ from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.card.settings import CardSettings
 from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.console import sign_of_life, warn
+from fp8calib.cli.engine_env import EngineEnvSettings, run_engine_env
 from fp8calib.cli.export.settings import ExportSettings
 from fp8calib.cli.extract.settings import ExtractSettings
 from fp8calib.cli.option_types import JsonOption
@@ -30,8 +31,10 @@ from fp8calib.cli.verify.settings import VerifySettings
 
 _Settings = TypeVar("_Settings")
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="fp8calib",
+    context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="FP8 calibration of Hugging Face language models: scales that engines really load.",
@@ -135,6 +138,15 @@ def _check(settings: CheckSettings) -> int:
     with _heavy_imports():
         from fp8calib.cli.check.run import run_check  # noqa: PLC0415
     return run_check(settings)
+
+
+@_command("engine-env", EngineEnvSettings)
+def _engine_env(settings: EngineEnvSettings) -> None:
+    """Make an environment with an engine for check --run, and print the path of its Python.
+
+    Example: fp8calib engine-env vllm==0.32
+    """
+    run_engine_env(settings)
 
 
 @_command("verify", VerifySettings)
@@ -289,6 +301,7 @@ def _program(
 
 for _registered in app.registered_commands:
     _registered.cls = _Command
+    _registered.context_settings = HELP_NAMES
     # without a short help, the list of --help cuts the sentences
     _text = _registered.help or inspect.getdoc(_registered.callback) or ""
     _registered.short_help = _text.partition("\n")[0]

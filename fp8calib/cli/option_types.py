@@ -15,7 +15,9 @@ from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 FormatOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--format", metavar="NAME", help=f"What to write: {', '.join(list_format_names())}."
+        "--format",
+        metavar="|".join(list_format_names()),
+        help="What to write; several names, or repeat for more.",
     ),
 ]
 TpOption = Annotated[
@@ -28,7 +30,7 @@ RuleOption = Annotated[
     str | None,
     typer.Option(
         "--rule",
-        metavar="NAME",
+        metavar="amax|percentile:P|mse|headroom:H",
         help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
         "squared error) or headroom:H (H times amax). Weights always use amax.",
     ),
@@ -37,16 +39,16 @@ FallbackOption = Annotated[
     str | None,
     typer.Option(
         "--fallback",
-        metavar="NAME",
-        help="Scale of a site for which none can be computed: layer-max, one or refuse.",
+        metavar="layer-max|one|refuse",
+        help="Scale of a site for which none can be computed.",
     ),
 ]
 Fp8DtypeOption = Annotated[
     str | None,
     typer.Option(
         "--fp8-dtype",
-        metavar="NAME",
-        help=f"FP8 format: {' or '.join(KV_FORMATS)}; default {E4M3FN.name}.",
+        metavar="|".join(KV_FORMATS),
+        help=f"FP8 format; default {E4M3FN.name}.",
     ),
 ]
 QueryScaleOption = Annotated[
@@ -58,6 +60,8 @@ QueryScaleOption = Annotated[
         "needs it in some layer.",
     ),
 ]
+GATE_NAMES = ("kv", "w8a8")
+"""The gates of `fp8calib.verification.judge.gates`, which imports torch."""
 ForceOption = Annotated[
     bool,
     typer.Option(
@@ -112,8 +116,17 @@ DataOption = Annotated[
     typer.Option(
         "--data",
         metavar="SPEC",
-        help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder, hub:NAME[:CONFIG][:SPLIT] or builtin; "
-        "SPEC@WEIGHT mixes several. Default: builtin.",
+        help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk[:SPLIT], "
+        "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several. Default: builtin.",
+    ),
+]
+TextColumnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--text-column",
+        metavar="NAME",
+        help="Column of the rows to read: text, messages or token ids. Default: the first of text, "
+        "messages, ... that there is.",
     ),
 ]
 SAMPLES = typer.Option(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fp8calib.cli.console import print_json, print_table
+from fp8calib.cli.console import print_json, print_table, print_text
+from fp8calib.data.plan import DataPlan
 from fp8calib.machine.units import format_duration, format_gib
 
 _TITLES = {
@@ -26,18 +27,31 @@ _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
 """Keys that are shown in parentheses in the row of another key."""
 
 
-def show_plan(plan: Mapping[str, Any], title: str, *, as_json: bool) -> None:
-    """Print a plan (`{"plan": {...}}`); keys without a value are left out of the table."""
+def show_plan(
+    plan: Mapping[str, Any], title: str, *, as_json: bool, text: DataPlan | None = None
+) -> None:
+    """Print a plan (`{"plan": {...}}`); keys without a value are left out of the table.
+
+    The rows of `text` are described below it.
+    """
     if as_json:
         print_json(plan)
-    else:
-        print_table(title, ["what", "value"], list(_list_rows(plan["plan"])))
+        return
+    print_table(title, ["what", "value"], list(_list_rows(plan["plan"])))
+    for line in describe_rows(text):
+        print_text(line)
+
+
+def describe_rows(text: DataPlan | None) -> Iterator[str]:
+    """Describe the rows of a text: their number, the chat template, and examples."""
+    if text is not None and text.rows is not None:
+        yield from text.rows.describe()
 
 
 def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
     beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
     for key, value in plan.items():
-        if key in _BESIDE or value is None or value == []:
+        if key in _BESIDE or key == "rows" or value is None or value == []:
             continue
         text = _format_value(key, value)
         yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]

@@ -20,7 +20,7 @@ from fp8calib.cli.command_line import remember_arguments
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
 from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import handle_signals
-from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
+from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
@@ -33,6 +33,7 @@ _HINTS = {
     "calibration": "this model cannot be calibrated with this data",
     "export": "choose another --format or --out",
     "verification": "check the file that the message names",
+    "server": "its log may name the cause",
 }
 """The hints of errors that have none of their own."""
 _STAGES = {
@@ -46,7 +47,7 @@ _STAGES = {
 }
 """The error kind of an interrupted command; the exit code tells an interruption from a failure."""
 
-_PRINTED_BY_PARSER = frozenset({"--help", "--version", "--show-completion"})
+_PRINTED_BY_PARSER = frozenset({"-h", "--help", "--version", "--show-completion"})
 
 _FIRST_PRINTS_S = 10.0
 """How long the other processes leave it to the first one to print an error."""
@@ -98,6 +99,7 @@ def main_inner(arguments: Sequence[str]) -> int:
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
     _refuse_empty(arguments)
+    token = names_options.set(True)
     try:
         outcome = command.main(
             spread_formats(arguments), prog_name="fp8calib", standalone_mode=False
@@ -109,6 +111,8 @@ def main_inner(arguments: Sequence[str]) -> int:
             raise refuse_stdout(failure) from failure
         discard(sys.stdout)  # the parser ends with SystemExit where the reader has left
         return 0
+    finally:
+        names_options.reset(token)
     if isinstance(outcome, KeyboardInterrupt):
         raise outcome
     if outcome == INTERRUPTED:  # of a command that cannot be resumed

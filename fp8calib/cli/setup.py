@@ -1,4 +1,4 @@
-"""What commands do first: refuse missing paths, silence libraries, and say where a model runs."""
+"""What commands do first: refuse unknown names and paths, silence libraries, place a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
+from fp8calib.cli.names import refuse_unknown_names
 from fp8calib.data.specs import parse_spec
 
 if TYPE_CHECKING:
@@ -34,15 +35,16 @@ _PATH_HINTS = {
 
 
 def refuse_missing(settings: Any) -> None:
-    """Refuse inputs that do not exist, before the seconds that importing the libraries takes.
+    """Refuse unknown names and missing inputs before the libraries are imported, in seconds.
 
     What may be on the Hub is left to the command.
 
     Raises:
-        UsageError: naming a file or folder.
+        UsageError: naming an option, a file or a folder.
         ModelError: naming a model.
         DataError: naming a data file.
     """
+    refuse_unknown_names(settings)
     for name in ("model", "base"):
         if (model := getattr(settings, name, None)) is not None:
             find_local_model(model)

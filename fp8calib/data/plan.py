@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from fp8calib.data.rows import Row
+from fp8calib.data.rows_used import ConversationCounter, RowsUsed, summarize_rows
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows, tokenize_rows
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import DataError, UsageError, shorten
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
@@ -42,6 +43,8 @@ class DataPlan:
     warnings: tuple[str, ...]
     longest_padded: int | None = None
     """Longer sequences are never padded: only those of one length share a batch. None: no limit."""
+    rows: RowsUsed | None = None
+    """The rows that the text was made of; of a split plan, those of the whole."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,13 +91,14 @@ def build_plan(
     part: BuiltinPart = "calibrate",
     longest_padded: int | None = None,
     rows: Iterable[Row] | None = None,
+    text_column: str | None = None,
 ) -> DataPlan:
     """Read the first `samples` sequences of at most `seq_len` tokens.
 
     `tokenizer` loads the tokenizer; it is called at most once, when the first row needs it. Without
     specs, the built-in text is used; `part` selects which part of it. `seed` affects only the
     order of weighted specs. Sequences longer than `longest_padded` are never padded. `rows` are
-    read instead of specs.
+    read instead of specs. Rows of specs are read from `text_column` if given (see `parse_row`).
 
     Raises:
         UsageError: a spec, `samples` or `seq_len` is invalid.
@@ -104,8 +108,14 @@ def build_plan(
     _check_sizes(samples=samples, seq_len=seq_len)
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
     if rows is None:
-        rows = mix_rows([(iter_rows(spec, part=part), spec.weight) for spec in parsed], seed=seed)
-    encoded = tokenize_rows(rows, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
+        _check_columns(parsed, text_column)
+        rows = mix_rows(
+            [(iter_rows(spec, part=part, text_column=text_column), spec.weight) for spec in parsed],
+            seed=seed,
+        )
+    load = functools.cache(tokenizer)
+    counted = ConversationCounter(rows)
+    encoded = tokenize_rows(counted, tokenizer=load, vocab_size=vocab_size)
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     if not found.sequences:
@@ -122,6 +132,7 @@ def build_plan(
         sources=sources,
         warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
         longest_padded=longest_padded,
+        rows=summarize_rows(found, counted.count, load() if load.cache_info().currsize else None),
     )
 
 
@@ -209,6 +220,14 @@ def _check_sizes(*, samples: int, seq_len: int) -> None:
         raise UsageError(
             f"--seq-len {seq_len}: must be {MIN_TOKENS} or more",
             hint="a single token predicts nothing",
+        )
+
+
+def _check_columns(parsed: Sequence[DataSpec], text_column: str | None) -> None:
+    if text_column is not None and not any(spec.has_columns for spec in parsed):
+        raise UsageError(
+            f"--text-column {shorten(text_column)}: {parsed[0].label} has no columns",
+            hint="name data with columns by --data, or leave --text-column out",
         )
 
 

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
-from fp8calib.errors import DataError
+from fp8calib.errors import DataError, shorten
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` as text, and any other keys of the row's message."""
 
-FIELDS = ("input_ids", "messages", "conversations", "text")
-"""The fields a row is read from; the first one that is present and not null is used."""
+FORMS = (
+    ("input_ids",),
+    ("messages",),
+    ("conversations",),
+    ("text",),
+    ("content",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+)
+"""The fields a row is read from; the first form whose fields are all present and not null."""
 MASK = "attention_mask"
 """Beside `input_ids`: 0 marks padding, which is left out."""
+CONTEXT = "input"
+"""Beside `instruction` and `output`: what the instruction is about; it may be empty or absent."""
+COLUMNS = frozenset({field for form in FORMS for field in form} | {MASK, CONTEXT})
+"""All fields that a row is read from."""
 
-_ROW_HINT = "a row needs `text`, `messages`, `conversations` or `input_ids`"
+_ROW_HINT = (
+    "a row needs `text`, `content`, `messages`, `conversations`, `input_ids`, `prompt` and "
+    "`completion`, or `instruction` and `output`; --text-column names another column"
+)
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -28,19 +44,23 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row; exactly one of the three contents is set."""
+    """One row; exactly one of the three contents is set, except as `text` says."""
 
     origin: str
     """Where the row comes from, e.g. `calib.jsonl:17`."""
     text: str | None = None
+    """Beside `messages`: the same as text, for a tokenizer without a chat template."""
     messages: tuple[Message, ...] | None = None
     input_ids: tuple[int, ...] | None = None
 
 
-def parse_row(value: object, origin: str, *, allow_blank: bool = False) -> Row:
+def parse_row(
+    value: object, origin: str, *, allow_blank: bool = False, text_column: str | None = None
+) -> Row:
     """Parse a row from a decoded JSON object.
 
-    `allow_blank` accepts text that is only white space, for datasets the user cannot edit.
+    `allow_blank` accepts text that is only white space, for datasets the user cannot edit. The
+    content is that of `text_column` if given: text, a list of messages, or a list of token ids.
 
     Raises:
         DataError: no field is usable, or the one used has the wrong type or is empty.
@@ -48,16 +68,75 @@ def parse_row(value: object, origin: str, *, allow_blank: bool = False) -> Row:
     """
     if not isinstance(value, dict):
         raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")
-    field = next((name for name in FIELDS if value.get(name) is not None), None)
-    if field == "input_ids":
-        ids = _parse_input_ids(value[field], origin)
-        mask = value.get(MASK)
-        return Row(origin, input_ids=ids if mask is None else _leave_padding(ids, mask, origin))
-    if field == "text":
-        return Row(origin, text=_parse_text(value[field], origin, allow_blank=allow_blank))
-    if field is not None:
-        return Row(origin, messages=_parse_messages(value[field], f"{origin}: {field}"))
+    form: tuple[str, ...]
+    if text_column is not None:
+        form, field = (text_column,), _name_kind(value, text_column, origin)
+    else:
+        found = (form for form in FORMS if all(value.get(name) is not None for name in form))
+        form = next(found, ())
+        field = form[0] if form else ""
+    match field:
+        case "input_ids":
+            ids = _parse_input_ids(value[form[0]], origin)
+            mask = value.get(MASK)
+            return Row(origin, input_ids=ids if mask is None else _leave_padding(ids, mask, origin))
+        case "text" | "content":
+            text = _parse_text(value[form[0]], f"{origin}: {form[0]}", allow_blank=allow_blank)
+            return Row(origin, text=text)
+        case "messages" | "conversations":
+            return Row(origin, messages=_parse_messages(value[form[0]], f"{origin}: {form[0]}"))
+        case "prompt":
+            return _parse_completion(value, origin)
+        case "instruction":
+            return _parse_instruction(value, origin)
     raise _row_error(f"{origin}: no usable field; {_list_keys(value)}")
+
+
+def _name_kind(value: dict[Any, Any], column: str, origin: str) -> str:
+    """Name the field whose form the value of a column has.
+
+    Raises:
+        DataError: the column is missing or null.
+    """
+    content = value.get(column)
+    if content is None:
+        missing = "is null" if column in value else "is missing"
+        like = get_close_matches(column, [str(key) for key in value if key != column], n=1)
+        raise DataError(
+            f"{origin}: the column {shorten(column)} {missing}; {_list_keys(value)}",
+            hint=f"did you mean --text-column {shorten(like[0])}?" if like else "name another one",
+        )
+    if not isinstance(content, list):
+        return "text"
+    return "messages" if content and isinstance(content[0], dict) else "input_ids"
+
+
+def _parse_completion(value: dict[Any, Any], origin: str) -> Row:
+    """Parse a prompt and its completion: two texts that are joined, or two lists of messages."""
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, list):
+        messages = _parse_messages(prompt, f"{origin}: prompt")
+        return Row(origin, messages=messages + _parse_messages(completion, f"{origin}: completion"))
+    parts = (
+        _parse_text(each, f"{origin}: {name}", allow_blank=True)
+        for name, each in (("prompt", prompt), ("completion", completion))
+    )
+    text = _parse_text("".join(parts), f"{origin}: prompt and completion", allow_blank=False)
+    return Row(origin, text=text)
+
+
+def _parse_instruction(value: dict[Any, Any], origin: str) -> Row:
+    """Parse an instruction and its answer: a conversation of two turns."""
+    asked = [_parse_text(value["instruction"], f"{origin}: instruction", allow_blank=False)]
+    if value.get(CONTEXT) is not None:
+        asked.append(_parse_text(value[CONTEXT], f"{origin}: {CONTEXT}", allow_blank=True))
+    question = "\n\n".join(filter(str.strip, asked))
+    answer = _parse_text(value["output"], f"{origin}: output", allow_blank=True)
+    messages = (
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    )
+    return Row(origin, text=f"{question}\n\n{answer}", messages=messages)
 
 
 def require_unicode(text: str, where: str) -> str:
@@ -96,12 +175,12 @@ def _leave_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int
     return ids[start:stop]
 
 
-def _parse_text(value: object, origin: str, *, allow_blank: bool) -> str:
+def _parse_text(value: object, where: str, *, allow_blank: bool) -> str:
     if not isinstance(value, str):
-        raise _row_error(f"{origin}: text must be a string, found {_name_type(value)}")
+        raise _row_error(f"{where} must be a string, found {_name_type(value)}")
     if not allow_blank and not value.strip():
-        raise DataError(f"{origin}: text is empty", hint="remove the row from the file")
-    return require_unicode(value, f"{origin}: text")
+        raise DataError(f"{where} is empty", hint="remove the row from the file")
+    return require_unicode(value, where)
 
 
 def _parse_messages(value: object, where: str) -> tuple[Message, ...]:

@@ -1,4 +1,4 @@
-"""Read rows from files, the hub and the built-in text, and mix several sources by weight."""
+"""Read rows from files, datasets and the built-in text, and mix several sources by weight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8calib.data.rows import FIELDS, MASK, Row, parse_row
-from fp8calib.data.specs import DataSpec, FileSource, HubSource
+from fp8calib.data.rows import COLUMNS, MASK, Row, parse_row
+from fp8calib.data.specs import DataSpec, FileSource, HubSource, SavedSource
 from fp8calib.errors import DataError, first_line
 
 BuiltinPart = Literal["calibrate", "verify"]
@@ -35,8 +35,10 @@ def mix_rows(
     return _draw_rows(weighted, random.Random(seed))  # noqa: S311  an order, not a secret
 
 
-def iter_rows(spec: DataSpec, *, part: BuiltinPart = "calibrate") -> Iterator[Row]:
-    """Yield the rows of one spec.
+def iter_rows(
+    spec: DataSpec, *, part: BuiltinPart = "calibrate", text_column: str | None = None
+) -> Iterator[Row]:
+    """Yield the rows of one spec, read from `text_column` if given (see `parse_row`).
 
     Raises:
         DataError: a row cannot be read, or a file holds no rows.
@@ -45,17 +47,25 @@ def iter_rows(spec: DataSpec, *, part: BuiltinPart = "calibrate") -> Iterator[Ro
     match spec.source:
         case FileSource(paths=paths):
             for path in paths:
-                yield from iter_file_rows(path)
+                yield from iter_file_rows(path, text_column=text_column)
         case HubSource() as source:
-            yield from _require_rows(_read_hub(source), spec.label)
+            values = _iter_hub_values(source)
+            yield from _parse_dataset(values, f"hub:{source.name}", spec.label, text_column)
+        case SavedSource(folder=folder):
+            values = _iter_saved_values(folder, spec.label, text_column)
+            yield from _parse_dataset(values, spec.label, spec.label, text_column)
         case _:
             yield from iter_builtin_rows(part)
 
 
-def iter_file_rows(path: Path) -> Iterator[Row]:
+def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[Row]:
     """Yield the rows of one data file; its suffix selects the format."""
+    suffix = path.suffix.lower()
+    column = None if suffix == ".txt" else text_column
+    values = _iter_parquet(path, column) if suffix == ".parquet" else _READERS[suffix](path)
+    rows = (parse_row(value, origin, text_column=column) for origin, value in values)
     try:
-        yield from _require_rows(_READERS[path.suffix.lower()](path), path.name)
+        yield from _require_rows(rows, path.name)
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error})", hint="check its permissions"
@@ -130,47 +140,56 @@ def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
     yield from rows
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _parse_dataset(
+    values: Iterator[Any], name: str, label: str, text_column: str | None
+) -> Iterator[Row]:
+    # Datasets such as wikitext have blank rows, which the user cannot remove.
+    rows = (
+        parse_row(value, f"{name} row {number}", allow_blank=True, text_column=text_column)
+        for number, value in enumerate(values, start=1)
+    )
+    return _require_rows(rows, label)
+
+
+_Values = Iterator[tuple[str, object]]
+"""Decoded rows of a file, each after its origin."""
+
+
+def _read_jsonl(path: Path) -> _Values:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             origin = f"{path.name}:{number}"
             line = _decode(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw, origin)
             if line.strip():
-                yield parse_row(_parse_json(line.rstrip("\r\n"), origin), origin)
+                yield origin, _parse_json(line.rstrip("\r\n"), origin)
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> _Values:
     text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
     if not text.strip():
         return
     for number, value in enumerate(_find_rows(_parse_json(text, path.name), path.name), start=1):
-        origin = f"{path.name} row {number}"
-        yield parse_row(value, origin)
+        yield f"{path.name} row {number}", value
 
 
-def _read_txt(path: Path) -> Iterator[Row]:
+def _read_txt(path: Path) -> _Values:
     text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
     if text:
-        yield parse_row({"text": text}, path.name)
+        yield path.name, {"text": text}
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    for number, value in enumerate(_iter_parquet_values(path), start=1):
-        yield parse_row(value, f"{path.name} row {number}")
-
-
-def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
+def _iter_parquet(path: Path, text_column: str | None) -> _Values:
     import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415  slow, rarely needed
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415
 
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
-            # Other columns may hold images: they are named in errors, but not decoded.
-            columns = [name for name in names if name in (*FIELDS, MASK)]
-            unread = dict.fromkeys(name for name in names if name not in columns)
-            for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns):
-                yield from ({**unread, **value} for value in batch.to_pylist())
+            columns = _choose_columns(names, text_column)
+            batches = file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns)
+            values = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, value in enumerate(values, start=1):
+                yield f"{path.name} row {number}", {**dict.fromkeys(names), **value}
     except (pa.ArrowException, ValueError) as error:
         raise DataError(
             f"{path.name}: not a readable parquet file ({first_line(error)})",
@@ -178,10 +197,28 @@ def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _read_hub(source: HubSource) -> Iterator[Row]:
-    for number, value in enumerate(_iter_hub_values(source), start=1):
-        # Hub datasets such as wikitext have blank rows, which the user cannot remove.
-        yield parse_row(value, f"hub:{source.name} row {number}", allow_blank=True)
+def _choose_columns(names: Sequence[str], text_column: str | None) -> list[str]:
+    """List the columns that rows are read from; others may hold images, and are not decoded."""
+    wanted = {text_column, MASK} if text_column is not None else COLUMNS
+    return [name for name in names if name in wanted]
+
+
+def _iter_saved_values(folder: Path, label: str, text_column: str | None) -> Iterator[Any]:
+    try:
+        from datasets import load_from_disk  # noqa: PLC0415  takes seconds to import
+
+        dataset = load_from_disk(str(folder))
+        names = dataset.column_names
+        columns = _choose_columns(names, text_column)
+        if not columns and len(dataset):
+            yield dict.fromkeys(names)  # refused, with the names of the columns
+        for value in dataset.select_columns(columns).with_format(None):
+            yield {**dict.fromkeys(names), **value}
+    except Exception as error:  # the failures of datasets share no base class
+        raise DataError(
+            f"{label}: the dataset cannot be read ({type(error).__name__}: {first_line(error)})",
+            hint="save it again with datasets.save_to_disk",
+        ) from error
 
 
 def _iter_hub_values(source: HubSource) -> Iterator[Any]:
@@ -232,9 +269,8 @@ def _parse_json(text: str, where: str) -> object:
         ) from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[Path], _Values]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
-    ".parquet": _read_parquet,
     ".txt": _read_txt,
 }

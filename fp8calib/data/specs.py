@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import DataError, UsageError, cut_list, first_line, shorten
 
 ACCEPTED_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 """The suffixes of data files, in upper or lower case."""
 
 _SPEC_HINT = (
-    f"use a file ({', '.join(ACCEPTED_SUFFIXES)}), a folder of them, "
-    "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
+    f"use a file ({', '.join(ACCEPTED_SUFFIXES)}), a folder of them or one of "
+    "datasets.save_to_disk[:SPLIT], hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
 )
+# What datasets.save_to_disk writes: into the folder of a DatasetDict, and into that of a Dataset.
+_SPLITS_FILE = "dataset_dict.json"
+_SAVED_FILES = ("dataset_info.json", "state.json")
 # A single word after `hub:NAME:` is a split if it is one of these, else a configuration.
 _SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev"})
 
@@ -39,11 +43,18 @@ class HubSource:
 
 
 @dataclass(frozen=True)
+class SavedSource:
+    """A folder that `datasets.Dataset.save_to_disk` wrote, or a split of a `DatasetDict`."""
+
+    folder: Path
+
+
+@dataclass(frozen=True)
 class BuiltinSource:
     """The text of `help()`, which is part of CPython."""
 
 
-Source = FileSource | HubSource | BuiltinSource
+Source = FileSource | HubSource | SavedSource | BuiltinSource
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,16 @@ class DataSpec:
     """The spec as given, but of a path only its last component; it is stored in artifacts."""
     weight: float | None = None
     """Share of the rows when specs are mixed; None when the spec has no weight."""
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether its rows have named columns; plain text has none."""
+        match self.source:
+            case FileSource(paths=paths):
+                return any(path.suffix.lower() != ".txt" for path in paths)
+            case BuiltinSource():
+                return False
+        return True
 
 
 def parse_spec(text: str) -> DataSpec:
@@ -80,7 +101,8 @@ def parse_spec(text: str) -> DataSpec:
 
 def looks_like_spec(text: str) -> bool:
     """Whether a text is more likely meant as a spec: it names data, and is no text to run."""
-    return text == "builtin" or text.startswith("hub:") or _is_data_path(text)
+    is_named = text == "builtin" or text.startswith("hub:")
+    return is_named or _is_data_path(text) or _is_split(text)
 
 
 def _parse_source(body: str) -> tuple[Source, str]:
@@ -89,7 +111,76 @@ def _parse_source(body: str) -> tuple[Source, str]:
     if body.startswith("hub:") and not _is_data_path(body):
         return _parse_hub(body), body
     path = Path(body)
+    if _is_split(body):
+        folder, _, split = body.rpartition(":")
+        return _open_split(Path(folder), split, body), f"{Path(folder).absolute().name}:{split}"
+    if _is_saved(path):
+        return SavedSource(path), path.absolute().name or body
+    if _is_file(path / _SPLITS_FILE):
+        return _open_split(path, None, body), path.absolute().name or body
     return _parse_path(path, body), path.absolute().name or body
+
+
+def _is_split(text: str) -> bool:
+    """Whether a text is FOLDER:SPLIT, of a folder that `datasets` saved."""
+    folder, separator, split = text.rpartition(":")
+    if not (folder and separator and split) or _is_dir(text):
+        return False
+    return _is_file(Path(folder) / _SPLITS_FILE) or _is_saved(Path(folder))
+
+
+def _is_saved(folder: Path) -> bool:
+    return all(_is_file(folder / name) for name in _SAVED_FILES)
+
+
+def _open_split(folder: Path, split: str | None, body: str) -> SavedSource:
+    """Find a split of a saved DatasetDict; without a name, the only one.
+
+    Raises:
+        UsageError: there are several splits and none is named, or there is none of that name.
+        DataError: the folder is damaged.
+    """
+    if not _is_file(folder / _SPLITS_FILE):
+        raise UsageError(
+            f"--data {body}: the folder is one dataset, without splits", hint=f"use {folder}"
+        )
+    splits = _read_splits(folder, body)
+    if split is None and len(splits) > 1:
+        raise UsageError(
+            f"--data {body}: the folder has the splits {cut_list(splits)}",
+            hint=f"name one: {folder}:{shorten(splits[0])}",
+        )
+    name = splits[0] if split is None and splits else split
+    if name not in splits:
+        raise UsageError(
+            f"--data {body}: no such split; the folder has {cut_list(splits) or 'none'}",
+            hint=f"name one of them, as {folder}:SPLIT",
+        )
+    if not _is_saved(folder / name):
+        raise DataError(
+            f"--data {body}: {folder / shorten(name)} is not a saved dataset",
+            hint="save it again with datasets.save_to_disk",
+        )
+    return SavedSource(folder / name)
+
+
+def _read_splits(folder: Path, body: str) -> list[str]:
+    path = folder / _SPLITS_FILE
+    try:
+        splits = json.loads(path.read_text(encoding="utf-8"))["splits"]
+        if not isinstance(splits, list) or not all(map(_is_name, splits)):
+            raise ValueError("`splits` must be a list of names")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"--data {body}: {path} cannot be read ({first_line(error)})",
+            hint="save the dataset again with datasets.save_to_disk",
+        ) from error
+    return splits
+
+
+def _is_name(value: object) -> bool:
+    """Whether a value names a folder inside of another."""
+    return isinstance(value, str) and value not in {"", ".", ".."} and "/" not in value
 
 
 def _parse_hub(body: str) -> HubSource:

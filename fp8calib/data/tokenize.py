@@ -14,6 +14,8 @@ from fp8calib.data.rows import Message, Row, require_unicode
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_text
 from fp8calib.errors import DataError
 
+NUM_SHOWN = 3
+"""Rows that a user is shown as examples."""
 MIN_TOKENS = 2
 """A shorter sequence predicts nothing."""
 
@@ -30,6 +32,12 @@ class PackedRows:
     """Rows read."""
     num_dropped: int
     """Rows that were too short to use."""
+    num_used: int
+    """Rows with a token in a sequence."""
+    num_cut: int
+    """Rows used of which tokens at the end are in no sequence."""
+    first: tuple[tuple[int, ...], ...]
+    """The token ids of the first rows used, as far as they are in a sequence."""
 
 
 def tokenize_rows(
@@ -67,12 +75,21 @@ def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
             break
     sequences = _cut(stream, samples=samples, seq_len=seq_len)
     num_kept = sum(map(len, sequences))
-    used = (
-        stream[start : max(min(stop, num_kept), min(stop, start + TOKENS_PER_HASH))]
-        for start, stop in pairwise((*starts, len(stream)))
-        if start < num_kept
+    ranges = [(start, stop) for start, stop in pairwise((*starts, len(stream))) if start < num_kept]
+    return PackedRows(
+        sequences=sequences,
+        text=hash_text(
+            stream[start : max(min(stop, num_kept), min(stop, start + TOKENS_PER_HASH))]
+            for start, stop in ranges
+        ),
+        num_rows=num_rows,
+        num_dropped=num_dropped,
+        num_used=len(ranges),
+        num_cut=sum(stop > num_kept for _, stop in ranges),
+        first=tuple(
+            tuple(stream[start : min(stop, num_kept)]) for start, stop in ranges[:NUM_SHOWN]
+        ),
     )
-    return PackedRows(sequences, hash_text(used), num_rows, num_dropped)
 
 
 def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
@@ -82,15 +99,24 @@ def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
     """
     sequences: list[torch.Tensor] = []
     used: list[Sequence[int]] = []
-    num_rows = 0
+    num_rows = num_cut = 0
     for ids in rows:
         num_rows += 1
         if len(ids) >= MIN_TOKENS:
+            num_cut += len(ids) > seq_len
             sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
             used.append(ids[: max(seq_len, TOKENS_PER_HASH)])
         if len(sequences) == samples:
             break
-    return PackedRows(tuple(sequences), hash_text(used), num_rows, num_rows - len(sequences))
+    return PackedRows(
+        sequences=tuple(sequences),
+        text=hash_text(used),
+        num_rows=num_rows,
+        num_dropped=num_rows - len(sequences),
+        num_used=len(sequences),
+        num_cut=num_cut,
+        first=tuple(tuple(ids[:seq_len]) for ids in used[:NUM_SHOWN]),
+    )
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) -> list[int]:
@@ -108,7 +134,7 @@ def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) ->
 
 
 def _tokenize(row: Row, tokenizer: Callable[[], Any]) -> list[int]:
-    if row.messages is not None:
+    if row.messages is not None and (row.text is None or has_chat_template(tokenizer())):
         return render_messages(tokenizer(), row.messages, row.origin)
     if row.text is None or not row.text.strip():
         return []
@@ -116,11 +142,16 @@ def _tokenize(row: Row, tokenizer: Callable[[], Any]) -> list[int]:
     return list(tokenizer()(row.text, verbose=False)["input_ids"])
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
     except Exception as error:  # a template is a program that may raise anything
-        if not getattr(tokenizer, "chat_template", None):
+        if not has_chat_template(tokenizer):
             raise DataError(
                 f"{origin}: the row is a conversation, but the tokenizer has no chat template",
                 hint="use rows with `text`, or a chat model",

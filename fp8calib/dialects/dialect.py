@@ -96,6 +96,8 @@ class Graft:
     accepted: str = ""
     """How its unquantized tensors differ from those of the calibrated model, or why this is
     unknown; empty where they are equal."""
+    unchecked: str = ""
+    """Why its projections of K and V were not compared; empty where they were."""
     replaces_scales: bool = False
     """The KV scales that it has are replaced."""
 

@@ -6,7 +6,7 @@ no dialect of fp8calib knows the method, the scales are `self_attn.k_scale` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -183,20 +183,32 @@ def check_graft(
     quantized.merge(strategy)
 
 
-def _refuse_other_scheme(quantized: QuantizedModel, *, replaces_scales: bool) -> None:
-    """Refuse to replace a scheme of the KV cache that is not the one to be written."""
+def has_kv_cache(source: Checkpoint, geometry: ModelGeometry) -> bool:
+    """Tell whether a checkpoint has KV scales, or a scheme of the KV cache, to replace."""
+    quantized = find_quantized(source)
+    is_configured = quantized is not None and any(True for _ in _list_schemes(quantized))
+    return is_configured or bool(list_kv_scales(source, geometry))
+
+
+def _list_schemes(quantized: QuantizedModel) -> Iterator[tuple[str, object]]:
+    """List the schemes of the KV cache in the configs, with their keys."""
     nested = quantized.config.get("quantization")
     own = quantized.own_file.get("quantization")
     sections = [each for each in (quantized.config, nested, own) if isinstance(each, Mapping)]
     for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        for found in (section.get(key) for section in sections):
-            if found is None or replaces_scales or _is_fp8(found):
-                continue
-            raise ExportError(
-                f"{quantized.source.folder}: its config has a KV cache of another kind already: "
-                f"{key} is {found!a:.200}",
-                hint="add --replace-scales if FP8 scales shall replace it",
-            )
+        yield from ((key, section[key]) for section in sections if section.get(key) is not None)
+
+
+def _refuse_other_scheme(quantized: QuantizedModel, *, replaces_scales: bool) -> None:
+    """Refuse to replace a scheme of the KV cache that is not the one to be written."""
+    for key, found in _list_schemes(quantized):
+        if replaces_scales or _is_fp8(found):
+            continue
+        raise ExportError(
+            f"{quantized.source.folder}: its config has a KV cache of another kind already: "
+            f"{key} is {found!a:.200}",
+            hint="add --replace-scales if FP8 scales shall replace it",
+        )
 
 
 def _is_fp8(scheme: object) -> bool:

@@ -9,7 +9,7 @@ from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.dialects.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD
 from fp8calib.dialects.kv.rfc import RFC
 from fp8calib.dialects.kv.tgi import TGI_CHECKPOINT
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, suggest
 
 _dialects: dict[str, Dialect] = {}
 
@@ -57,7 +57,7 @@ def find_dialect(format_name: str) -> Dialect:
     if dialect is None or dialect.write is None:
         raise UsageError(
             f"--format {format_name}: unknown format",
-            hint=f"known formats: {', '.join(list_format_names())}",
+            hint=suggest(format_name, list_format_names(), what="formats"),
         )
     return dialect
 

@@ -12,7 +12,12 @@ from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.dialects.kv.kv_scales import name_scales
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.odd_scales import estimate_ranges, measure_ranges, name_odd_scales
+from fp8calib.engines.odd_scales import (
+    estimate_ranges,
+    mark_odd_scales,
+    measure_ranges,
+    suspect_odd_scales,
+)
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.verdicts import (
@@ -127,14 +132,14 @@ def _make_judge(
 ) -> Callable[[EngineReport], EngineReport]:
     """Make the test for odd scales; weights are read once, if an engine uses a scale."""
     if stats is not None:
-        return partial(name_odd_scales, ranges=measure_ranges(stats), is_measured=True)
-    estimate = cache(partial(estimate_ranges, model, geometry))
+        return partial(mark_odd_scales, ranges=measure_ranges(stats))
+    estimate = cache(lambda layers: estimate_ranges(model, geometry, also=layers))
 
     def judge(report: EngineReport) -> EngineReport:
         verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
         if not any(each.status is Status.USED for each in verdicts):
             return report
-        return name_odd_scales(report, estimate(), is_measured=False)
+        return suspect_odd_scales(report, estimate)
 
     return judge
 
@@ -190,6 +195,7 @@ def replay_overlay(
         },
         has_index=True,
         index={"weight_map": dict.fromkeys(files[SINGLE_FILE_NAME], SINGLE_FILE_NAME)},
+        is_on_disk=False,
     )
     try:
         return engine.replay_folder(overlay, geometry, tp)

@@ -113,6 +113,8 @@ class Engine:
     """When it reads a file of scale tensors that is copied into a model's folder; empty: never."""
     make_linear_loader: MakeLinearLoader | None = None
     """How it loads the linears of a folder; None where only `weight_rules` are known."""
+    judges_weights: bool = False
+    """Its own loader is run: `replay_folder` reports on the weights too."""
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()

@@ -1,12 +1,13 @@
 """Name scales that are far from what their tensors hold, such as reciprocals.
 
 What K and V hold is known from the statistics of a calibration, else from the weights that make
-them, else from the models in use.
+them, else from the other layers, and from
+the models in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -15,10 +16,11 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.engines.outliers import find_outliers
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
-from fp8calib.errors import shorten
+from fp8calib.errors import format_ranges, shorten
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
@@ -27,9 +29,11 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 _TOLERANCE = 16.0
 """How far above the statistics a scale may be: other text and headroom give less. It may be four
 times as far below, because rules like `percentile` clip."""
-_LEAST_USUAL, _MOST_USUAL = 2.0**-20, 4.0
-"""The median of the scales of K and V that is no reason for a note. K and V of the models in use
-reach some 1 to 500, so their scales lie around 0.002 to 1."""
+_LEAST_USUAL, _MOST_USUAL = 2.0**-20, 2.0
+"""The median of the scales of K or of V that is not suspicious. K and V of the models in use reach
+some 1 to 500, so their scales lie around 0.002 to 1."""
+_UNCALIBRATED = 1.0
+"""The scale that tools write without calibration. It costs little, and is only a problem."""
 _MOST_WEIGHT = 448.0
 """The median of the largest weights of linears that is no reason for a note."""
 _NUM_LAYERS = 8
@@ -98,12 +102,19 @@ def _allow(amax: float) -> Range:
     return Range(amax / _TOLERANCE / 4, amax * _TOLERANCE, f"calibration saw up to {amax:,.4g}")
 
 
-def estimate_ranges(folder: ScaleFolder, geometry: ModelGeometry) -> Ranges:
+def estimate_ranges(
+    folder: ScaleFolder, geometry: ModelGeometry, *, also: Collection[int] = ()
+) -> Ranges:
     """Estimate the ranges of K and V of some layers by the weights that make them of a norm.
 
     A norm's output has the length sqrt(hidden size) before its weight g, whatever the text. Hence
     no channel i of K exceeds sqrt(hidden size) * |W_i * g|; RoPE adds a factor of at most sqrt(2).
     In SmolLM2-135M the largest value of K and V was 2.8 to 7.4 times the largest |W_i * g|.
+
+    Args:
+        folder: the weights.
+        geometry: the shape of the model.
+        also: layers to look at beside a sample of all.
     """
     if geometry.model_type in _WEIGHTLESS_NORMS:
         return {}
@@ -111,7 +122,9 @@ def estimate_ranges(folder: ScaleFolder, geometry: ModelGeometry) -> Ranges:
     attentions = list(geometry.attentions())
     step = max(1, (len(attentions) - 1) // (_NUM_LAYERS - 1))
     found = {}
-    for layer, attention in attentions[::step]:
+    for position, (layer, attention) in enumerate(attentions):
+        if position % step and layer.index not in also:
+            continue
         for role in KV_ROLES:
             estimated = _estimate(folder, located, geometry, attention, role)
             if estimated is not None:
@@ -135,53 +148,104 @@ def _estimate(
     is_normed = any("norm" in each and each.startswith(role) for each in beside)
     if name == "cross_attn" or attention.producer is not None or is_normed:
         return None
-    entries = [folder.tensors[located[each]][each] for each in names if each in located]
-    if len(entries) < len(names) or any(each.dtype not in PLAIN_DTYPES for each in entries):
-        return None
     weight, norm = (_read(folder, located, each) for each in names)
-    if weight.ndim != 2 or norm.shape != weight.shape[1:]:
+    if weight is None or norm is None or weight.ndim != 2 or not weight.numel():
         return None
+    beta = _read_bias(folder, located, f"{parent}.input_layernorm.bias", len(weight[0]))
+    bias = _read_bias(folder, located, f"{projection}.bias", len(weight))
+    if norm.shape != weight.shape[1:] or beta is None or bias is None:
+        return None
+    shift = (weight @ beta).abs() + bias.abs()
     if geometry.model_type in _SHIFTED_NORMS:
         norm += 1
-    shift = norm.new_zeros(1)
-    if (bias := f"{parent}.input_layernorm.bias") in located:
-        shift = (weight @ _read(folder, located, bias)).abs()
-    if (bias := f"{projection}.bias") in located:
-        shift = shift + _read(folder, located, bias).abs()
     length = float((weight * norm).norm(dim=1).max())
     bound = 2**0.5 * (weight.shape[1] ** 0.5 * length + float(shift.max()))
     if not 0 < bound < float("inf"):
         return None
     usual = f"{role} reaches {length:,.4g} to {bound:,.4g} in this model"
-    return Range(length / 8, bound * 2, usual)
+    return Range(length / 8, bound * 8, usual)
 
 
-def _read(folder: ScaleFolder, located: Mapping[str, str], name: str) -> torch.Tensor:
-    with TensorFile(folder.path / located[name]) as opened:
+def _read(folder: ScaleFolder, located: Mapping[str, str], name: str) -> torch.Tensor | None:
+    """Read a tensor; None where it does not exist, or holds no floats of 16 bits or more."""
+    file = located.get(name)
+    if file is None or folder.tensors[file][name].dtype not in PLAIN_DTYPES:
+        return None
+    with TensorFile(folder.path / file) as opened:
         return opened.read(name).float()
 
 
-def name_odd_scales(report: EngineReport, ranges: Ranges, *, is_measured: bool) -> EngineReport:
-    """Name scales of K and V that are far from what these hold.
+def _read_bias(
+    folder: ScaleFolder, located: Mapping[str, str], name: str, length: int
+) -> torch.Tensor | None:
+    """Read a bias, zeros where the model has none; None where it has another shape or dtype."""
+    if name not in located:
+        return torch.zeros(length)
+    bias = _read(folder, located, name)
+    return bias if bias is not None and bias.shape == (length,) else None
+
+
+def mark_odd_scales(report: EngineReport, ranges: Ranges) -> EngineReport:
+    """Call scales of K and V misread that are far from statistics.
 
     Args:
         report: what an engine does with them.
-        ranges: of the layers that are known.
-        is_measured: whether the ranges are those of statistics: odd scales are then misread, and
-            a problem otherwise.
+        ranges: those of the statistics.
     """
-    found = {
+    layers = tuple(_mark(layer, _list_odd(report, ranges)) for layer in report.layers)
+    return report.model_copy(update={"layers": layers})
+
+
+def suspect_odd_scales(
+    report: EngineReport, estimate: Callable[[frozenset[int]], Ranges]
+) -> EngineReport:
+    """Suspect scales of K and V that no statistics are given for.
+
+    The weights decide where they tell what K and V reach; else the scales of the other layers, and
+    what K and V reach in the models in use.
+
+    Args:
+        report: what an engine does with the scales.
+        estimate: gives the ranges by the weights: of a sample of layers and those that it gets.
+    """
+    outliers = {
+        (layer, role): text
+        for role in KV_ROLES
+        for layer, text in find_outliers(_list_used(report, role)).items()
+    }
+    ranges = estimate(frozenset(layer for layer, _ in outliers))
+    found = _list_odd(report, ranges)
+    found |= {slot: text for slot, text in outliers.items() if slot not in ranges}
+    uncalibrated = {
+        (layer, role)
+        for role in KV_ROLES
+        for layer, value in _list_used(report, role).items()
+        if value == _UNCALIBRATED
+    }
+    suspected = {slot: text for slot, text in found.items() if slot not in uncalibrated}
+    noted = {slot: text for slot, text in found.items() if slot in uncalibrated}
+    report = report.suspect(*_summarize(suspected))
+    report = report.add_problems(*_summarize(noted))
+    estimated = {role for _, role in ranges}
+    unusual = (_find_unusual(report, role) for role in KV_ROLES if role not in estimated)
+    return report.suspect(*filter(None, unusual))
+
+
+def _list_used(report: EngineReport, role: Role) -> dict[int, float]:
+    """List the scales of K or of V that the engine uses, by layer."""
+    verdicts = ((layer.layer, _find(layer, role)) for layer in report.layers)
+    return {
+        index: each.value for index, each in verdicts if each.status is Status.USED and each.value
+    }
+
+
+def _list_odd(report: EngineReport, ranges: Ranges) -> dict[tuple[int, Role], str]:
+    return {
         (layer.layer, role): text
         for layer in report.layers
         for role in KV_ROLES
         if (text := _judge(layer, role, ranges))
     }
-    if is_measured:
-        layers = tuple(_mark(layer, found) for layer in report.layers)
-        return report.model_copy(update={"layers": layers})
-    if not ranges:
-        return _note_unusual(report)
-    return report.add_problems(*_summarize(found, ranges))
 
 
 def _judge(layer: LayerVerdict, role: Role, ranges: Ranges) -> str:
@@ -210,29 +274,25 @@ def _mark(layer: LayerVerdict, found: Mapping[tuple[int, Role], str]) -> LayerVe
     return LayerVerdict(layer=layer.layer, k=mark(Role.K), v=mark(Role.V))
 
 
-def _summarize(found: Mapping[tuple[int, Role], str], ranges: Ranges) -> Iterator[str]:
-    """Describe the first odd scale of K and of V, and count the others."""
+def _summarize(found: Mapping[tuple[int, Role], str]) -> Iterator[str]:
+    """Describe the first odd scale of K and of V, and list the layers of the others."""
     for role in KV_ROLES:
-        layers = [layer for layer, each in found if each is role]
+        layers = sorted(layer for layer, each in found if each is role)
         if layers:
-            looked_at = sum(each is role for _, each in ranges)
-            yield (
-                f"the {role} scale of layer {layers[0]} {found[layers[0], role]} "
-                f"(odd in {len(layers)} of the {looked_at} layers looked at)"
-            )
+            others = f" (and those of layers {format_ranges(layers[1:])})" if layers[1:] else ""
+            yield f"the {role} scale of layer {layers[0]} {found[layers[0], role]}{others}"
 
 
-def _note_unusual(report: EngineReport) -> EngineReport:
-    """Name scales as large as reciprocals of scales are, or far too small, for any model."""
-    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
-    values = [each.value for each in verdicts if each.status is Status.USED and each.value]
+def _find_unusual(report: EngineReport, role: Role) -> str:
+    """Name scales as large as reciprocals are, or far too small for K or V of any model."""
+    values = list(_list_used(report, role).values())
     if not values or _LEAST_USUAL <= median(values) <= _MOST_USUAL:
-        return report
-    found = f"the scales ({min(values):.4g} to {max(values):.4g}) stand for values of up to "
+        return ""
+    found = f"the {role} scales ({min(values):.4g} to {max(values):.4g}) stand for values of up to "
     found += f"{max(values) * E4M3FN.max:,.4g}"
     if median(values) > _MOST_USUAL:
-        found += _RECIPROCAL.format("they look", "reciprocals")
-    return report.add_problems(found)
+        found += _RECIPROCAL.format("they look", "reciprocals, or like amax")
+    return found
 
 
 def judge_weight_scales(

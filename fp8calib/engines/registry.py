@@ -18,7 +18,7 @@ from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
 from fp8calib.engines.vllm.gaudi import VLLM_GAUDI
 from fp8calib.engines.vllm.tpu import VLLM_TPU
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, suggest
 
 REFERENCE = Engine(
     key="reference",
@@ -141,4 +141,6 @@ def _parse_version(version: str) -> tuple[int, ...]:
 
 
 def _refuse(name: str, why: str, known: list[str]) -> UsageError:
-    return UsageError(f"--engine {name}: {why}", hint=f"known engines: {', '.join(known)}")
+    key = name.partition("==")[0]
+    hint = suggest("" if key in ENGINES else key, known, what="engines")
+    return UsageError(f"--engine {name}: {why}", hint=hint)

@@ -11,7 +11,8 @@ from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.dialects.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_companions
+from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import judge_weight_scales, note_unusual_weights
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -24,6 +25,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.completeness import (
+    are_elsewhere,
     list_index_problems,
     list_opened_tensors,
     list_parameter_faults,
@@ -47,10 +49,12 @@ from fp8calib.engines.weights.weight_rule import Effect, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import split_expert
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
 _STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
+_RUN_HINT = "; add --run"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 
 
@@ -76,6 +80,11 @@ class WeightReplay:
         self._index_problems = list_index_problems(folder, geometry)
         self._located = list_opened_tensors(folder, Opened.INDEXED)
         self._tensors = {name: entry for name, (_, entry) in self._located.items()}
+        self._surplus = _describe_surplus(self._tensors, geometry)
+        consolidated = [file for file in folder.files if file.startswith("consolidated")]
+        self._opens_consolidated = (
+            f"vLLM prefers {shorten(consolidated[0])} to the other files" if consolidated else ""
+        )
         if (stack := _find_stack(self._tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
         matrices = _list_matrices(self._tensors)
@@ -151,6 +160,8 @@ class WeightReplay:
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
+        if engine.judges_weights:
+            return self._amend_judged(report)
         like = [fault for fault in self._faults if fault.engine == engine.loader]
         own = [fault for fault in like if fault.holds(engine.version)]
         if self._weights is not None:
@@ -171,11 +182,62 @@ class WeightReplay:
         if report.weights is None and self._odd is not None:
             report = report.model_copy(update={"weights": self._odd})
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
-        notes += [note for note in (self._problem, self._unusual) if note]
+        is_vllm = engine.name == "vllm"
+        if is_vllm and report.weights is None:
+            reasons = (self._opens_consolidated, self._surplus)
+            report = report.doubt(*(f"weights: {each}{_RUN_HINT}" for each in reasons if each))
+        notes += [self._unusual] if self._unusual else []
+        if self._problem and report.weights is None:
+            report = report.doubt(f"weights: {self._problem}{_RUN_HINT if is_vllm else ''}")
         notes += self._index_problems
         if engine.make_linear_loader is None and self._weights is not None:
             notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
         return report.add_problems(*(f"weights: {why}" for why in notes))
+
+    def _amend_judged(self, report: EngineReport) -> EngineReport:
+        """Add what an engine's loader does not look at: the numbers of scales, the index."""
+        bad = self._opened(Opened.INDEXED).values.bad if self._weights is not None else {}
+        # The inputs of experts are not quantized.
+        name = next((n for n in bad if not (split_expert(n) and n.endswith(".input_scale"))), None)
+        if report.weights is None and name is not None:
+            why = f"{shorten(name)} holds {bad[name]}"
+            verdict = LoadVerdict(status=Status.MISREAD, why=why, fix="quantize the model again")
+            report = report.model_copy(update={"weights": verdict})
+        if report.weights is None and self._odd is not None:
+            report = report.model_copy(update={"weights": self._odd})
+        notes = [*([self._unusual] if self._unusual else []), *self._index_problems]
+        return report.add_problems(*(f"weights: {why}" for why in notes))
+
+
+def _describe_surplus(tensors: Mapping[str, TensorEntry], geometry: ModelGeometry) -> str:
+    """Name a tensor that the model's class does not have; empty where there is none.
+
+    vLLM stops at most such tensors, and skips some.
+    """
+    known = geometry.parameters.keys() | geometry.tied.keys()
+    if not known or geometry.num_draft_layers:
+        return ""
+    if are_elsewhere(geometry, tensors):
+        matrix = next((name for name, entry in tensors.items() if len(entry.shape) == 2), None)
+        what = "no matrix has a name that the model's class has"
+        return f"{what}: the first is {shorten(matrix)}" if matrix is not None else ""
+    surplus = [
+        name
+        for name in tensors
+        if name not in known
+        and parse_name(name) is None
+        and not is_companion(name)
+        and split_expert(name) is None
+        and not name.endswith(_SKIPPED)
+        and name.removesuffix(".weight") not in geometry.tied
+    ]
+    if not surplus:
+        return ""
+    return f"{len(surplus)} tensors, such as {shorten(surplus[0])}, are not in the model's class"
+
+
+_SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
 
 
 class _OpenedWeights:

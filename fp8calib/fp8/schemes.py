@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, suggest
 
 BLOCK = (128, 128)
 """Rows and columns of a weight that share a scale, in every block scheme that engines run."""
@@ -106,7 +106,7 @@ def find_scheme(name: str, *, option: str = "") -> Scheme:
     if name not in SCHEMES:
         raise UsageError(
             f"{option or f'--scheme {name}'}: unknown scheme",
-            hint=f"known schemes: {', '.join(SCHEMES)}",
+            hint=suggest(name, SCHEMES, what="schemes"),
         )
     return SCHEMES[name]
 

@@ -187,13 +187,16 @@ _OWN = ("weight", "bias")
 
 @contextmanager
 def borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model into evaluation mode with causal attention; at the end, restore all of it.
+    """Put a model into evaluation mode with causal attention, uncompiled; at the end, restore it.
 
-    Restored are the attributes and the buffers of each module, and the configs.
+    Restored are the attributes, the buffers and the hooks of each module, and the configs. A
+    compiled module would run past the hooks on q and on linears.
     """
     with ExitStack() as stack:
         for module in model.modules():
-            stack.callback(_restore, module, dict(module._buffers), _own_attributes(module))
+            stack.callback(_restore, module, _take_buffers(module), _take_attributes(module))
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                module._compiled_call_impl = None
         decoder = find_text_decoder(model)[1]
         owners = (model.config, model.config.get_text_config(decoder=True), decoder.config)
         for config in {id(owner): owner for owner in owners}.values():
@@ -203,17 +206,43 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Give the attributes that are no part of torch's bookkeeping: flags, cached lengths."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+_SHARED = ("_parameters", "_buffers", "_modules")
+"""Parameters stay where they are; buffers are restored with their values."""
 
 
-def _restore(module: nn.Module, buffers: dict[str, Any], attributes: dict[str, Any]) -> None:
+def _take_attributes(module: nn.Module) -> dict[str, Any]:
+    """Take the attributes of a module, and copies of its sets of hooks."""
+    own = {name: value for name, value in vars(module).items() if name not in _SHARED}
+    return {n: v.copy() if isinstance(v, dict | set) else v for n, v in own.items()}
+
+
+def _take_buffers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Take the buffers, with copies of those that a forward pass may change in place."""
+    computed = module._non_persistent_buffers_set
+    return {
+        name: (value, value.clone() if name in computed and value is not None else None)
+        for name, value in module._buffers.items()
+    }
+
+
+def _restore(
+    module: nn.Module, buffers: dict[str, tuple[Any, Any]], attributes: dict[str, Any]
+) -> None:
     module._buffers.clear()
-    module._buffers.update(buffers)
-    for name in _own_attributes(module).keys() - attributes.keys():
-        del vars(module)[name]
-    vars(module).update(attributes)
+    for name, (value, before) in buffers.items():
+        module._buffers[name] = value
+        if before is not None:
+            with torch.inference_mode(value.is_inference()):  # else it cannot be written
+                value.copy_(before)
+    own = vars(module)
+    for name in own.keys() - attributes.keys() - set(_SHARED):
+        del own[name]
+    for name, value in attributes.items():
+        if isinstance(value, dict | set) and isinstance(own.get(name), type(value)):
+            own[name].clear()  # handles of hooks refer to the object itself
+            own[name].update(value)
+        else:
+            own[name] = value
 
 
 def _restore_config(config: Any, attributes: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, suggest
 
 MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
@@ -70,7 +70,8 @@ def parse_rule(text: str) -> Rule:
     """
     name, colon, number = text.partition(":")
     if name not in {str(kind) for kind in RuleKind}:
-        raise _refusal(f"unknown rule {text!r}")
+        like = suggest(name, [str(kind) for kind in RuleKind])
+        raise _refusal(f"unknown rule {text!r}", like)
     kind = RuleKind(name)
     if kind not in _NUMBER_RANGES:
         if colon:
@@ -90,7 +91,6 @@ def _parse_number(kind: RuleKind, text: str, number: str) -> float:
     return value
 
 
-def _refusal(message: str) -> UsageError:
-    return UsageError(
-        f"{message}; known: {KNOWN_RULES}", hint="percentile:99.9 and headroom:1.5 are examples"
-    )
+def _refusal(message: str, like: str = "") -> UsageError:
+    examples = "percentile:99.9 and headroom:1.5 are examples"
+    return UsageError(f"{message}; known: {KNOWN_RULES}", hint=f"{like} {examples}".strip())

@@ -24,7 +24,8 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
-from fp8calib.geometry.sites import Site
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.overview import Overview, WithOverview
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.statistic import STATISTICS, SiteStats
 
@@ -103,8 +104,8 @@ class StatsShard(Frozen):
         return f"shard {self.index} of {self.count}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationStats:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CalibrationStats(WithOverview):
     """The statistics of all sites of one run, or of one shard of it."""
 
     header: StatsHeader
@@ -139,6 +140,32 @@ class CalibrationStats:
             for site, found in self.sites.items()
             if found.expert_counts is not None and site.module.endswith(".up_proj")
         }
+
+    def overview(self) -> Overview:
+        """Count the sites of each role, and give the range of their amax."""
+        header = self.header
+        of_shard = "" if self.shard is None else f"only {self.shard.describe()} of "
+        return Overview(
+            f"CalibrationStats: {of_shard}{header.num_tokens:,} tokens in {header.num_sequences:,} "
+            f"sequences through {header.geometry.architecture} ({header.compute_dtype})",
+            ("role", "sites", "smallest amax", "at", "largest amax", "at"),
+            [row for role in Role if (row := self._summarize_role(role))],
+            [
+                *([f"not observed: {len(header.skipped):,} sites"] if header.skipped else []),
+                "sites[Site].amax has the figures, kv_scales() the scales of K and V",
+            ],
+        )
+
+    def _summarize_role(self, role: Role) -> list[str]:
+        found = {
+            site.module: float(stats.amax.max())
+            for site, stats in self.sites.items()
+            if site.role is role and stats.amax.numel()
+        }
+        if not found:
+            return []
+        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+        return [role, f"{len(found):,}", f"{found[least]:.4g}", least, f"{found[most]:.4g}", most]
 
 
 class _Envelope(Frozen):

@@ -1,6 +1,7 @@
-"""Hashes of the tensors that a quantized checkpoint keeps: norms and embeddings.
+"""What binds statistics to the quantized checkpoints that were made from the calibrated model.
 
-They bind statistics to the quantized checkpoints that were made from the calibrated model.
+Quantization keeps norms and embeddings: they are hashed. It rounds the projections of K and V:
+sketches tell whether a projection is within what rounding can have changed.
 """
 
 from __future__ import annotations
@@ -8,55 +9,139 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.errors import shorten
+from fp8calib.errors import ModelError, shorten
+from fp8calib.stats.matrix_sketch import (
+    decode_sketch,
+    encode_sketch,
+    measure_distance,
+    sketch_matrix,
+)
 
 _SAMPLE_ELEMENTS = 2048
+"""Statistics of earlier versions hash as many values from the middle of an embedding."""
 _HASH_DIGITS = 16
+_WHOLE_DIGITS = 32
+"""Of the hash of a whole embedding, which is told from the hash of a sample by its length."""
+_ELEMENTS_AT_ONCE = 2**20
+_SKETCH = "sketch:"
 _DTYPES = frozenset({"BF16", "F16", "F32"})
 _NORM = re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE)
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)\.weight$")
+_KV_PROJECTION = re.compile(
+    r"\.(k_proj|v_proj|kv_proj|qkv_proj|qkv|query_key_value|c_attn|Wqkv|kv_a_proj_with_mqa|kv_b_proj"
+    r"|key|value|wk|wv|wqkv)\.weight$"
+)
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
+_CHANGES = {"": 0.01, "FP8": 0.1, "INT8": 0.25}
+"""The largest distance that a form of weights can cause. FP8 rounds a value by 1/16 of it at most.
+INT8 depends on outliers. A weight that is not quantized is rounded to 16 bits."""
+_CHANGE = 0.5
+"""Of the other forms, which have 4 bits. Unrelated projections differ by 1.4."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseComparison:
+    """A checkpoint beside the record of the calibrated model."""
+
+    difference: str = ""
+    """The first tensor that differs; empty if none does."""
+    uncompared: str = ""
+    """Why no projections of K and V were compared; empty if all were."""
 
 
 def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
-    """Hash the norms and embeddings of a checkpoint, in the order of their names.
+    """Hash the norms and embeddings of a checkpoint, and sketch its projections of K and V.
 
-    A hash is of the shape and of the values in bfloat16 (of an embedding, of 2048 from its middle).
-    Values that float16 holds only as subnormal numbers are counted as zeros. So the hash is the
-    same after a conversion between fp32, bfloat16 and float16.
+    A hash is of the shape and of all values in bfloat16. Values that float16 holds only as
+    subnormal numbers are counted as zeros. So the hash of a model in bfloat16 is the same after a
+    conversion to fp32 or float16.
 
     Returns:
-        16 hexadecimal digits for each tensor, by name.
+        A text for each tensor, by name in their order: hexadecimal digits, or a sketch.
     """
-    return {
-        name: _hash(checkpoint, name, entry)
-        for name, entry in sorted(checkpoint.tensors.items())
-        if _is_kept(name, entry)
+    found: dict[str, str] = {}
+    for name, entry in sorted(checkpoint.tensors.items()):
+        if _is_kept(name, entry):
+            digits = _HASH_DIGITS if len(entry.shape) == 1 else _WHOLE_DIGITS
+            found[name] = _hash(checkpoint, name, entry, digits)
+        elif _is_projection(name, entry):
+            found[name] = f"{_SKETCH}{encode_sketch(sketch_matrix(checkpoint, name))}"
+    return found
+
+
+def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
+    """Find the first tensor that differs from the recorded ones by more than quantization.
+
+    A norm or an embedding that the checkpoint has quantized is not compared.
+
+    Args:
+        recorded: of `hash_unquantized`.
+        checkpoint: decoded while it is read, so that its projections can be compared.
+
+    Raises:
+        ModelError: a recorded sketch is damaged.
+    """
+    hashes = {name: text for name, text in recorded.items() if not text.startswith(_SKETCH)}
+    if difference := _find_changed_hash(hashes, checkpoint):
+        return BaseComparison(difference=difference)
+    sketches = {
+        name: text.removeprefix(_SKETCH)
+        for name, text in recorded.items()
+        if text.startswith(_SKETCH)
     }
+    if not sketches:
+        return BaseComparison(
+            uncompared="the record of the calibrated model has no projections of K and V"
+        )
+    missing = ""
+    for name, text in sketches.items():
+        entry = checkpoint.tensors.get(name)
+        if entry is None or not _is_projection(name, entry):
+            missing = missing or f"its {shorten(name)} cannot be decoded"
+        elif difference := _explain_distance(text, checkpoint, name):
+            return BaseComparison(difference=difference)
+    return BaseComparison(uncompared=missing)
 
 
-def find_first_change(recorded: Mapping[str, str], checkpoint: Checkpoint) -> str:
-    """Describe the first norm or embedding that differs from the recorded ones; empty if none.
-
-    A tensor that the checkpoint has quantized is not compared.
-    """
+def _find_changed_hash(hashes: Mapping[str, str], checkpoint: Checkpoint) -> str:
     compared = 0
-    for name, expected in recorded.items():
+    for name, expected in hashes.items():
         entry = checkpoint.tensors.get(name)
         if entry is None:
             return f"it lacks {shorten(name)}"
-        if not _is_kept(name, entry):
+        if not _is_kept(name, entry) or checkpoint.form_of(name):
             continue
-        if _hash(checkpoint, name, entry) != expected:
+        if _hash(checkpoint, name, entry, len(expected)) != expected:
             return f"its {shorten(name)} differs"
         compared += 1
     return "" if compared else "it has no unquantized norm or embedding to compare"
+
+
+def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
+    """Describe a projection that differs by more than its form explains; empty if none."""
+    try:
+        recorded = decode_sketch(text)
+    except ValueError as error:
+        raise ModelError(
+            f"the record of the calibrated model is damaged: sketch of {shorten(name)}: {error}",
+            hint="write the statistics or scales again",
+        ) from error
+    form = checkpoint.form_of(name)
+    most, distance = _CHANGES.get(form, _CHANGE), measure_distance(recorded, checkpoint, name)
+    if distance <= most:
+        return ""
+    cause = f"{form} changes a weight" if form else "rounding to 16 bits changes it"
+    return (
+        f"its {shorten(name)} differs by {distance:.0%} of its size, and {cause} by less than "
+        f"{most:.0%}"
+    )
 
 
 def _is_kept(name: str, entry: TensorEntry) -> bool:
@@ -66,18 +151,22 @@ def _is_kept(name: str, entry: TensorEntry) -> bool:
     return pattern is not None and pattern.search(name) is not None
 
 
-def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> str:
-    values = _read_middle(checkpoint, name, entry).to(torch.float32)
-    values = torch.where(values.abs() < _SMALLEST, 0.0, values).to(torch.bfloat16)
-    digest = hashlib.sha256(f"{list(entry.shape)}\0".encode())
-    digest.update(values.view(torch.int16).numpy().astype("<i2").tobytes())
-    return digest.hexdigest()[:_HASH_DIGITS]
+def _is_projection(name: str, entry: TensorEntry) -> bool:
+    is_matrix = entry.dtype in _DTYPES and len(entry.shape) == 2
+    return is_matrix and _KV_PROJECTION.search(name) is not None
 
 
-def _read_middle(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> torch.Tensor:
-    """Read a vector, or `_SAMPLE_ELEMENTS` from the middle of a larger tensor."""
+def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) -> str:
+    """Hash a vector or an embedding; with few digits, the middle of an embedding."""
     total = prod(entry.shape)
-    count = total if len(entry.shape) == 1 else min(_SAMPLE_ELEMENTS, total)
+    is_whole = len(entry.shape) == 1 or digits == _WHOLE_DIGITS
+    count = total if is_whole else min(_SAMPLE_ELEMENTS, total)
     item, first = entry.size_bytes // max(total, 1), (total - count) // 2
-    data = checkpoint.read_bytes(name, first * item, (first + count) * item)
-    return data.view(checkpoint.dtype(name))
+    digest = hashlib.sha256(f"{list(entry.shape)}\0".encode())
+    for start in range(first, first + count, _ELEMENTS_AT_ONCE):
+        stop = min(start + _ELEMENTS_AT_ONCE, first + count)
+        data = checkpoint.read_bytes(name, start * item, stop * item)
+        values = data.view(checkpoint.dtype(name)).to(torch.float32)
+        values = torch.where(values.abs() < _SMALLEST, 0.0, values).to(torch.bfloat16)
+        digest.update(values.view(torch.int16).numpy().astype("<i2", copy=False).data)
+    return digest.hexdigest()[:digits]

@@ -30,7 +30,8 @@ from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
-from fp8calib.stats.unquantized_tensors import find_first_change
+from fp8calib.stats.renamed import rename_sites
+from fp8calib.stats.unquantized_tensors import compare_with_base
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_scheme_gaps,
@@ -144,6 +145,7 @@ def open_stats(
         ModelError: they are of another model, or the overlay cannot be read.
     """
     _check_stats_model(name, stats, target)
+    stats = rename_sites(stats, target.geometry)
     with_query = bool(list_unfit_queries(stats))
     overlay = None if folder is None else folder / find_dialect("kv-overlay").path()
     if with_query and overlay is not None and overlay.is_dir():
@@ -189,10 +191,10 @@ def _check_origin(name: str, origin: CalibrationOrigin | None, target: Target) -
 
 
 def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
-    """Tell whether a quantized model was made from the calibrated one, by norms and embeddings."""
+    """Tell whether a quantized model was made from the calibrated one."""
     if origin is None or not origin.unquantized or not target.checkpoint.form:
         return False
-    return not find_first_change(origin.unquantized, target.checkpoint)
+    return not compare_with_base(origin.unquantized, target.checkpoint).difference
 
 
 def _check_weights(folder: Path, target: Target) -> None:
@@ -306,6 +308,29 @@ def build_checkpoint(
             *find_checkpoint_gaps(opened.name, weights, checkpoint, source, model),
         ),
     )
+
+
+def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
+    """Refuse a candidate that quantizes nothing, or whose sites the model lacks.
+
+    Raises:
+        ModelError: naming the candidate, and a site.
+    """
+    modules = {attention.module for _, attention in geometry.attentions()}
+    modules |= {linear.module for _, linear in geometry.linears()}
+    emulation = candidate.emulation
+    lacking = [site for site in emulation.quantizers if site.module not in modules]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        raise ModelError(
+            f"{candidate.name}: it quantizes {lacking[0]}{more}, which the model does not have",
+            hint="are the scales of this model?",
+        )
+    if not emulation.quantizers and not emulation.weights:
+        raise ModelError(
+            f"{candidate.name}: it quantizes nothing of this model",
+            hint="is there a KV cache? --scheme emulates FP8 weights",
+        )
 
 
 def _describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) -> str:

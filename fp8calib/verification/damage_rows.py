@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -11,9 +13,9 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram_estimates import clipped_share
-from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.report import DiagnosisResult, LayerResult
+from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult
 
 
 def index_layers(geometry: ModelGeometry) -> dict[str, int]:
@@ -50,32 +52,100 @@ def list_layers(
     return sorted(rows, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0, row.site))
 
 
-UNSCALED, SCALED, PER_HEAD = "unscaled", "scaled", "per-head"
-"""The kinds of scales that a diagnosis compares."""
+PER_HEAD = "\0per-head"
+"""A kind of scales that is measured beside those of the candidates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFit:
+    """How well the scale of one candidate fits K, V or q of a layer, on the reference's tensor.
+
+    Each head is compared with what the fitted scale leaves of it (`MeasurementHooks`). That leaves
+    out what the text explains: values that no scale of the tensor could keep.
+    """
+
+    site: str
+    layer: int
+    role: str
+    damage: Damage
+    """Of all heads."""
+    fitted: Damage
+    """Of all heads, with the fitted scale."""
+    loss_db: float
+    """How much lower the SQNR of a head is than with the fitted scale, at most."""
+    worst_db: float | None
+    """The SQNR of that head; None if nothing was lost."""
+    clipped: float
+    flushed: float
+    """Shares of the values of that head, beyond those of the fitted scale."""
+
+
+def measure_fits(
+    found: Mapping[tuple[str, Site], torch.Tensor], kind: str, layer_of: Mapping[str, int]
+) -> tuple[SiteFit, ...]:
+    """Compare a kind of scales with the fitted ones at every site, in the order of the sites."""
+    return tuple(
+        _measure_fit(site, layer_of[site.module], *both)
+        for (name, site), both in found.items()
+        if name == kind
+    )
+
+
+def _measure_fit(site: Site, layer: int, heads: torch.Tensor, fitted: torch.Tensor) -> SiteFit:
+    pairs = [
+        (Damage(*one), Damage(*other))
+        for one, other in zip(heads.tolist(), fitted.tolist(), strict=True)
+    ]
+    mine, best = max(pairs, key=lambda pair: _loss_db(*pair))
+    return SiteFit(
+        site=str(site),
+        layer=layer,
+        role=site.role.value,
+        damage=join_heads(heads),
+        fitted=join_heads(fitted),
+        loss_db=_loss_db(mine, best),
+        worst_db=mine.sqnr_db,
+        clipped=max(mine.clipped_share - best.clipped_share, 0.0),
+        flushed=max(mine.flushed_share - best.flushed_share, 0.0),
+    )
+
+
+_MOST_DB = 200.0
+"""Stands for a loss where the fitted scale loses nothing at all."""
+
+
+def _loss_db(mine: Damage, best: Damage) -> float:
+    if mine.noise <= best.noise:
+        return 0.0
+    return min(10 * math.log10(mine.noise / best.noise), _MOST_DB) if best.noise else _MOST_DB
 
 
 def diagnose(
     found: Mapping[tuple[str, Site], torch.Tensor],
     layer_of: Mapping[str, int],
+    scaled: str,
     calibration_clipped: Mapping[Site, float],
 ) -> tuple[DiagnosisResult, ...]:
-    """Compare the kinds of scales on K and V of every layer."""
-    damage = {key: Damage(*sums.tolist()) for key, sums in found.items()}
-    sqnr_db = {key: each.sqnr_db for key, each in damage.items()}
-    return tuple(
-        DiagnosisResult(
-            site=str(site),
-            layer=layer_of[site.module],
-            unscaled_db=sqnr_db[UNSCALED, site],
-            unscaled_clipped=damage[UNSCALED, site].clipped_share,
-            unscaled_flushed=damage[UNSCALED, site].flushed_share,
-            scaled_db=sqnr_db.get((SCALED, site)),
-            per_head_db=sqnr_db.get((PER_HEAD, site)),
-            calibration_clipped=calibration_clipped.get(site),
+    """Compare scale 1.0, fitted scales, those of the candidate `scaled` and per-head scales."""
+    sqnr_db = {key: join_heads(mine).sqnr_db for key, (mine, _) in found.items()}
+    rows = []
+    for fit in measure_fits(found, SCALE_ONE, layer_of):
+        site = Site.parse(fit.site)
+        rows.append(
+            DiagnosisResult(
+                site=fit.site,
+                layer=fit.layer,
+                fitted_db=fit.fitted.sqnr_db,
+                unscaled_db=fit.damage.sqnr_db,
+                unscaled_loss_db=fit.loss_db,
+                unscaled_clipped=fit.damage.clipped_share,
+                unscaled_flushed=fit.damage.flushed_share,
+                scaled_db=sqnr_db.get((scaled, site)),
+                per_head_db=sqnr_db.get((PER_HEAD, site)),
+                calibration_clipped=calibration_clipped.get(site),
+            )
         )
-        for site in dict.fromkeys(site for _, site in found)
-        if site.role in KV_ROLES
-    )
+    return tuple(rows)
 
 
 def clipped_unscaled(stats: CalibrationStats, fmt: Fp8Format) -> dict[Site, float]:

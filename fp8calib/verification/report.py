@@ -5,6 +5,7 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.fp8.schemes import Granularity
+from fp8calib.overview import Overview, WithOverview
 from fp8calib.verification.server_result import ServerResult
 
 SCALE_ONE = "scale-1.0"
@@ -29,6 +31,16 @@ class Verdict(StrEnum):
     NO_DIFFERENCE = "no-difference"
     CANNOT_TELL = "cannot-tell"
     """The ratio's standard error is unknown, or larger than the gate's margin."""
+
+
+class Answer(StrEnum):
+    """What a paired comparison of two candidates tells."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    NO_DIFFERENCE = "no-difference"
+    """The confidence interval of the difference lies inside the margin."""
+    CANNOT_TELL = "cannot-tell"
 
 
 class Remedy(StrEnum):
@@ -56,6 +68,23 @@ class ReferenceResult(_Model):
     ppl: float
 
 
+class PairedResult(_Model):
+    """The mean KL divergence of a candidate minus that of another, on the same tokens."""
+
+    candidate: str
+    base: str
+    difference: float
+    """In nats; below 0 the candidate is better."""
+    se: float | None
+    """Clustered by sequence; None if unknown."""
+    margin: float
+    """A difference inside ± this counts as none."""
+    answer: Answer
+    tokens_to_tell: int | None = None
+    """About how many tokens would tell a difference as large as the margin, in four texts of five;
+    None if they do already, or if the standard error is unknown."""
+
+
 class PositionResult(_Model):
     """One range of token positions inside their sequences."""
 
@@ -64,6 +93,7 @@ class PositionResult(_Model):
     """Both inclusive, counted from 0; a token's position is that of the token predicted."""
     tokens: int
     kld_mean: float | None
+    kld_se: float | None = None
     ppl_ratio: float
 
 
@@ -79,6 +109,8 @@ class CandidateResult(_Model):
     """Paired by sequence, or by blocks of tokens where there is only one; None if unknown."""
     kld_mean: float | None
     """Of a server, which does not give whole distributions, estimated or None."""
+    kld_se: float | None = None
+    """Standard error of the mean, clustered by sequence; None if unknown."""
     kld_median: float | None
     kld_p99: float | None
     kld_max: float | None
@@ -114,14 +146,18 @@ class LayerResult(_Model):
 
 
 class DiagnosisResult(_Model):
-    """What K or V of one layer would lose with three kinds of scales, on the reference's tensors.
+    """What K, V or q of one layer would lose with kinds of scales, on the reference's tensors.
 
+    `fitted`: the smallest power of two with which nothing clips, where the engine uses a scale;
     `scaled`: the per-tensor scales of the first candidate with KV scales; `per_head`: its per-head
     scales, if known.
     """
 
     site: str
     layer: int
+    fitted_db: float | None = None
+    unscaled_loss_db: float = 0.0
+    """How much the SQNR of a head is lower at scale 1.0 than with the fitted scale, at most."""
     unscaled_db: float | None
     unscaled_clipped: float
     unscaled_flushed: float
@@ -151,6 +187,7 @@ class SensitivityResult(_Model):
 
     layer: int
     kld_mean: float
+    kld_se: float | None = None
     ppl_ratio: float
 
 
@@ -176,6 +213,44 @@ class RuleResult(_Model):
     ppl_ratio: float
     ppl_ratio_se: float | None
     kld_mean: float
+    kld_se: float | None = None
+    against_best: PairedResult | None = None
+    """Its divergence minus that of the first rule of the list; None for that one."""
+
+
+class KvNeed(_Model):
+    """Whether the KV cache needs scales: three costs, and the sites that scale 1.0 does not fit.
+
+    A power of two on a scale changes nothing in FP8 until a value clips or underflows. So where
+    scale 1.0 loses nothing against a fitted power of two, no per-tensor scale gains anything but
+    another rounding.
+    """
+
+    answer: Literal["yes", "no", "cannot-tell"]
+    sites: tuple[str, ...]
+    """Those that lose at scale 1.0, the largest loss first."""
+    layers: tuple[int, ...]
+    """Their layers."""
+    fp8_kld: float
+    """What FP8 costs with scales that fit, in nats."""
+    fp8_kld_se: float | None
+    added_by_one: PairedResult | None
+    """Scale 1.0 against scales that fit; None where it loses nothing at any site."""
+    removed: tuple[PairedResult, ...]
+    """Each candidate with KV scales against scale 1.0."""
+    why: str = ""
+    """The answer in a sentence."""
+
+
+class Decision(_Model):
+    """What a verification concludes: the headline, the next command and the exit code follow it."""
+
+    headline: str
+    details: str = ""
+    """What else the report says in words: scales that do not fit, for example."""
+    remedy: Remedy = Remedy.NONE
+    candidate: str = ""
+    """The candidate that the remedy is for."""
 
 
 class TaskResult(_Model):
@@ -215,8 +290,8 @@ class RunProvenance(_Model):
     versions: Mapping[str, str]
 
 
-class VerifyReport(_Model):
-    """All results; `advice` names the scales that do not fit, and ends with the conclusion."""
+class VerifyReport(WithOverview, _Model):
+    """All results."""
 
     model: str
     engine: str
@@ -232,12 +307,11 @@ class VerifyReport(_Model):
     reference: ReferenceResult
     candidates: tuple[CandidateResult, ...]
     layers: tuple[LayerResult, ...]
-    advice: str
-    conclusion: str = ""
-    """The end of the advice: what to do. Empty in older reports."""
-    remedy: Remedy = Remedy.NONE
-    remedy_for: str = ""
-    """The candidate that the remedy is for."""
+    decision: Decision
+    kv: KvNeed | None = None
+    """Whether KV scales are needed; None where no KV cache is compared with scale 1.0."""
+    comparisons: tuple[PairedResult, ...] = ()
+    """Every candidate with the best of its kind: KV scales, or FP8 weights."""
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
@@ -253,27 +327,78 @@ class VerifyReport(_Model):
     provenance: RunProvenance | None = None
 
     @property
+    def advice(self) -> str:
+        """The decision in words, the details first."""
+        return f"{self.decision.details} {self.decision.headline}".strip()
+
+    @property
     def judged(self) -> tuple[Verdict, ...]:
         """The verdicts on the candidates that were asked for; without any, that on scale 1.0."""
         asked = [each.verdict for each in self.candidates if each.name != SCALE_ONE]
         return tuple(asked or (each.verdict for each in self.candidates))
 
+    def find_failure(self, *, strict: bool = False) -> Verdict | None:
+        """Find the worst verdict in `judged` that a gate does not let pass; None without one.
+
+        `strict` counts a warning as a failure.
+        """
+        failing = (Verdict.FAIL, *((Verdict.WARN,) if strict else ()), Verdict.CANNOT_TELL)
+        return next((verdict for verdict in failing if verdict in self.judged), None)
+
     @property
     def passed(self) -> bool:
         """Whether no verdict in `judged` is `fail` or `cannot-tell`."""
-        return not {Verdict.FAIL, Verdict.CANNOT_TELL}.intersection(self.judged)
+        return self.find_failure() is None
+
+    def overview(self) -> Overview:
+        """Give the figures of each candidate, the conclusion and the warnings."""
+        return Overview(
+            f"VerifyReport of {self.model}: {self.tokens:,} tokens, emulating "
+            f"{self.engine_version}",
+            ("candidate", "verdict", "KLD", "perplexity ratio", "top-1"),
+            [
+                [
+                    each.name,
+                    each.verdict,
+                    format_kld(each.kld_mean, each.kld_se),
+                    f"{each.ppl_ratio:.4f} ± {format_error(each.ppl_ratio_se)}",
+                    "-" if each.top1_agreement is None else f"{each.top1_agreement:.2%}",
+                ]
+                for each in self.candidates
+            ],
+            [self.advice, *(f"warning: {text}" for text in self.warnings)],
+        )
 
 
 _SMALLEST_FIXED_KLD = 0.001
 
 
-def format_kld(kld: float | None) -> str:
-    """Format a divergence with at least two significant digits; `-` if it is unknown."""
+def format_kld(kld: float | None, se: float | None = None) -> str:
+    """Format a divergence with at least two significant digits, and its standard error if known.
+
+    `-` if the divergence is unknown.
+    """
     if kld is None:
         return "-"
-    if not kld or kld >= _SMALLEST_FIXED_KLD:
-        return f"{kld:.4f}"
-    return f"{kld:.2e}"
+    decimals = _count_decimals(se)
+    if kld and abs(kld) < _SMALLEST_FIXED_KLD and (not se or se < _SMALLEST_FIXED_KLD / 10):
+        return f"{kld:.2e}" + ("" if se is None else f" ± {se:.1e}")
+    return f"{kld:.{decimals}f}" + ("" if se is None else f" ± {se:.{decimals}f}")
+
+
+def format_difference(paired: PairedResult) -> str:
+    """Format a difference of divergences with its sign and its standard error."""
+    sign = "+" if paired.difference >= 0 else "-"
+    if paired.se is None:
+        return f"{sign}{format_kld(abs(paired.difference))}, error unknown"
+    return f"{sign}{format_kld(abs(paired.difference), paired.se)}"
+
+
+def _count_decimals(se: float | None) -> int:
+    """Count the decimals with which a standard error has one significant digit: at least four."""
+    if not se:
+        return 4
+    return min(max(4, -math.floor(math.log10(se))), 9)
 
 
 def format_error(error: float | None) -> str:

@@ -51,7 +51,10 @@ def measure_sensitivity(
             summary = summarize(compared.candidates[str(index)], compared.reference, lengths)
             results.append(
                 SensitivityResult(
-                    layer=index, kld_mean=summary.kld_mean, ppl_ratio=summary.ppl_ratio
+                    layer=index,
+                    kld_mean=summary.kld_mean,
+                    kld_se=summary.kld_se,
+                    ppl_ratio=summary.ppl_ratio,
                 )
             )
     sequences = min(SEQUENCES, len(plan.sequences))

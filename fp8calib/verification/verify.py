@@ -11,8 +11,9 @@ import torch
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.engines.numerics import Numerics
+from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Site
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import (
@@ -20,27 +21,44 @@ from fp8calib.verification.compare.comparison import (
     ComparisonResult,
     advance_by_share,
 )
+from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
     compute_ppl,
-    divergence_errors,
     list_figures,
+    standard_error,
     summarize,
     summarize_positions,
 )
+from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.compare.whole import WholeComparison
-from fp8calib.verification.damage_rows import diagnose, index_layers, list_layers
+from fp8calib.verification.damage_rows import (
+    PER_HEAD,
+    diagnose,
+    index_layers,
+    list_layers,
+    measure_fits,
+)
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
 from fp8calib.verification.emulation.weights import ParameterReader
-from fp8calib.verification.judge.advice import advise
-from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge
+from fp8calib.verification.judge.damaged import Fits, describe_damage
+from fp8calib.verification.judge.decide import Basis, decide, decide_kv, has_kv_only
+from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
+from fp8calib.verification.judge.kv_need import (
+    FittedScales,
+    assess_need,
+    find_fitting,
+    list_losing,
+)
 from fp8calib.verification.report import (
     SCALE_ONE,
     SERVER,
     CandidateResult,
     HistogramResult,
+    KvNeed,
     LayerResult,
+    PairedResult,
     ReferenceResult,
     RuleResult,
     Sensitivity,
@@ -79,10 +97,14 @@ class VerificationRequest:
     """Scale rules to rank, by name; all from the same statistics."""
     rules_of: str = ""
     """The candidate that the rules are applied to."""
-    scale_kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
-    """Kinds of KV scales (1.0, per tensor, per head) that the diagnosis compares."""
+    fitted: Mapping[Site, Quantizer] = field(default_factory=dict)
+    """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
+    per_head: Mapping[Site, Quantizer] = field(default_factory=dict)
+    """Those of the per-head scales of `diagnosis_of`, where they are known."""
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis uses; empty without one."""
+    is_diagnosed_per_head: bool = False
+    """Whether these are per head themselves."""
     calibration_clipped: Mapping[Site, float] = field(default_factory=dict)
     """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
@@ -131,7 +153,8 @@ def verify(
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    measurements = MeasurementHooks(request.scale_kinds)
+    scalable = [s for s, q in request.fitted.items() if not isinstance(q.scale, torch.Tensor)]
+    measurements = MeasurementHooks(_list_scale_kinds(request), scalable)
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
     emulations = list_emulations(request)
@@ -145,6 +168,11 @@ def verify(
         reference_hooks=measurements,
         watched=None if server is None else server.watched,
         advance=advance_by_share(len(emulations) + 1, progress.advance),
+    )
+    _require_quantized(request.candidates, compared)
+    fits = _measure_fits(request, measurements, reference.geometry)
+    fitted = _run_fitted(
+        comparison, request, compared, fits, plan, batch_size=batch_size, progress=progress
     )
     runner = FaultRunner(
         comparison=comparison,
@@ -168,7 +196,12 @@ def verify(
             progress=progress,
         )
     report = _build_report(
-        reference, request, plan, compared, measurements, sensitivity, time.monotonic() - started
+        reference,
+        request,
+        plan,
+        _Compared(compared=compared, found=measurements.found, fits=fits, fitted=fitted),
+        sensitivity,
+        time.monotonic() - started,
     )
     logprobs = {
         "reference": compared.reference.logprobs,
@@ -218,21 +251,121 @@ def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """What was computed: scores, and how well the scales of each candidate fit."""
+
+    compared: ComparisonResult
+    found: Mapping[tuple[str, Site], torch.Tensor]
+    """The sums of `MeasurementHooks`."""
+    fits: Fits
+    fitted: TokenScores | None
+    """The scores with fitted scales; None where they were not needed."""
+
+
+def _list_scale_kinds(request: VerificationRequest) -> dict[str, Mapping[Site, Quantizer]]:
+    """List what is measured on K, V and q: each candidate's scales, and per-head ones."""
+    if not request.fitted:
+        return {}
+    kinds = {
+        candidate.name: {
+            site: quantizer
+            for site, quantizer in candidate.emulation.quantizers.items()
+            if site in request.fitted and site.role is not Role.P
+        }
+        for candidate in request.candidates
+    }
+    return {**kinds, PER_HEAD: request.per_head}
+
+
+def _require_quantized(candidates: Sequence[Candidate], compared: ComparisonResult) -> None:
+    """Refuse the result of an emulation that met none of the tensors it quantizes.
+
+    Raises:
+        VerificationError: naming the candidate.
+    """
+    for candidate in candidates:
+        asked = candidate.emulation.quantizers
+        if asked and not candidate.emulation.weights and not compared.damage[candidate.name]:
+            raise VerificationError(
+                f"{candidate.name}: nothing was quantized: the model ran, and no hook saw "
+                f"{next(iter(asked))} or another site",
+                hint="this class of the model is not supported: report it with its config",
+            )
+
+
+def _measure_fits(
+    request: VerificationRequest, measurements: MeasurementHooks, geometry: ModelGeometry
+) -> Fits:
+    layer_of = index_layers(geometry)
+    fits = {
+        candidate.name: measure_fits(measurements.found, candidate.name, layer_of)
+        for candidate in request.candidates
+    }
+    return {name: found for name, found in fits.items() if found}
+
+
+def _run_fitted(
+    comparison: Comparison,
+    request: VerificationRequest,
+    compared: ComparisonResult,
+    fits: Fits,
+    plan: DataPlan,
+    *,
+    batch_size: int,
+    progress: Progress,
+) -> TokenScores | None:
+    """Score the model with fitted scales, where scale 1.0 loses and no candidate's scales fit.
+
+    They tell what scale 1.0 adds to the cost of FP8. Where it loses nothing, it adds nothing; where
+    the scales of a candidate fit, that candidate tells.
+    """
+    if not list_losing(fits.get(SCALE_ONE, ())):
+        return None
+    others = [c for c in request.candidates if c.name != SCALE_ONE]
+    cached = [c.name for c in others if not c.emulation.weights]
+    if others and not cached:
+        return None
+    if (fitting := find_fitting(cached, fits)) is not None:
+        return compared.candidates[fitting]
+    tokens = plan.num_tokens * max(comparison.num_layers, 1)
+    progress.stage("scales that fit", tokens, unit="tokens", layers=comparison.num_layers)
+    found = comparison.run(
+        batches(plan, batch_size),
+        {_FITTED_NAME: Emulation(quantizers=request.fitted)},
+        advance=advance_by_share(2, progress.advance),
+    )
+    return found.candidates[_FITTED_NAME]
+
+
 def _build_report(
     reference: ReferenceModel,
     request: VerificationRequest,
     plan: DataPlan,
-    compared: ComparisonResult,
-    measurements: MeasurementHooks,
+    computed: _Compared,
     sensitivity: Sensitivity | None,
     duration_s: float,
 ) -> VerifyReport:
+    compared = computed.compared
     lengths = [len(sequence) for sequence in plan.sequences]
     layer_of = index_layers(reference.geometry)
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
-    results = tuple(_make_result(c, compared, request, lengths, layers) for c in request.candidates)
-    errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
-    advice = advise(results, layers, errors, request.refused)
+    results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
+    pairs = _pair_candidates(results, layers, compared, lengths)
+    ppl = compute_ppl(compared.reference)
+    need = _assess_need(results, layers, computed, pairs, lengths)
+    basis = Basis(
+        candidates=results,
+        layers=layers,
+        fits=computed.fits,
+        kv=need,
+        paired={(pair.candidate, pair.base): pair for pair in pairs},
+        refused=request.refused,
+        reference_ppl=ppl,
+        vocab_size=int(reference.model.config.get_text_config(decoder=True).vocab_size),
+    )
+    if need is not None and (cached := decide_kv(basis)) is not None:
+        need = need.model_copy(update={"why": cached.headline})
     return VerifyReport(
         model=reference.name,
         engine=request.numerics.name,
@@ -244,14 +377,18 @@ def _build_report(
         sequences=len(lengths),
         seq_len=plan.seq_len,
         duration_s=duration_s,
-        reference=ReferenceResult(ppl=compute_ppl(compared.reference)),
+        reference=ReferenceResult(ppl=ppl),
         candidates=results,
         layers=layers,
-        advice=advice.text,
-        conclusion=advice.conclusion,
-        remedy=advice.remedy,
-        remedy_for=advice.candidate,
-        diagnosis=diagnose(measurements.found, layer_of, request.calibration_clipped),
+        decision=decide(basis),
+        kv=need,
+        comparisons=pairs,
+        diagnosis=diagnose(
+            computed.found,
+            layer_of,
+            "" if request.is_diagnosed_per_head else request.diagnosis_of,
+            request.calibration_clipped,
+        ),
         diagnosis_of=request.diagnosis_of,
         histograms=request.histograms,
         sensitivity=sensitivity,
@@ -260,21 +397,73 @@ def _build_report(
     )
 
 
+def _pair_candidates(
+    results: Sequence[CandidateResult],
+    layers: Sequence[LayerResult],
+    compared: ComparisonResult,
+    lengths: Sequence[int],
+) -> tuple[PairedResult, ...]:
+    """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights.
+
+    A candidate is compared with those after it, best first.
+    """
+    klds = {name: scores.klds for name, scores in compared.candidates.items()}
+    cached = [one for one in results if has_kv_only(one.name, layers)]
+    weights = [one for one in results if one not in cached]
+    return tuple(
+        compare_paired(one.name, base.name, klds, lengths)
+        for kind in (cached, weights)
+        for one in kind
+        for base in kind
+        if one is not base and one.name != SCALE_ONE
+    )
+
+
+def _assess_need(
+    results: Sequence[CandidateResult],
+    layers: Sequence[LayerResult],
+    computed: _Compared,
+    pairs: Sequence[PairedResult],
+    lengths: Sequence[int],
+) -> KvNeed | None:
+    """Answer whether KV scales are needed; None where only FP8 weights are compared."""
+    others = [one for one in results if one.name != SCALE_ONE]
+    unscaled = next((one for one in results if one.name == SCALE_ONE), None)
+    is_asked = not others or any(has_kv_only(one.name, layers) for one in others)
+    if unscaled is None or SCALE_ONE not in computed.fits or not is_asked:
+        return None
+    fitted = None
+    if computed.fitted is not None:
+        klds = {
+            SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds,
+            _FITTED_NAME: computed.fitted.klds,
+        }
+        fitted = FittedScales(
+            kld=float(computed.fitted.klds.double().mean()),
+            kld_se=standard_error(computed.fitted.klds.double(), lengths),
+            added_by_one=compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths),
+        )
+    return assess_need(unscaled, list_losing(computed.fits[SCALE_ONE]), fitted, pairs)
+
+
+_FITTED_NAME = "scales that fit"
+
+
 def _make_result(
     candidate: Candidate,
-    compared: ComparisonResult,
+    computed: _Compared,
     request: VerificationRequest,
     lengths: Sequence[int],
     layers: Sequence[LayerResult],
 ) -> CandidateResult:
+    compared = computed.compared
     scores, reference = compared.candidates[candidate.name], compared.reference
     summary = summarize(scores, reference, lengths)
     gate = request.gate or GATES[candidate.default_gate]
-    verdict, why = downgrade_if_misleading(
+    verdict, why = correct_if_misleading(
         *judge(summary, gate),
-        candidate=candidate.name,
+        damage=describe_damage(candidate.name, layers, computed.fits),
         kld_mean=summary.kld_mean,
-        rows=layers,
         gate=gate,
     )
     overflowing = _find_overflow(candidate, compared)
@@ -326,6 +515,7 @@ def _list_layer_rows(
 def _rank_rules(
     request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
 ) -> tuple[RuleResult, ...]:
+    klds = {rule: compared.candidates[_rule_key(rule)].klds for rule in request.rules}
     results = []
     for rule in request.rules:
         summary = summarize(compared.candidates[_rule_key(rule)], compared.reference, lengths)
@@ -336,6 +526,14 @@ def _rank_rules(
                 ppl_ratio=summary.ppl_ratio,
                 ppl_ratio_se=summary.ppl_ratio_se,
                 kld_mean=summary.kld_mean,
+                kld_se=summary.kld_se,
             )
         )
-    return tuple(sorted(results, key=lambda result: result.kld_mean))
+    if not results:
+        return ()
+    best, *others = sorted(results, key=lambda result: result.kld_mean)
+    paired = [
+        one.model_copy(update={"against_best": compare_paired(one.rule, best.rule, klds, lengths)})
+        for one in others
+    ]
+    return (best, *paired)

@@ -31,7 +31,7 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.observed_batches import BatchObserver
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
+from fp8calib.verification.emulation.emulate import EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from scripts.benchmarks.options import make_parser
@@ -183,7 +183,7 @@ def count_emulation(
             hooks.end_batch()
         return counter.work
 
-    with open_emulation_hooks(model, geometry, Emulation(quantizers=quantizers), hooks):
+    with open_emulation_hooks(model, geometry, hooks):
         _, second = count(), count()
     return second - _count_decoder(model, geometry, seq_len)
 

@@ -15,9 +15,12 @@ from transformers import PreTrainedModel
 from fp8calib.api.auto import decide
 from fp8calib.verification.report import (
     SCALE_ONE,
+    Answer,
     CandidateResult,
+    Decision,
+    KvNeed,
+    PairedResult,
     ReferenceResult,
-    Remedy,
     Verdict,
     VerifyReport,
 )
@@ -143,8 +146,67 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
     out = tmp_path / "out"
     outcome = run("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
     assert outcome.code == 8
-    assert outcome.out.splitlines()[-1] == "closest: kv-overlay as written: fail (by hand)"
+    assert outcome.out.splitlines()[-1] == "closest: weights in 16 bits, kv-scales: fail (by hand)"
     assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
+
+
+def test_what_fails_as_a_whole_is_followed_by_the_next_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part passes alone: the first whole that passes when it is read back is kept."""
+    model, text = plant(tmp_path, lambda _model: None)
+    read_back = iter([Verdict.WARN, Verdict.CANNOT_TELL, Verdict.PASS])
+
+    def verify(*_: object) -> CandidateResult:
+        return candidate("written", 0.5, next(read_back))
+
+    monkeypatch.setattr("fp8calib.api.auto.writing._verify_written", verify)
+    out = tmp_path / "out"
+    found = succeed("auto", model, "--data", text, *QUICK, "--out", out, "--json").json
+    assert found["passed"] is True
+    assert [each["verdict"] for each in found["tried"]] == ["warn", "cannot-tell", "pass"]
+    names = [each["name"] for each in found["tried"]]
+    assert len(set(names)) == 3
+    assert names[0].endswith("kv-scales")
+    assert names[1] == names[0].replace("kv-scales", "KV cache in 16 bits")
+    written = {path.name for path in out.iterdir()}
+    assert written == {"report.json", "stats.safetensors", found["written"]["name"]}
+    assert "tried before, and not passing as a whole" in found["decisions"][-1]["why"]
+
+
+def test_an_interrupted_run_continues_with_its_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = plant(tmp_path, lambda _model: None)
+    out = tmp_path / "out"
+    command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
+    expected = run(*command).json
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fp8calib.api.auto.run._decide", interrupt)
+        stopped = run(*command, "--force")
+        assert stopped.code == 130
+        assert "--resume" in stopped.err
+    assert (tmp_path / "out.partial" / "stats.safetensors").exists()
+    monkeypatch.setattr("fp8calib.api.auto.run.run_calibration", run_no_text)
+    again = run(*command, "--force", "--resume").json
+    for key in ("decisions", "tried", "written"):
+        assert again[key] == expected[key]
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_plan_of_a_run_has_its_steps(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, lambda _model: None)
+    out = tmp_path / "out"
+    command = ("auto", model, "--data", text, *QUICK, "--out", out, "--dry-run")
+    plan = succeed(*command, "--json").json["plan"]
+    assert [step.split(":")[0] for step in plan["steps"]] == [f"{n} of 4" for n in range(1, 5)]
+    assert plan["expected_s"] > 0
+    assert "1 of 4: calibrate on 1,536 tokens" in succeed(*command).out
+    assert not out.exists()
 
 
 def test_the_kv_cache_stays_in_16_bits_where_the_engine_has_no_place_for_scales(
@@ -246,7 +308,21 @@ def candidate(name: str, kld: float, verdict: Verdict = Verdict.PASS) -> Candida
     )
 
 
-def make_report(*candidates: CandidateResult, remedy: Remedy = Remedy.USE) -> VerifyReport:
+def make_report(*candidates: CandidateResult, need: KvNeed | None = None) -> VerifyReport:
+    """Make a report; of two candidates, the one with the smaller divergence is surely better."""
+    pairs = tuple(
+        PairedResult(
+            candidate=one.name,
+            base=base.name,
+            difference=(difference := (one.kld_mean or 0.0) - (base.kld_mean or 0.0)),
+            se=0.0001,
+            margin=0.0001,
+            answer=Answer.WORSE if difference > 0 else Answer.BETTER,
+        )
+        for one in candidates
+        for base in candidates
+        if one is not base
+    )
     return VerifyReport(
         model="model",
         engine="vllm",
@@ -261,40 +337,69 @@ def make_report(*candidates: CandidateResult, remedy: Remedy = Remedy.USE) -> Ve
         reference=ReferenceResult(ppl=10.0),
         candidates=candidates,
         layers=(),
-        advice="",
-        conclusion="by hand.",
-        remedy=remedy,
+        decision=Decision(headline="by hand."),
+        kv=need,
+        comparisons=pairs,
     )
 
 
-_FIRST = "schemes with FP8 inputs come first"
+def make_need(answer: str) -> KvNeed:
+    return KvNeed(
+        answer=answer,  # type: ignore[arg-type]
+        sites=(),
+        layers=(),
+        fp8_kld=0.01,
+        fp8_kld_se=0.001,
+        added_by_one=None,
+        removed=(),
+        why="by hand.",
+    )
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "expected", "why"),
+    ("verdicts", "expected"),
     [
-        ({"fp8-static": 0.03, "fp8-dynamic": 0.02, "w8a16": 0.01}, "fp8-dynamic", _FIRST),
-        ({"fp8-static": 0.01, "fp8-dynamic": None, "w8a16": 0.005}, "fp8-static", _FIRST),
-        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": 0.01}, "w8a16", "no scheme with FP8"),
-        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": None}, None, "fp8-static: fail"),
-        ({"fp8-block": 0.001, "fp8-dynamic": 0.02, "w8a16": 0.03}, "fp8-dynamic", "fp8-dynamic: "),
+        (
+            {"fp8-static": 0.03, "fp8-dynamic": 0.02, "w8a16": 0.01},
+            ["fp8-dynamic", "fp8-static", "w8a16"],
+        ),
+        ({"fp8-static": 0.01, "fp8-dynamic": None, "w8a16": 0.005}, ["fp8-static", "w8a16"]),
+        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": 0.01}, ["w8a16"]),
+        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": None}, []),
+        ({"fp8-block": 0.001, "fp8-dynamic": 0.02, "w8a16": 0.03}, ["fp8-dynamic", "w8a16"]),
     ],
 )
-def test_the_scheme_with_the_smallest_loss_is_chosen(
-    verdicts: dict[str, float | None], expected: str | None, why: str
+def test_schemes_that_pass_are_ranked(
+    verdicts: dict[str, float | None], expected: list[str]
 ) -> None:
-    """None is a failure; the engine cannot load fp8-block."""
+    """None is a failure; the engine cannot load fp8-block. A warning is no pass."""
     found = make_report(
         *(
             candidate(name, 9.0, Verdict.FAIL) if kld is None else candidate(name, kld)
             for name, kld in verdicts.items()
-        )
+        ),
+        candidate(SCALE_ONE, 0.0, Verdict.WARN),
     )
-    choice = decide.choose_scheme(found, {"fp8-block": "sizes"})
-    assert choice.name == expected
-    assert not choice.is_unknown
-    assert bool(choice.closest) is (expected is None)
-    assert choice.decisions[0].why.startswith(why)
+    refused = {"fp8-block": "sizes"}
+    assert [each.name for each in decide.rank_schemes(found, refused)] == expected
+    assert "fp8-block: sizes" in decide.describe_schemes(found, refused)
+    warned = make_report(candidate("fp8-dynamic", 0.1, Verdict.WARN))
+    assert not decide.rank_schemes(warned, {})
+    assert decide.find_closest(warned, {}) == ("fp8-dynamic: warn (by hand), KLD 0.1000", False)
+
+
+def test_each_scheme_is_tried_with_and_without_an_fp8_cache() -> None:
+    ranked = [candidate("fp8-dynamic", 0.1), candidate("w8a16", 0.2)]
+    kv = decide.choose_kv(make_report(candidate("kv-scales", 0.1), candidate(SCALE_ONE, 0.2)), {})
+    found = list(map(str, decide.list_combinations(ranked, kv, "w8a8")))
+    assert found == [
+        "fp8-dynamic, kv-scales",
+        "fp8-dynamic, KV cache in 16 bits",
+        "w8a16, kv-scales",
+        "w8a16, KV cache in 16 bits",
+    ]
+    only = list(map(str, decide.list_combinations([], kv, "kv")))
+    assert only == ["weights in 16 bits, kv-scales"]
 
 
 def test_kv_scales_that_fail_leave_the_cache_in_16_bits() -> None:
@@ -304,22 +409,19 @@ def test_kv_scales_that_fail_leave_the_cache_in_16_bits() -> None:
     choice = decide.choose_kv(found, {})
     assert choice.name is None
     assert choice.closest.startswith("kv-scales: fail (by hand)")
-    unknown = make_report(candidate("kv-scales", 0.5, Verdict.CANNOT_TELL), remedy=Remedy.NONE)
+    unknown = make_report(candidate("kv-scales", 0.5, Verdict.CANNOT_TELL))
     assert decide.choose_kv(unknown, {}).is_unknown
 
 
-def test_q_gets_scales_only_where_they_lower_the_loss() -> None:
+def test_q_gets_scales_unless_they_change_nothing() -> None:
     with_q, without = candidate("kv-and-q-scales", 0.1), candidate("kv-scales", 0.2)
     one = candidate(SCALE_ONE, 0.9)
     assert decide.choose_kv(make_report(without, with_q, one), {3: 900.0}).name == "kv-and-q-scales"
     worse = candidate("kv-and-q-scales", 0.3)
     assert decide.choose_kv(make_report(without, worse, one), {3: 900.0}).name == "kv-scales"
-    served = make_report(without, one, remedy=Remedy.SERVE)
-    assert decide.choose_kv(served, {}).decisions[0].answer == "no"
-    for kld, answer in ((0.1, "unknown"), (0.9, "yes")):
-        one = candidate(SCALE_ONE, kld, Verdict.FAIL)
-        clipped = make_report(without, one, remedy=Remedy.CALIBRATE)
-        assert decide.choose_kv(clipped, {}).decisions[0].answer == answer
+    for answer, told in (("no", "no"), ("yes", "yes"), ("cannot-tell", "unknown")):
+        report = make_report(without, one, need=make_need(answer))
+        assert decide.choose_kv(report, {}).decisions[0].answer == told
 
 
 def test_samples_count_the_text_that_is_held_out(tmp_path: Path) -> None:

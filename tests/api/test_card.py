@@ -49,15 +49,31 @@ def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
     outcome = succeed("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
     assert outcome.out.splitlines()[-1].strip() == f"hf upload me/tiny-llama-FP8 {folder}"
     text = (folder / "README.md").read_text()
-    assert read_front_matter(text) == {
+    matter = read_front_matter(text)
+    own = report["verified"]
+    (index,) = matter.pop("model-index")
+    assert index["name"] == "tiny-llama-FP8"
+    figures = {each["type"]: each["value"] for each in index["results"][0]["metrics"]}
+    assert figures["perplexity-ratio"] == round(own["ppl_ratio"], 6)
+    assert figures["kl-divergence"] == round(own["kld_mean"], 6)
+    assert all("emulated" in each["name"] for each in index["results"][0]["metrics"])
+    assert matter == {
+        "pipeline_tag": "text-generation",
         "base_model": BASE,
         "base_model_relation": "quantized",
         "library_name": "transformers",
         "tags": ["fp8", "fp8calib", "compressed-tensors"],
     }
-    own = report["verified"]
+    assert f"## Loss, emulated as {report['engine_version']} computes\n" in text
+    assert "the engine itself did not run" in text
+    assert "warning: no licence is known" in outcome.err
+    assert re.search(r"with FP8 weights \((fp8|w8a16)[\w-]*: weights per ", text)
+    assert report["warnings"]
+    for warning in report["warnings"]:
+        assert f"> **Warning:** {warning}\n" in text
     (row,) = re.findall(r"^\| \*\*this\*\* \|.*$", text, re.M)
     assert f"{own['ppl_ratio']:.4f} ± {own['ppl_ratio_se']:.4f}" in row
+    assert row.endswith(f" {own['verdict']} (w8a8), with warnings |")
     share, tokens = own["top1_agreement"], report["tokens"]
     error = (share * (1 - share) / tokens) ** 0.5
     assert f"{share:.2%} ± {error:.2%}" in row
@@ -67,7 +83,7 @@ def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     for path in files:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert re.search(rf"^\| `{re.escape(path.name)}` \| .* \| `{digest}` \|$", text, re.M)
+        assert re.search(rf"^\| `{re.escape(path.name)}` \| .* \| `{digest[:16]}` \|$", text, re.M)
     assert str(made.parent) not in text
     before = text.encode()
     fail(2, "card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
@@ -90,10 +106,12 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     for candidate in printed.json["candidates"]:
         assert f"{candidate['ppl_ratio']:.4f} ± {candidate['ppl_ratio_se']:.4f}" in text
     assert "KV cache at scale 1.0" in text
-    assert printed.json["provenance"]["data_hash"] in text
+    assert printed.json["provenance"]["data_hash"][:16] in text
     assert f"--data={data.name} " in text
+    for warning in printed.json["warnings"]:
+        assert f"> **Warning:** {warning}\n" in text
     assert str(data.parent) not in text
-    assert "--server URL --reference-server=URL" in text
+    assert "--server URL --reference-server=URL" in _unwrap(text)
     # a report of something else is refused
     message = fail(2, "card", made / "pack", *_base(), "--verify-report", tmp_path / "loss.json")
     assert "none of its candidates is" in message
@@ -112,8 +130,9 @@ def test_how_calibrate_made_an_overlay_is_read_from_its_report(made: Path, tmp_p
     assert "* Calibrated on 128 tokens of " in text
     assert ", in sequences of 16\n" in text
     assert re.search(
-        r"^fp8calib calibrate tiny-llama --data \S+\.jsonl .*--out scales$", text, re.M
+        r"^fp8calib calibrate tiny-llama --data \S+\.jsonl .*--out scales$", _unwrap(text), re.M
     )
+    assert all(len(line) <= 76 for line in text.splitlines() if line.startswith("    --"))
     assert str(made.parent) not in text
     for files, command in ((["other/config.json"], ""), (report["files"], "calibrate it's")):
         edited = {**report, "files": files, "command": command}
@@ -149,7 +168,8 @@ def test_files_of_scales_have_a_card_too(made: Path, model: Path) -> None:
     assert "library_name" not in read_front_matter(text)
     assert "Not measured." in text
     assert "`fp8calib check FILE --model MODEL` tells" in text
-    (command,) = re.findall(r"^fp8calib (extract-kv-scales .*) MODEL --save-path OUT$", text, re.M)
+    commands = r"^fp8calib (extract-kv-scales .*) MODEL --save-path OUT$"
+    (command,) = re.findall(commands, _unwrap(text), re.M)
     assert command == "extract-kv-scales --quantized-model YOUR-NAME/pack --model"
     succeed("card", pack, *_base(), "--model", model, "--force")
     assert "| vllm |" in (pack / "README.md").read_text()
@@ -197,6 +217,48 @@ def test_a_card_is_not_written_through_a_link(made: Path, tmp_path: Path) -> Non
     (pack / "README.md").symlink_to(tmp_path / "other.md")
     assert "a symbolic link" in fail(2, "card", pack, *_base(), "--force")
     assert (tmp_path / "other.md").read_text() == "another card"
+
+
+def _unwrap(text: str) -> str:
+    """Join the lines of a command that goes on in the next one."""
+    return re.sub(r" \\\n +", " ", text)
+
+
+@pytest.mark.parametrize("place", ["model", "folder"])
+def test_licence_and_task_are_those_of_the_model(
+    made: Path, model: Path, tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / "pack"
+    shutil.copytree(made / "pack", folder, ignore=shutil.ignore_patterns("README.md"))
+    shutil.copytree(model, tmp_path / "base")
+    matter = {
+        "license": "other",
+        "license_name": "mine",
+        "license_link": "https://example.com",
+        "pipeline_tag": "image-text-to-text",
+        "datasets": ["not taken"],
+    }
+    readme = (tmp_path / "base" if place == "model" else folder) / "README.md"
+    readme.write_text(f"---\n{yaml.safe_dump(matter)}---\n# Base\n")
+    command = ("card", folder, *_base(), "--model", tmp_path / "base", "--force")
+    outcome = succeed(*command, "--quantized-by", "me")
+    assert "no licence" not in outcome.err
+    found = read_front_matter((folder / "README.md").read_text())
+    assert {key: found[key] for key in matter if key != "datasets"} == {
+        key: value for key, value in matter.items() if key != "datasets"
+    }
+    assert found["quantized_by"] == "me"
+    assert "datasets" not in found
+
+
+@pytest.mark.parametrize("text", ["", "---\n", "---\n: [\n---\n", "---\n- a\n---\n", "\x00"])
+def test_a_readme_without_readable_front_matter_gives_no_licence(
+    made: Path, tmp_path: Path, text: str
+) -> None:
+    folder = tmp_path / "pack"
+    shutil.copytree(made / "pack", folder, ignore=shutil.ignore_patterns("README.md"))
+    (folder / "README.md").write_text(text)
+    assert "no licence is known" in succeed("card", folder, *_base(), "--force").err
 
 
 def _base() -> tuple[str, str]:

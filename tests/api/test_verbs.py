@@ -135,7 +135,7 @@ def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path:
 
 
 def test_text_is_refused_where_weights_are_rounded_to_nearest(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(fp8calib.UsageError, match="--data: --rounding nearest runs no text"):
+    with pytest.raises(fp8calib.UsageError, match="data: rounding='nearest' runs no text"):
         fp8calib.quantize(model, "fp8-dynamic", tmp_path / "out", data=["w1 w2"])
 
 
@@ -229,8 +229,8 @@ def test_export_writes_the_files_of_the_command(
 @pytest.mark.parametrize(
     ("tp", "said"),
     [
-        ([], "--tp: must have one degree or more"),
-        (0, "--tp 0"),
+        ([], "^tp: must have one degree or more"),
+        (0, "tp=0"),
         *((each, "tp: must be a whole number or a list") for each in (2.0, True, [True], ["1"])),
     ],
 )

@@ -257,6 +257,45 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     assert _list_tree(tmp_path / "real") == FILLED
 
 
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fp8calib.checkpoint.atomic import OutputFolder
+with OutputFolder(Path(sys.argv[1]), owned=frozenset({"stats"})) as folder:
+    (folder / "stats").write_text("half")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_run_leaves_nothing_after_the_next(tmp_path: Path) -> None:
+    """What a living run, another output or an interrupted replacement has stays."""
+    path = tmp_path / "out"
+    others = ("out.tmp-0123abcd", ".out.tmp-0123abc", ".another.tmp-0123abcd", ".out.tmp-0123abcd")
+    for name in (*others, ".out.tmp-0123abcd.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stats").write_text("x")
+    kept = _list_tree(tmp_path)
+    running = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        during = _list_tree(tmp_path)
+        assert len(during) == len(kept) + 2
+        _write(path)
+        assert _list_tree(tmp_path).items() >= during.items()
+        running.kill()
+    _write(path, force=True, text="again")
+    left = {name: text for name, text in _list_tree(tmp_path).items() if name[:3] != "out"}
+    assert left == {name: text for name, text in kept.items() if name[:3] != "out"}
+    assert _list_tree(path)["stats"] == "again"
+
+
 def test_what_a_killed_run_left_inside_is_not_a_stranger(mounted: Path) -> None:
     (mounted / ".out.tmp-0123abcd").mkdir()
     (mounted / ".out.tmp-0123abcd" / "stats").write_text("half")

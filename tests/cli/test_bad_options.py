@@ -32,9 +32,9 @@ Refused = Callable[..., str]
         (["--rule", "headroom"], "--rule: rule 'headroom': needs a number, 1 <= H <= 1024"),
         (
             ["--fallback", "guess"],
-            "--fallback: must be 'layer-max', 'one' or 'refuse', not 'guess'",
+            "--fallback guess: must be layer-max, one or refuse",
         ),
-        (["--fp8-dtype", "int8"], "--fp8-dtype: must be 'e4m3fn' or 'e4m3fnuz', not 'int8'"),
+        (["--fp8-dtype", "int8"], "--fp8-dtype int8: must be e4m3fn or e4m3fnuz"),
         (["--dtype", "int8"], "--dtype int8: not one of auto, float32, bfloat16, float16"),
         (["--device", "tpu"], "--device tpu: not auto, cpu, cuda or cuda:N"),
         (["--device-map", "balanced"], "--device-map balanced: must be auto"),

@@ -578,11 +578,11 @@ def test_shards_of_weights_need_not_be_there(extract: Extract, tmp_path: Path) -
         (["--format", "nonsense"], 2, "--format nonsense: unknown format"),
         (["--format", "tgi", "kv-scales"], 2, "only one format can be written"),
         *(
-            (["--source-dtype", name], 2, f"--source-dtype {name}: unknown")
+            (["--source-dtype", name], 2, f"--source-dtype {name}: must be e4m3fn or e4m3fnuz")
             for name in ("float8_e4m3fn", "e5m2", "fp8")
         ),
         (["--source-dtype", ""], 2, "--source-dtype '': the argument is empty"),
-        (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: unknown"),
+        (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: must be e4m3fn or e4m3fnuz"),
         (["--tp", "2"], 2, "kv-overlay does not depend on the number of ranks"),
         (["--format", "vllm-json", "--tp", "3"], 2, "--tp 3 does not divide the 4 attention heads"),
         (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),

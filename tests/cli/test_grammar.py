@@ -103,7 +103,7 @@ def test_main_inner_raises_what_main_shows() -> None:
 @pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])
 def test_the_help_names_every_format(command: str) -> None:
     shown = "".join(succeed(command, "--help").out.split())
-    assert f"Whattowrite:{','.join(list_format_names())}." in shown
+    assert f"--format{'|'.join(list_format_names())}" in shown
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from fp8calib.recipe import Recipe, recipe_files
+from fp8calib.recipe import Recipe, load_recipe, parse_recipe, recipe_files
 from tests.cli.program import fail, succeed
 
 PROMISED = ["kv", "w8a8-static", "w8a8-dynamic", "w8a16"]
@@ -26,9 +27,42 @@ def test_the_list_as_json_describes_every_recipe() -> None:
 @pytest.mark.parametrize("name", PROMISED)
 def test_a_recipe_is_printed_with_every_key_explained(name: str) -> None:
     out = succeed("recipes", name).out
-    assert recipe_files()[name].read_text().strip() in out
-    for key in ("observe.ignore", "data.seq_len", "scales.fallback", "formats", "query_scale"):
-        assert f"\n{key} " in out
+    for key in (
+        "  #ignore: []",
+        "  #seq_len: null",
+        "\nscales:\n",
+        "\nformats:",
+        "\n#query_scale:",
+    ):
+        assert key in out
+    assert all(len(line) <= 80 for line in out.splitlines() if "#" in line)
+    parsed = parse_recipe(out, where="printed")
+    assert parsed == parse_recipe(recipe_files()[name].read_text(), where=name)
+
+
+def test_keys_after_a_hash_have_the_values_that_count_without_them() -> None:
+    out = succeed("recipes", "w8a8-static").out
+    everything = re.sub(r"(?m)^( *)#(?=\w)", r"\1", out)
+    assert everything.count("\n  seq_len: null\n") == 1
+    assert parse_recipe(everything, where="printed") == load_recipe("w8a8-static")
+
+
+def test_a_printed_recipe_runs(model: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(succeed("recipes", "kv").out)
+    command = ("calibrate", model, "--data", data, "--recipe", path, "--dry-run", "--json")
+    assert "kv-overlay" in succeed(*command).json["plan"]["writes"]
+
+
+def test_values_of_the_users_own_are_printed_as_they_load(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: 'yes: #1'\ndata: {sources: ['a: b', 'c@2'], seed: 3}\nquery_scale: 'no'\n"
+        "scales: {rule: 'percentile:99.9', fallback: one}\n"
+        "quantize: {scheme: w8a16, layer_schemes: {'re:.*[0-9]': fp8-dynamic}}\n"
+    )
+    printed = succeed("recipes", path).out
+    assert parse_recipe(printed, where="printed") == load_recipe(str(path))
 
 
 def test_a_recipe_as_json_holds_its_values_and_the_schema() -> None:

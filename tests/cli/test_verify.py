@@ -175,7 +175,7 @@ def test_tables_are_printed_for_people(model: Path, held_out: Path, files: Path)
         "--rules",
         "amax,mse,percentile:99,headroom:2",
     )
-    for words in ("scale-1.0", "most damaged sites", "one layer at a time", "best first"):
+    for words in ("scale-1.0", "sites of lowest SQNR", "one layer at a time", "best first"):
         assert words in outcome.out
 
 
@@ -332,7 +332,7 @@ def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
 ) -> None:
     command = ("verify", model, "--data", held_out, *QUICK)
     alone = succeed(*command).out
-    title = "K and V at scale 1.0, in dB: the 4 that clip or gain most\n"
+    title = "K, V and q at scale 1.0: SQNR in dB of the 6 that lose most\n"
     assert title in alone
     header = alone.partition(title)[2].splitlines()[0]
     assert "per tensor" not in header
@@ -340,7 +340,7 @@ def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
     assert "in calibration" not in header
     scales = files / "kv-overlay-head"
     per_head = succeed(*command, "--scales", scales).out
-    title = f"K and V at scale 1.0 and with the scales of {scales}, in dB: the 4 that "
+    title = f"K, V and q at scale 1.0 and with the scales of {scales}: SQNR in dB of the 6 "
     header = per_head.partition(title)[2].splitlines()[1]
     assert "per head" in header
     assert "per tensor" not in header
@@ -409,6 +409,23 @@ def test_a_gate_decides_the_exit_code_and_the_report_is_printed(
     assert verify("--scales", files, "--gate", loose).json["passed"] is True
 
 
+@pytest.mark.parametrize(("strict", "code"), [((), 0), (("--strict",), 8)])
+def test_a_warning_fails_with_strict_alone(
+    model: Path, held_out: Path, tmp_path: Path, strict: tuple[str, ...], code: int
+) -> None:
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 1.0\nfail_above: 5.0\n")
+    command = ("verify", model, "--data", held_out, *QUICK, "--fp8-dtype", "e5m2", "--json")
+    found = run(*command, "--gate", gate, *strict)
+    assert found.json["candidates"][0]["verdict"] == "warn"
+    assert found.code == code
+    assert found.json["passed"] is (code == 0)
+
+
+def test_strict_needs_a_gate(model: Path) -> None:
+    assert "--strict has no effect without --gate" in fail(2, "verify", model, "--strict")
+
+
 def test_scale_one_decides_where_there_are_no_other_scales(
     model: Path, held_out: Path, files: Path, tmp_path: Path
 ) -> None:
@@ -421,7 +438,8 @@ def test_scale_one_decides_where_there_are_no_other_scales(
     assert run(*command, "--scales", files).code == 0
     alone = run(*command)
     assert (alone.code, alone.json["passed"]) == (8, False)
-    assert alone.json["next"] == f"fp8calib calibrate {model}"
+    # no site loses at scale 1.0: calibrating cannot help
+    assert alone.json["next"] == f"fp8calib verify {model} --sensitivity"
 
 
 def test_the_answer_is_the_first_line_and_the_last(model: Path, held_out: Path) -> None:
@@ -451,7 +469,7 @@ def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
 
     assert failed.code == 8
     assert "; use " not in failed.json["advice"]
-    assert "q of layers 0 and 1 need scales too, and none is written" in failed.json["advice"]
+    assert "has no scale for q of layers 0 and 1" in failed.json["advice"]
     for advised in (failed, run(*command, out, "--json")):
         stats = advised.json["next"].split()
         assert stats[:3] == ["fp8calib", "export", str(out / "stats.safetensors")]
@@ -478,7 +496,7 @@ def test_statistics_are_judged_with_the_q_scales_that_are_written(
     klds = set()
     for scales in (out, alone, out / "kv-overlay"):
         found = succeed("verify", odd, "--data", held_out, *QUICK, "--scales", scales, "--json")
-        assert "none is written" not in found.json["advice"]
+        assert "has no scale for q" not in found.json["advice"]
         klds.add(found.json["candidates"][0]["kld_mean"])
     assert len(klds) == 1
     written = load_file(out / "kv_scales.safetensors")
@@ -877,7 +895,7 @@ def test_tensors_that_the_model_has_no_parameter_for_are_named(
 
 def test_a_model_that_needs_no_scales_ends_with_how_it_is_served(verify: Any, model: Path) -> None:
     found = verify().json
-    assert found["conclusion"].startswith("this model does not need KV scales")
+    assert "this model does not need KV scales" in found["decision"]["headline"]
     assert found["next"] == f"vllm serve {model} --kv-cache-dtype fp8"
 
 
@@ -885,7 +903,8 @@ def test_fp8_weights_end_with_the_command_that_helps(
     verify: Any, model: Path, held_out: Path, tmp_path: Path
 ) -> None:
     found = verify("--scheme", "fp8-dynamic").json
-    assert re.match(r"fp8-dynamic: (pass|no-difference) \(KLD .*\)\.$", found["conclusion"])
+    headline = found["decision"]["headline"]
+    assert re.search(r"fp8-dynamic: (pass|no-difference) \(KLD .*\)\.$", headline)
     assert (
         found["next"]
         == f"fp8calib quantize {model} --scheme fp8-dynamic --out {model.name}-fp8-dynamic"
@@ -898,7 +917,7 @@ def test_fp8_weights_end_with_the_command_that_helps(
     strict.write_text("pass_at: 1.0\nfail_above: 1.0\nkld_fail_above: 1.0e-9\n")
     asked = ("verify", model, "--data", held_out, *QUICK, "--gate", strict)
     lines = run(*asked, "--scales", out).out.splitlines()
-    assert not [line for line in lines if line.startswith("K and V at scale 1.0")]
+    assert not [line for line in lines if line.startswith("K, V and q at scale 1.0")]
     assert lines[-2] == f"next: fp8calib verify {model} --scales '{out}' --sensitivity"
     assert "fail (KLD" in lines[-1]
     lines = run(*asked, "--scheme", "w8a16").out.splitlines()
@@ -962,7 +981,9 @@ def test_a_model_that_the_engine_cannot_load_is_not_served(
         ]
         assert bool(told) is not is_served
         assert bool(found["next"]) is is_served
-        assert found["conclusion"].endswith("use another engine or format.") is not is_served
+        assert (
+            found["decision"]["headline"].endswith("use another engine or format.") is not is_served
+        )
 
 
 @pytest.mark.parametrize(("engine", "is_loaded"), [("tgi", False), ("vllm", True)])

@@ -8,6 +8,10 @@ from fp8calib.data.rows import Row, parse_row
 from fp8calib.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
+REPLY = {"role": "assistant", "content": "hello"}
+ADD = {"role": "user", "content": "Add."}
+ADD_WITH_INPUT = {"role": "user", "content": "Add.\n\n1 and 2"}
+THREE = {"role": "assistant", "content": "3"}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,22 @@ USER = {"role": "user", "content": "hi"}
         ({"input_ids": [0, 5, 0], "attention_mask": [0, True, 0]}, Row("x:1", input_ids=(5,))),
         ({"input_ids": [5, 6], "attention_mask": None}, Row("x:1", input_ids=(5, 6))),
         ({"text": "hi", "attention_mask": [0]}, Row("x:1", text="hi")),
+        ({"content": "hi", "path": "x.py"}, Row("x:1", text="hi")),
+        ({"prompt": "The sky is", "completion": " blue."}, Row("x:1", text="The sky is blue.")),
+        ({"prompt": [USER], "completion": [REPLY]}, Row("x:1", messages=(USER, REPLY))),
+        (
+            {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+            Row("x:1", text="Add.\n\n1 and 2\n\n3", messages=(ADD_WITH_INPUT, THREE)),
+        ),
+        (
+            {"instruction": "Add.", "input": "", "output": "3", "text": None},
+            Row("x:1", text="Add.\n\n3", messages=(ADD, THREE)),
+        ),
+        (
+            {"instruction": "Add.", "output": "3"},
+            Row("x:1", text="Add.\n\n3", messages=(ADD, THREE)),
+        ),
+        ({"instruction": "Add.", "output": "3", "text": "hi"}, Row("x:1", text="hi")),
     ],
 )
 def test_the_first_usable_field_is_taken(value: dict[str, Any], expected: Row) -> None:
@@ -61,6 +81,12 @@ def test_a_message_becomes_role_and_text(message: object, expected: object) -> N
         (7, "a row must be a JSON object, found int 7"),
         ({}, "no usable field; the object is empty"),
         ({"prompt": "x", "id": 1}, "no usable field; the keys are: prompt, id"),
+        ({"instruction": "x"}, "no usable field; the keys are: instruction"),
+        ({"prompt": 1, "completion": "x"}, "prompt must be a string, found int 1"),
+        ({"prompt": "", "completion": " "}, "prompt and completion is empty"),
+        ({"prompt": [USER], "completion": "x"}, "completion must be a list of messages"),
+        ({"instruction": "", "output": "3"}, "instruction is empty"),
+        ({"instruction": "Add.", "input": 3, "output": "3"}, "input must be a string, found int"),
         ({"text": None}, "no usable field; the keys are: text"),
         ({"text": 5}, "text must be a string, found int 5"),
         ({"text": ["a"]}, "text must be a string, found a list"),
@@ -102,3 +128,38 @@ def test_a_row_that_cannot_be_used_is_named_with_the_reason(value: object, fragm
 
 def test_blank_text_passes_where_it_is_allowed() -> None:
     assert parse_row({"text": ""}, "x:1", allow_blank=True) == Row("x:1", text="")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("hi", Row("x:1", text="hi")),
+        ([USER, REPLY], Row("x:1", messages=(USER, REPLY))),
+        ([5, 6], Row("x:1", input_ids=(5, 6))),
+    ],
+)
+def test_a_named_column_is_read_by_what_it_holds(content: object, expected: Row) -> None:
+    row = {"text": "another", "body": content}
+    assert parse_row(row, "x:1", text_column="body") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "hint"),
+    [
+        (
+            {"bodies": "x", "id": 1},
+            "the column body is missing; the keys are: bodies, id",
+            "bodies",
+        ),
+        ({"body": None}, "the column body is null; the keys are: body", "name another one"),
+        ({"body": 5}, "body must be a string, found int 5", "--text-column"),
+        ({"body": []}, "input_ids must be a list of at least one token id", "--text-column"),
+    ],
+)
+def test_a_named_column_without_content_is_refused(
+    row: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_row(row, "x:1", text_column="body")
+    assert message in caught.value.message
+    assert hint in caught.value.hint

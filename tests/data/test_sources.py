@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows, mix_rows
@@ -134,7 +135,7 @@ def test_parquet_holds_messages_and_ids_too(tmp_path: Path) -> None:
     ("columns", "fragment"),
     [
         ({"prompt": ["a"], "id": [1]}, "row 1: no usable field; the keys are: prompt, id"),
-        ({"text": ["a", None], "id": [1, 2]}, "row 2: no usable field; the keys are: id, text"),
+        ({"text": ["a", None], "id": [1, 2]}, "row 2: no usable field; the keys are: text, id"),
         ({"text": [b"a"]}, "row 1: text must be a string, found bytes"),
         ({"text": pa.array([], pa.string())}, "x.parquet: no rows"),
     ],
@@ -302,3 +303,45 @@ def test_rows_are_read_one_at_a_time() -> None:
     mixed = mix_rows([(source, 2.0)])
     assert next(mixed).origin == "a0"
     assert next(source).origin == "a1"
+
+
+def test_a_saved_dataset_gives_the_rows_that_were_saved(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["a", "b", "c", ""], "id": [1, 2, 3, 4]})
+    DatasetDict({"train": rows.select([2, 0]), "test": rows}).save_to_disk(tmp_path / "d")
+    train = list(iter_rows(parse_spec(f"{tmp_path}/d:train")))
+    assert train == [Row("d:train row 1", text="c"), Row("d:train row 2", text="a")]
+    test = list(iter_rows(parse_spec(f"{tmp_path}/d:test")))
+    assert [row.text for row in test] == ["a", "b", "c", ""]
+
+
+def test_a_saved_dataset_with_a_tensor_format_gives_plain_token_ids(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5]]}).with_format("torch")
+    rows.save_to_disk(tmp_path / "ids")
+    found = list(iter_rows(parse_spec(str(tmp_path / "ids"))))
+    assert [row.input_ids for row in found] == [(1, 2), (3, 4, 5)]
+
+
+def test_a_saved_dataset_without_text_or_without_its_files_is_refused(tmp_path: Path) -> None:
+    Dataset.from_dict({"id": [1], "label": [0]}).save_to_disk(tmp_path / "d")
+    spec = parse_spec(str(tmp_path / "d"))
+    with pytest.raises(DataError, match="d row 1: no usable field; the keys are: id, label"):
+        list(iter_rows(spec))
+    with pytest.raises(DataError, match="the column body is missing; the keys are: id, label"):
+        list(iter_rows(spec, text_column="body"))
+    for arrow in (tmp_path / "d").glob("*.arrow"):
+        arrow.unlink()
+    with pytest.raises(DataError, match="d: the dataset cannot be read"):
+        list(iter_rows(spec))
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "saved"])
+def test_a_named_column_is_read_from_every_source_with_columns(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "x.jsonl":
+        path.write_text('{"text": "no", "body": "a"}\n{"text": "no", "body": "b"}')
+    elif name == "x.parquet":
+        write_parquet(path, {"text": ["no", "no"], "body": ["a", "b"]})
+    else:
+        Dataset.from_dict({"text": ["no", "no"], "body": ["a", "b"]}).save_to_disk(path)
+    rows = list(iter_rows(parse_spec(str(path)), text_column="body"))
+    assert [row.text for row in rows] == ["a", "b"]

@@ -1,10 +1,19 @@
 """Data specs are resolved to files, hub datasets and the built-in text."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from fp8calib.data.specs import BuiltinSource, DataSpec, FileSource, HubSource, parse_spec
+from fp8calib.data.specs import (
+    BuiltinSource,
+    DataSpec,
+    FileSource,
+    HubSource,
+    SavedSource,
+    looks_like_spec,
+    parse_spec,
+)
 from fp8calib.errors import DataError, UsageError
 
 
@@ -138,3 +147,57 @@ def test_a_folder_without_data_files_is_a_data_error(tmp_path: Path) -> None:
     touch(tmp_path / "README.md")
     with pytest.raises(DataError, match=r"the folder holds no \.jsonl, \.json, \.parquet, \.txt"):
         parse_spec(str(tmp_path))
+
+
+def save_split(folder: Path) -> Path:
+    """Make the files by which a saved dataset is recognised."""
+    for name in ("dataset_info.json", "state.json"):
+        touch(folder / name)
+    return folder
+
+
+def save_splits(folder: Path, *names: str) -> Path:
+    for name in names:
+        save_split(folder / name)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(names)}))
+    return folder
+
+
+def test_a_saved_dataset_is_one_source_though_it_holds_json_files(tmp_path: Path) -> None:
+    folder = save_split(tmp_path / "saved")
+    assert parse_spec(str(folder)) == DataSpec(SavedSource(folder), "saved")
+    assert parse_spec(f"{folder}@2") == DataSpec(SavedSource(folder), "saved@2", 2.0)
+    with pytest.raises(UsageError, match="is one dataset, without splits") as caught:
+        parse_spec(f"{folder}:train")
+    assert caught.value.hint == f"use {folder}"
+
+
+def test_a_split_of_saved_datasets_is_named_unless_there_is_only_one(tmp_path: Path) -> None:
+    one = save_splits(tmp_path / "one", "train")
+    two = save_splits(tmp_path / "two", "train", "test")
+    assert parse_spec(str(one)) == DataSpec(SavedSource(one / "train"), "one")
+    assert parse_spec(f"{two}:test@2") == DataSpec(SavedSource(two / "test"), "two:test@2", 2.0)
+    with pytest.raises(UsageError, match="the folder has the splits train, test") as caught:
+        parse_spec(str(two))
+    assert caught.value.hint == f"name one: {two}:train"
+    with pytest.raises(UsageError, match="no such split; the folder has train, test"):
+        parse_spec(f"{two}:validation")
+    assert looks_like_spec(f"{two}:test")
+    assert not looks_like_spec("Question: what is it?")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"splits": "train"}', '{"splits": ["../x"]}', '{"splits": [1]}']
+)
+def test_a_damaged_list_of_splits_is_a_data_error(tmp_path: Path, content: str) -> None:
+    folder = save_splits(tmp_path / "saved", "train")
+    (folder / "dataset_dict.json").write_text(content)
+    with pytest.raises(DataError, match=r"dataset_dict\.json cannot be read"):
+        parse_spec(str(folder))
+
+
+def test_a_split_whose_folder_is_missing_is_a_data_error(tmp_path: Path) -> None:
+    folder = save_splits(tmp_path / "saved", "train")
+    (folder / "train" / "state.json").unlink()
+    with pytest.raises(DataError, match="is not a saved dataset"):
+        parse_spec(f"{folder}:train")

@@ -248,7 +248,7 @@ def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> 
 def test_an_unknown_format_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(UsageError, match="--format vllm: unknown format") as caught:
         find_dialect("vllm")
-    assert caught.value.hint == f"known formats: {', '.join(ALL)}"
+    assert caught.value.hint == f"did you mean vllm-json? known formats: {', '.join(ALL)}"
     assert list_format_names() == ALL
 
 

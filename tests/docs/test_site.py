@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -35,4 +36,9 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     assert [page for page in pages if not page.exists()] == []
     start = (tmp_path / "index.html").read_text()
     assert 'src="http' not in start
+    assert 'href="site.css"' in start
+    assert "pre-wrap" in (tmp_path / "site.css").read_text()
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    for name in ("H100", "L4", "MI300X", "B200", "RTX 5090", "GGUF", "LoRA"):
+        assert any(name in page["text"] + page["title"] for page in index["docs"]), name
     assert 'rel="stylesheet" href="http' not in start

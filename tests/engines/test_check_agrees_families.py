@@ -63,6 +63,6 @@ def test_what_is_said_of_a_family_is_what_transformers_does(family: str, tmp_pat
     assert held == used
     assert all(layer.ok for layer in report.layers) is (family in ATTACHED)
     is_broken = any("experts" in name for name in loading["missing_keys"])
-    assert is_broken is (report.weights is not None and "reported MISSING" in report.weights.why)
+    assert is_broken is (report.weights is not None and "reports it MISSING" in report.weights.why)
     assert is_broken is (family == "llama4_text")
-    assert report.ok is (family in ATTACHED and not is_broken)
+    assert report.allow_suspicious().ok is (family in ATTACHED and not is_broken)

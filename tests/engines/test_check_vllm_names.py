@@ -287,7 +287,7 @@ def test_a_scale_outside_float16_is_refused_or_infinite(
     report = ask("vllm", folder, plain_geometry(checkpoint_dtype="float16"))
 
     assert statuses(report) == both(status)
-    assert ask("vllm", folder).ok
+    assert ask("vllm", folder).allow_suspicious().ok
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
@@ -320,7 +320,7 @@ def test_scales_of_latents_are_no_scales_of_expanded_heads(
     assert (statuses(report), values(report)) == ([(status, status)], [(number, number)])
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "tgi", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tgi"])
 @pytest.mark.parametrize(
     ("tp", "starts"), [(1, True), (2, True), (4, True), (3, False), (8, False)]
 )
@@ -331,7 +331,6 @@ def test_ranks_that_cannot_share_the_heads_are_refused(
 
     report = ask(engine, folder, tp=tp)
 
-    is_split = engine != "transformers"
-    assert (statuses(report) == both("refused")) is (is_split and not starts)
-    if is_split and not starts:
+    assert (statuses(report) == both("refused")) is not starts
+    if not starts:
         assert f"--tp {tp} does not divide the 4 attention heads" in report.layers[0].k.why

@@ -29,7 +29,8 @@ def test_an_unknown_engine_is_a_usage_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="--engine vlm: unknown engine") as caught:
         find_emulated("vlm")
 
-    assert caught.value.hint == "known engines: reference, vllm, vllm-cpu, sglang, tgi"
+    known = "reference, vllm, vllm-cpu, sglang, tgi"
+    assert caught.value.hint == f"did you mean vllm? known engines: {known}"
 
 
 def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_the_file() -> None:

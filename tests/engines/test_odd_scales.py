@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.architectures import families
 NORM = "model.layers.{}.input_layernorm.weight"
 PROJECTION = "model.layers.{}.self_attn.{}_proj.weight"
 NUM_LAYERS = 2
+PARTS = ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
 def change(folder: Path, edit: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
@@ -114,8 +116,9 @@ CHANGES: Mapping[str, Callable[[float], float]] = {
 ODD = {"reciprocal", "divided twice", "for e5m2", "amax"}
 
 
-def list_problems(report: Any) -> list[str]:
-    return [each for each in report.engines["vllm"].problems if "layers looked at" in each]
+def list_suspicions(report: Any) -> Sequence[str]:
+    suspicious: Sequence[str] = report.engines["vllm"].suspicious
+    return suspicious
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -131,12 +134,12 @@ def test_weights_tell_scales_that_fit_from_others(
 
     report = fp8calib.check(write_overlay(model, tmp_path / "o", scales), engine="vllm")
 
-    problems = list_problems(report)
-    assert report.ok
-    assert len(problems) == (2 if what in ODD else 0), report.engines["vllm"].problems
+    problems = list_suspicions(report)
+    assert report.ok == (what not in ODD)
+    assert len(problems) == (2 if what in ODD else 0), problems
     for problem, role in zip(problems, "kv", strict=False):
         assert problem.startswith(f"the {role} scale of layer 0 stands for values of up to ")
-        assert f"(odd in {NUM_LAYERS} of the {NUM_LAYERS} layers looked at)" in problem
+        assert "(and those of layers 1)" in problem
         assert ("looks like a reciprocal" in problem) == (what == "reciprocal")
 
 
@@ -172,17 +175,18 @@ def test_one_scale_for_k_and_v_has_to_suit_the_larger(
     assert all(amax[layer, "k"] > 16 * amax[layer, "v"] for layer in range(NUM_LAYERS))
     for index, (scales, number) in enumerate(((shared, 0), (apart, 1))):
         folder = write_overlay(model, tmp_path / str(index), scales)
-        assert len(list_problems(fp8calib.check(folder, engine="vllm"))) == number
+        assert len(list_suspicions(fp8calib.check(folder, engine="vllm"))) == number
         report = fp8calib.check(folder, engine="vllm", stats=measure(model, rows))
         assert report.ok == (number == 0)
 
 
 def test_one_scale_for_v_and_a_k_that_is_not_estimated_is_not_judged(tmp_path: Path) -> None:
     zoo.save("qwen3", tmp_path / "model")
-    for index, (k, number) in enumerate(((100.0, 0), (99.0, 1))):
-        scales = {(layer, role): k if role == "k" else 100.0 for layer in (0, 1) for role in "kv"}
+    for index, (k, roles) in enumerate(((1.5, ""), (1.49, "v"))):
+        scales = {(layer, role): k if role == "k" else 1.5 for layer in (0, 1) for role in "kv"}
         folder = write_overlay(tmp_path / "model", tmp_path / str(index), scales)
-        assert len(list_problems(fp8calib.check(folder, engine="vllm"))) == number
+        found = list_suspicions(fp8calib.check(folder, engine="vllm"))
+        assert [each.split()[1] for each in found] == list(roles)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +210,7 @@ def test_what_a_model_reaches_is_within_the_estimate(
     assert {(layer, role.value) for layer, role in ranges} == found.keys()
     for (layer, role), each in ranges.items():
         assert each.least < found[layer, role.value] / 8
-        assert found[layer, role.value] < each.most / 2
+        assert found[layer, role.value] < each.most / 8
 
 
 def test_no_input_exceeds_the_bound(llama: Path) -> None:
@@ -219,7 +223,7 @@ def test_no_input_exceeds_the_bound(llama: Path) -> None:
         # The input that lets a channel reach most has the direction of its weights.
         worst = made / made.pow(2).mean(dim=1, keepdim=True).sqrt()
         reached = (worst @ made.T).abs().max().item()
-        assert ranges[layer, Role.V].most == pytest.approx(2 * 2**0.5 * reached)
+        assert ranges[layer, Role.V].most == pytest.approx(8 * 2**0.5 * reached)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "gemma3n_text", "phi3"])
@@ -275,3 +279,46 @@ def test_reciprocal_scales_of_fp8_weights(
     named = [each for each in report.engines["vllm"].problems if "look like reciprocals" in each]
     assert bool(named) == (amax_role == "weight")
     assert report.ok
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"input_layernorm.bias": (3,)},
+        {"self_attn.k_proj.bias": (5,)},
+        {"self_attn.k_proj.weight": (0, 32)},
+        {"self_attn.v_proj.weight": (16, 0)},
+        {"self_attn.v_proj.bias": (0,)},
+        {"self_attn.v_proj.bias": (16, 1)},
+        {"input_layernorm.weight": ()},
+        {"input_layernorm.weight": (32, 1)},
+        {"self_attn.k_proj.weight": ()},
+    ],
+)
+def test_odd_shapes_beside_kv_scales_are_no_error(
+    llama: Path, tmp_path: Path, edit: Mapping[str, tuple[int, ...]]
+) -> None:
+    scales = {(layer, role): 0.01 for layer in (0, 1) for role in "kv"}
+    folder = write_overlay(llama, tmp_path / "o", scales)
+    tensors = load_file(folder / "model.safetensors")
+    for name, shape in edit.items():
+        tensors[f"model.layers.0.{name}"] = torch.ones(shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    fp8calib.check(folder)
+
+
+def test_random_shapes_are_no_error(llama: Path, tmp_path: Path) -> None:
+    random = Random(0)  # noqa: S311 -- shapes, no secrets
+    scales = {(layer, role): 0.01 for layer in (0, 1) for role in "kv"}
+    folder = write_overlay(llama, tmp_path / "o", scales)
+    stored = load_file(folder / "model.safetensors")
+    names = [*stored, *(f"model.layers.0.{each}.bias" for each in ("input_layernorm", *PARTS))]
+    for _ in range(60):
+        tensors = dict(stored)
+        for name in random.sample(names, k=2):
+            shape = [random.choice((0, 1, 3, 16, 32)) for _ in range(random.randrange(4))]
+            tensors[name] = torch.rand(shape)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+        fp8calib.check(folder, engine=["vllm", "sglang", "tgi"])

@@ -61,7 +61,8 @@ def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
 def test_verify_says_by_name_why_it_cannot_emulate_an_engine(key: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
         find_emulated(key)
-    assert caught.value.hint == "known engines: reference, vllm, vllm-cpu, sglang, tgi"
+    meant = "did you mean vllm? " if key == "vlm" else ""
+    assert caught.value.hint == f"{meant}known engines: reference, vllm, vllm-cpu, sglang, tgi"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,8 @@ def test_verify_says_by_name_why_it_cannot_emulate_an_engine(key: str, why: str)
 def test_check_says_by_name_why_it_cannot_ask_an_engine(key: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
         find_replayed(key)
-    assert caught.value.hint == f"known engines: {', '.join(list_replayed())}"
+    meant = "did you mean vllm? " if key == "vlm" else ""
+    assert caught.value.hint == f"{meant}known engines: {', '.join(list_replayed())}"
 
 
 def test_old_vllm_is_asked_of_json_files_alone(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.weights.linear_loader import GroupKind
 from fp8calib.engines.weights.stored import list_groups
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import SCHEMES
@@ -191,14 +190,12 @@ def test_engines_find_the_scheme_of_each_weight_that_they_load(
     geometry = read_geometry(folder.path, folder.config)
     tensors = {name: entry for held in folder.tensors.values() for name, entry in held.items()}
     groups = list(list_groups(tensors, geometry))
-    for engine in ("vllm", "sglang", "tgi", "transformers"):
+    for engine in ("vllm", "sglang", "tgi"):
         make_loader = ENGINES[engine].make_linear_loader
         assert make_loader is not None
         loader = make_loader(folder, geometry)
         compared = 0
         for group in groups:
-            if engine == "transformers" and group.kind is GroupKind.EXPERTS:
-                continue  # dequantized while they are loaded
             found = loader.find_scheme(group)
             if isinstance(found, StoredScheme):
                 scheme = SCHEMES[find_by_hand(choice, group.members[0].module)]

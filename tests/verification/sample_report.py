@@ -9,6 +9,7 @@ import numpy as np
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
+    Decision,
     DiagnosisResult,
     HistogramResult,
     LayerResult,
@@ -51,8 +52,10 @@ def make_report() -> VerifyReport:
         reference=ReferenceResult(ppl=18.4417),
         candidates=_make_candidates(random),
         layers=(*_make_cache_layers(random, amax), *_make_linear_layers(random)),
-        advice="Layers 0 and 16 clip at scale 1.0: calibrate. One scale a tensor is enough; "
-        "scales by head change nothing that can be measured.",
+        decision=Decision(
+            headline="k of layers 0 and 16 clips at scale 1.0: calibrate. One scale a tensor is "
+            "enough; scales by head change nothing that can be measured."
+        ),
         diagnosis=_make_diagnosis(random, amax),
         histograms=_make_histograms(random, amax),
         sensitivity=_make_sensitivity(random),

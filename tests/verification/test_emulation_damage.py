@@ -11,21 +11,23 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8calib.data.plan import Batch
 from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
-from fp8calib.verification.damage_rows import index_layers, list_layers
+from fp8calib.verification.damage_rows import index_layers, list_layers, measure_fits
 from fp8calib.verification.emulation import emulate as emulate_module
-from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import find_ranges
-from fp8calib.verification.emulation.kv import emulate_kv
+from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
-from fp8calib.verification.report import LayerResult
+from fp8calib.verification.report import SCALE_ONE, LayerResult
 from tests import zoo
 from tests.verification.by_hand import (
     HandCache,
@@ -110,7 +112,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
         assert row.scale == pytest.approx(scales[site], rel=1e-7)
         before = np.concatenate(plain[site])
         after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
-        found = Damage(*looking.found["unscaled", site].tolist())
+        found = join_heads(looking.found["unscaled", site][0])
         assert found.signal == pytest.approx((before**2).sum(), rel=1e-5)
         assert found.noise == pytest.approx(((after - before) ** 2).sum(), rel=1e-5)
         assert found.num_elements == len(before)
@@ -234,3 +236,104 @@ def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path
         assert found.signal == pytest.approx(float(before.double().square().sum()), rel=0.02)
         assert found.noise == pytest.approx(float(noise), rel=0.05)
         assert found.amax == pytest.approx(float(before.abs().max()), rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
+def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
+    family: str, tmp_path: Path
+) -> None:
+    """By numpy, from q, k and v of a forward pass: noise by head at 1.0 and with powers of two."""
+    model = zoo.build(family)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight *= 2.0**-12
+        model.model.layers[1].self_attn.q_proj.weight *= 2.0**12
+    with opened(model, tmp_path / "m") as subject:
+        unscaled = emulate_kv(
+            make_unscaled_table(subject.geometry, E4M3FN), find_emulated("vllm")[1]
+        )
+        keep = {site: q for site, q in unscaled.items() if site.role is not Role.P}
+        looking = MeasurementHooks({SCALE_ONE: keep}, keep)
+        emulate(subject, Emulation(), *BATCHES, hooks=looking)
+        tensors = keep_tensors(subject)
+    fits = measure_fits(looking.found, SCALE_ONE, index_layers(subject.geometry))
+    assert {fit.site for fit in fits} == set(map(str, tensors))
+    for fit in fits:
+        parts = tensors[Site.parse(fit.site)]
+        losses, noises = [], np.zeros(2)
+        for head in range(len(parts[0])):
+            noise = np.zeros(2)
+            for part in parts:
+                exponent = np.ceil(np.log2(np.float64(np.abs(part).max()) / 448))
+                for index, scale in enumerate((1.0, 2.0**exponent)):
+                    x = torch.from_numpy(part[head])
+                    codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+                    noise[index] += float(((codes - x.double()) ** 2).sum())
+            noises += noise
+            losses.append(max(10 * np.log10(noise[0] / noise[1]), 0.0))
+        assert fit.loss_db == pytest.approx(max(losses), abs=1e-3)
+        assert fit.damage.noise == pytest.approx(noises[0], rel=1e-4)
+        assert fit.fitted.noise == pytest.approx(noises[1], rel=1e-4)
+    losing = {fit.site for fit in fits if fit.loss_db >= 1}
+    assert "model.layers.1.self_attn.k" in losing
+    assert not any(".layers.0." in site for site in losing)
+
+
+def keep_tensors(subject: Subject) -> dict[Site, list[np.ndarray]]:
+    """Keep the real tokens of q, k and v by head, [H, N, D], of every batch."""
+    kept: dict[Site, list[np.ndarray]] = {}
+    asked = subject.model.config._attn_implementation
+    plain = ALL_ATTENTION_FUNCTIONS[asked]
+
+    def look(module: Any, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> Any:
+        path = f"model.layers.{module.layer_idx}.self_attn"
+        for role, x in ((Role.Q, q), (Role.K, k), (Role.V, v)):
+            flat = x.detach().transpose(0, 1).flatten(1, 2)
+            mask = current[0].mask
+            chosen = flat if mask is None else flat[:, mask.flatten().nonzero().squeeze(1)]
+            kept.setdefault(Site(path, role), []).append(chosen.float().numpy())
+        return plain(module, q, k, v, *rest, **more)
+
+    current: list[Any] = [None]
+    ALL_ATTENTION_FUNCTIONS[asked] = look
+    try:
+        for batch in BATCHES:
+            current[0] = batch
+            plain_forward(subject.model, batch)
+    finally:
+        ALL_ATTENTION_FUNCTIONS[asked] = plain
+    return kept
+
+
+@pytest.mark.parametrize("shape", [(), (2, 1, 1)])
+@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 900.0])
+def test_a_fitted_scale_differs_by_the_power_of_two_with_which_nothing_clips(
+    scale: float, shape: tuple[int, ...]
+) -> None:
+    """The next smaller power clips; whatever the scale is, the two round normal values alike."""
+    heads = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(1))
+    heads[1] *= 1e-3
+    mine = Quantizer(fmt=E4M3FN, scale=torch.full(shape, scale))
+    fitted = mine.fitted_to(heads)
+    assert isinstance(fitted.scale, torch.Tensor)
+    assert fitted.scale.shape == shape
+    octaves = (fitted.scale / scale).log2()
+    assert torch.equal(octaves, octaves.round())
+    of_each = heads.abs().amax((1, 2), keepdim=True) if shape else heads.abs().max()
+    largest = of_each / fitted.scale
+    assert bool((largest <= 448).all())
+    assert bool((largest * 2 > 448).all())
+
+
+def test_another_rounding_is_no_loss() -> None:
+    """One large, constant channel rounds much better or worse with another scale: no loss."""
+    x = torch.full((1, 1, 64, 8), 0.01)
+    x[..., 0] = 13.0
+    x[..., 1:] *= torch.randn(1, 1, 64, 7, generator=torch.Generator().manual_seed(2))
+    site = Site("layers.0.attn", Role.K)
+    quantizers = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(0.03))}
+    hooks = MeasurementHooks({"mine": quantizers}, [site])
+    hooks._is_measured = True
+    hooks._measure(site, x)
+    hooks.end_batch()
+    (fit,) = measure_fits(hooks.found, "mine", {"layers.0.attn": 0})
+    assert fit.loss_db < 0.01

@@ -10,7 +10,8 @@ import pytest
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
-from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge, load_gate
+from fp8calib.verification.judge.damaged import describe_damage
+from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge, load_gate
 from fp8calib.verification.report import LayerResult, Verdict
 
 PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
@@ -25,6 +26,7 @@ def make_summary(ratio: float, error: float, *, kld: float = 0.01, tokens: int =
         log_ratio=math.log(ratio),
         log_ratio_se=error / ratio,
         kld_mean=kld,
+        kld_se=kld / 10,
         kld_median=kld,
         kld_p99=kld,
         kld_max=kld,
@@ -172,28 +174,29 @@ def make_row(
         (make_row(None), False),
     ],
 )
-@pytest.mark.parametrize("verdict", Verdict)
-def test_a_broken_site_makes_a_warning_of_a_good_verdict(
-    verdict: Verdict, row: LayerResult, is_broken: bool
-) -> None:
+def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
     rows = [*[make_row(30.0, role=role) for role in ("v", "v", "input", "input")], row]
-    found = downgrade_if_misleading(
-        verdict, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"]
+    expected = f"{row.site} (layer 7) is destroyed: " if is_broken else ""
+    found = describe_damage("it", rows, {})
+    assert found.startswith(expected)
+    assert bool(found) is is_broken
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict) -> None:
+    found = correct_if_misleading(
+        verdict, "why", damage="layer 7 is destroyed", kld_mean=0.0, gate=GATES["kv"]
     )
-    if is_broken and verdict in {PASS, SAME}:
-        assert found[0] is WARN
-        assert found[1].startswith(f"why, but {row.site} (layer 7) is damaged: ")
-    else:
-        assert found == (verdict, "why")
+    assert found[0] is FAIL
+    expected = "why" if verdict is FAIL else "why, but layer 7 is destroyed"
+    assert found[1] == expected
 
 
 def test_the_worst_site_is_described() -> None:
     rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
-    assert downgrade_if_misleading(
-        PASS, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"]
-    )[1] == (
-        "why, but layers.7.attn.v (layer 7) is damaged: an SQNR of 3.2 dB, 25.0% clipped, 0.0% "
-        "flushed to zero"
+    assert describe_damage("it", rows, {}) == (
+        "layers.7.attn.v (layer 7) is destroyed: an SQNR of 3.2 dB, 25.0% clipped, 0.0% flushed to "
+        "zero"
     )
 
 
@@ -213,10 +216,7 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
     gate: Gate, kld: float, expected: Verdict
 ) -> None:
     """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own takes precedence."""
-    assert (
-        downgrade_if_misleading(PASS, "why", candidate="it", kld_mean=kld, rows=[], gate=gate)[0]
-        is expected
-    )
+    assert correct_if_misleading(PASS, "why", damage="", kld_mean=kld, gate=gate)[0] is expected
 
 
 # --- files -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from fp8calib.verification.html.page import render_page, write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
+    Decision,
     LayerResult,
     PositionResult,
     ReferenceResult,
@@ -69,6 +70,7 @@ def make_candidate(name: str, **more: Any) -> CandidateResult:
         "ppl_ratio": 1.0123,
         "ppl_ratio_se": 0.0045,
         "kld_mean": 0.0671,
+        "kld_se": 0.0034,
         "kld_median": 0.0213,
         "kld_p99": 0.892,
         "kld_max": 3.45,
@@ -113,7 +115,7 @@ def make_small(**more: Any) -> VerifyReport:
         "reference": ReferenceResult(ppl=12.1956),
         "candidates": (make_candidate("out/overlay"), make_candidate(SCALE_ONE)),
         "layers": (),
-        "advice": "Calibrate this model.",
+        "decision": Decision(headline="Calibrate this model."),
     }
     return VerifyReport(**values | more)
 
@@ -123,8 +125,9 @@ def make_small(**more: Any) -> VerifyReport:
 
 def test_the_first_screen_is_the_conclusion_the_command_and_the_candidates() -> None:
     report = make_small(
-        advice="a: model.layers.3.self_attn.k clips. use a, which passes.",
-        conclusion="use a, which passes.",
+        decision=Decision(
+            headline="use a, which passes.", details="a: model.layers.3.self_attn.k clips."
+        ),
     )
     words = read(report, command="vllm serve a").words
     first = words.index("the/model")
@@ -151,8 +154,8 @@ def test_the_table_holds_the_figures_that_a_verdict_rests_on() -> None:
         "KV cache",
         "! warn",
         "between 1.01 and 1.05 (kv gate)",
+        "0.0671 \u00b1 0.0034",
         "1.0123 \u00b1 0.0045",
-        "0.0671",
         "0.892",
         "92.87%",
     ]
@@ -278,7 +281,12 @@ def test_a_page_of_a_large_model_stays_under_a_megabyte_and_says_what_is_left_ou
 
 def test_rules_and_tasks_have_tables() -> None:
     rule = RuleResult(
-        candidate="s.safetensors", rule="mse", ppl_ratio=1.25, ppl_ratio_se=0.5, kld_mean=0.125
+        candidate="s.safetensors",
+        rule="mse",
+        ppl_ratio=1.25,
+        ppl_ratio_se=0.5,
+        kld_mean=0.125,
+        kld_se=0.02,
     )
     task = TaskResult(
         candidate="out/overlay",
@@ -291,7 +299,7 @@ def test_rules_and_tasks_have_tables() -> None:
         recovery_percent=50.0,
     )
     words = read(make_small(rules=(rule,), tasks=(task,))).words
-    assert {"1. mse", "s.safetensors", "1.2500 \u00b1 0.5000", "0.125"} <= set(words)
+    assert {"1. mse", "s.safetensors", "1.2500 \u00b1 0.5000", "0.1250 \u00b1 0.0200"} <= set(words)
     assert {"arc_easy", "acc,none", "0.5000 \u00b1 0.0101", "0.2500", "50.0 %"} <= set(words)
 
 
@@ -317,7 +325,7 @@ def test_nothing_on_the_page_is_loaded_from_anywhere() -> None:
 def test_names_are_text_wherever_they_stand() -> None:
     hostile = make_small(
         model=HOSTILE,
-        advice=HOSTILE,
+        decision=Decision(headline=HOSTILE),
         data=(HOSTILE,),
         warnings=(HOSTILE,),
         candidates=(make_candidate(HOSTILE, verdict_why=HOSTILE, description=HOSTILE),),
@@ -335,7 +343,7 @@ def test_names_are_text_wherever_they_stand() -> None:
 def test_a_page_that_is_there_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "below" / "page.html"
     write_page(make_small(), path)
-    write_page(make_small(advice="Something else."), path)
+    write_page(make_small(decision=Decision(headline="Something else.")), path)
     assert "Something else." in path.read_text(encoding="utf-8")
     assert list(path.parent.iterdir()) == [path]
 

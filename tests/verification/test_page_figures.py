@@ -26,6 +26,7 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,
     HistogramResult,
+    KvNeed,
     Sensitivity,
     SensitivityResult,
     VerifyReport,
@@ -260,11 +261,32 @@ def test_the_diagnosis_draws_per_head_scales_only_where_they_are_known() -> None
 
 def test_the_layers_that_scale_one_does_not_fit_are_named() -> None:
     layers = (
-        make_layer(SCALE_ONE, 0, sqnr_db=30.0),
-        make_layer(SCALE_ONE, 1, sqnr_db=30.0, clipped=0.002),
-        make_layer(SCALE_ONE, 0, sqnr_db=30.0, role="v", site="model.layers.0.self_attn.v"),
+        make_layer(SCALE_ONE, 0),
+        make_layer(SCALE_ONE, 1),
+        make_layer(SCALE_ONE, 0, role="v", site="model.layers.0.self_attn.v"),
     )
-    section = find_section(make_small(layers=layers), "Are scales")
+    diagnosis = tuple(
+        DiagnosisResult(
+            site=row.site,
+            layer=row.layer,
+            unscaled_db=20.0,
+            unscaled_clipped=0.0,
+            unscaled_flushed=0.0,
+            scaled_db=None,
+            per_head_db=None,
+        )
+        for row in layers
+    )
+    need = KvNeed(
+        answer="yes",
+        sites=(layers[1].site,),
+        layers=(1,),
+        fp8_kld=0.1,
+        fp8_kld_se=None,
+        added_by_one=None,
+        removed=(),
+    )
+    section = find_section(make_small(layers=layers, diagnosis=diagnosis, kv=need), "Are scales")
     assert section.findings == [
         "Keys: scale 1.0 does not fit layer 1.",
         "Values: scale 1.0 fits every layer.",

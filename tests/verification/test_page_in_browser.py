@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fp8calib.verification.html.page import write_page
+from fp8calib.verification.report import Decision
 from tests.verification.chromium import NAMES, Page, find_chromium
 from tests.verification.sample_report import make_report
 from tests.verification.test_page import HOSTILE, make_candidate, make_layer, make_small
@@ -185,7 +186,7 @@ def test_hostile_names_run_nothing_and_widen_nothing(browser: Page, tmp_path: Pa
     names = (HOSTILE, "x" * 300)
     report = make_small(
         model=HOSTILE,
-        advice=HOSTILE * 3,
+        decision=Decision(headline=HOSTILE * 3),
         warnings=names,
         data=names,
         candidates=tuple(make_candidate(name, verdict_why=HOSTILE) for name in names),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from fp8calib.verification.compare.summary import (
     compute_ppl,
-    divergence_errors,
     standard_error,
     summarize,
     summarize_positions,
@@ -208,21 +207,3 @@ def test_every_token_is_in_one_range_of_positions(lengths: list[int]) -> None:
     assert found[-1].last == max(lengths) - 1
     for before, after in pairwise(found):
         assert after.first == before.last + 1 == 2 * before.first
-
-
-def test_the_error_of_a_difference_of_divergences_by_hand() -> None:
-    """Sequences of 1 and 3 tokens: residuals of the sums are -0.5 and 0.5 around a mean of 0.5."""
-    one, other = (
-        TokenScores(
-            logprobs=torch.zeros(4),
-            klds=torch.tensor(klds),
-            agrees=torch.ones(4, dtype=torch.bool),
-            ties=torch.zeros(4, dtype=torch.bool),
-            watched=torch.empty(4, 0),
-        )
-        for klds in ([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 1.0, 2.0])
-    )
-    errors = divergence_errors({"mine": other, "base": one}, "base", [2, 4])
-    assert errors["mine"] == pytest.approx(math.sqrt(2 * 0.5) / 4)
-    assert errors["base"] == 0.0
-    assert divergence_errors({"mine": other}, "base", [2, 4]) == {}

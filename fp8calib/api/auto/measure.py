@@ -67,9 +67,11 @@ class AutoTask:
     seq_len: int | None
     batch_size: int
     pack: bool
+    text_column: str | None = None
     placement: Placement
     revision: str | None
     trust_remote_code: bool
+    resume: bool
     force: bool
 
     @property
@@ -132,6 +134,7 @@ def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
             samples=samples,
             seq_len=task.seq_len,
             pack=task.pack,
+            text_column=task.text_column,
             seed=0,
             part=part,
         )

@@ -8,7 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
-from fp8calib.verification.report import CandidateResult, ReferenceResult, RunProvenance
+from fp8calib.overview import Overview, WithOverview
+from fp8calib.verification.report import (
+    CandidateResult,
+    ReferenceResult,
+    RunProvenance,
+    format_kld,
+)
 
 
 class _Record(BaseModel):
@@ -44,6 +50,15 @@ class Checked(_Record):
     """Why it cannot load it; empty where it can."""
 
 
+class Attempt(_Record):
+    """One combination that was written, read back and judged as a whole."""
+
+    name: str
+    """What was combined, in words."""
+    verdict: str
+    why: str
+
+
 class Outcome(_Record):
     """What was written and how it was judged; nothing passed if `written` is null."""
 
@@ -53,13 +68,15 @@ class Outcome(_Record):
     checked: Mapping[str, Checked] = {}
     serve: str = ""
     """The command that serves it."""
+    tried: tuple[Attempt, ...] = ()
+    """What was written and did not pass, in order; then the one that did."""
     closest: str = ""
     """Where nothing passes: what came closest."""
     is_unknown: bool = False
     """Nothing passes because there is too little text to tell."""
 
 
-class AutoReport(Outcome):
+class AutoReport(WithOverview, Outcome):
     """All results."""
 
     kind: Literal["auto"] = "auto"
@@ -88,6 +105,26 @@ class AutoReport(Outcome):
     def passed(self) -> bool:
         """Whether something passed, and was written."""
         return self.written is not None
+
+    def overview(self) -> Overview:
+        """Give the decisions, what was written, and the warnings."""
+        found = self.verified
+        figures = (
+            f"read back: {found.verdict}, KLD {format_kld(found.kld_mean)}, {found.verdict_why}"
+            if found
+            else f"closest: {self.closest}"
+        )
+        written = self.written.name if self.written else "nothing is written"
+        return Overview(
+            f"AutoReport of {self.model} for {self.engine} {self.engine_version}: {written}",
+            ("question", "answer", "why"),
+            [[each.question, each.answer, each.why] for each in self.decisions],
+            [
+                figures,
+                *([f"serve with: {self.serve}"] if self.serve else []),
+                *(f"warning: {text}" for text in self.warnings),
+            ],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Make the object that `auto --json` prints; report.json holds the same."""

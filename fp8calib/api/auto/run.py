@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fp8calib.api.arguments import checked
 from fp8calib.api.auto import decide
-from fp8calib.api.auto.decide import Choice
+from fp8calib.api.auto.decide import Combination, KvChoice
 from fp8calib.api.auto.measure import (
+    OVERLAY,
     AutoTask,
     Measured,
     drop_kv,
@@ -22,14 +26,22 @@ from fp8calib.api.auto.measure import (
     warn_of_few,
 )
 from fp8calib.api.auto.report import AutoReport, Decision, Outcome
-from fp8calib.api.auto.writing import write_choice
-from fp8calib.api.calibrate import IF_QUANTIZED, run_calibration
-from fp8calib.api.models import Placement, open_run_model
+from fp8calib.api.auto.writing import write_combination
+from fp8calib.api.calibrate import (
+    IF_QUANTIZED,
+    CalibrationJob,
+    choose_mode,
+    fields_of,
+    run_calibration,
+)
+from fp8calib.api.models import Placement, RunModel, open_run_model
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
 from fp8calib.api.recipe_options import override_recipe
+from fp8calib.api.stats import CalibrationStats
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
+from fp8calib.data.plan import DataPlan
 from fp8calib.engines.registry import (
     find_emulated,
     find_replayed,
@@ -37,9 +49,11 @@ from fp8calib.engines.registry import (
 )
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, save_stats
-from fp8calib.verification.report import VerifyReport
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.verification.report import CandidateResult, VerifyReport
 
 _TAG = "fp8calib auto"
 """Marks the folder of a run that was killed, which the next one replaces."""
@@ -58,12 +72,14 @@ def auto(
     seq_len: int | None = None,
     batch_size: int = 1,
     pack: bool = True,
+    text_column: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     device_map: str | None = None,
     memory: float | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    resume: bool = False,
     force: bool = False,
     progress: ProgressCallback | None = None,
 ) -> AutoReport:
@@ -82,12 +98,14 @@ def auto(
         seq_len: tokens of a sequence; None is 2048, or the model's maximum.
         batch_size: sequences of a forward pass.
         pack: whether rows are joined and cut into sequences.
+        text_column: as for `calibrate`.
         device: as for `calibrate`, like the following options.
         dtype: of the forward pass.
         device_map: `auto` spreads the model over all GPUs.
         memory: the most memory of the process, in GiB.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: run the Python code of the checkpoint.
+        resume: continue an interrupted run, from its statistics.
         force: replace earlier output.
         progress: called with stage, steps done and all steps.
 
@@ -110,9 +128,11 @@ def auto(
         seq_len=seq_len,
         batch_size=batch_size,
         pack=pack,
+        text_column=text_column,
         placement=placement,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        resume=resume,
         force=force,
     )
     report = run_auto(task, CallbackProgress(progress), lambda _text: None)
@@ -123,21 +143,103 @@ def auto(
 def run_auto(
     task: AutoTask, progress: Progress, tell: Callable[[str], None], *, command: str = ""
 ) -> AutoReport:
-    """Run `auto`; `tell` gets each decision when it is made."""
-    _check_task(task)
+    """Run `auto`; `tell` gets each step and each decision when it is made."""
     with (
+        _open_auto(task) as opened,
         ResumableFolder(
-            task.out, owned=task.owned, force=task.force, tag=_TAG, resume=False, kept_after=()
+            task.out,
+            owned=task.owned,
+            force=task.force,
+            tag=opened.tag,
+            resume=task.resume,
         ) as folder,
-        open_run_model(
-            task.model,
-            task.placement,
-            revision=task.revision,
-            trust_remote_code=task.trust_remote_code,
-            if_quantized=IF_QUANTIZED,
-            recipe=(recipe := override_recipe("kv", data={}, scales={}, top={})),
-        ) as model,
     ):
+        stats = _calibrate(opened, folder, progress, tell)
+        measured = Measured(
+            task=task,
+            model=opened.model,
+            stats=stats,
+            held_out=opened.held_out,
+            progress=progress,
+        )
+        report = _decide(measured, folder, tell)
+        texts = (*opened.calibration.warnings, *warn_of_few(report.tokens), *report.warnings)
+        report = report.model_copy(
+            update={
+                "data": opened.calibration.sources,
+                "calibration_tokens": opened.calibration.num_tokens,
+                "warnings": tuple(dict.fromkeys(texts)),
+                "command": command,
+            }
+        )
+        (folder / REPORT_NAME).write_bytes(encode_json(report.to_json()))
+    return report
+
+
+def plan_auto(task: AutoTask) -> dict[str, Any]:
+    """Plan a run without running text: the JSON output of --dry-run.
+
+    Raises:
+        UsageError, ModelError, DataError, VerificationError: as `auto`, before text is run.
+    """
+    with _open_auto(task) as opened:
+        model, held_out = opened.model, opened.held_out.num_tokens
+        job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
+        mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+        pass_s = None if mode.plan is None else mode.plan.expected_s
+        candidates = 1 + (len(SCHEMES) if task.gate == "w8a8" else 0)
+        tokens = opened.calibration.num_tokens
+        passes = 2 + candidates + 3  # reference and scale 1.0, candidates, what is read back
+        return {
+            "plan": {
+                "model": task.model,
+                "engine": task.engine,
+                "gate": task.gate,
+                "dtype": model.dtype,
+                "device": model.device,
+                "steps": [
+                    f"1 of {STEPS}: calibrate on {tokens:,} tokens",
+                    f"2 of {STEPS}: compare {candidates} candidates on {held_out:,} tokens",
+                    f"3 of {STEPS}: write the best, as {task.out}",
+                    f"4 of {STEPS}: read it back, verify and check it; if it does not pass as a "
+                    "whole, write the next best",
+                ],
+                "data": list(opened.calibration.sources),
+                "out": str(task.out),
+                **mode.as_json(),
+                "expected_s": None
+                if pass_s is None
+                else pass_s * (1 + passes * held_out / max(tokens, 1)),
+            }
+        }
+
+
+STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A model and its text, before anything is run."""
+
+    model: RunModel
+    recipe: Recipe
+    calibration: DataPlan
+    held_out: DataPlan
+    tag: str
+
+
+@contextmanager
+def _open_auto(task: AutoTask) -> Iterator[_Opened]:
+    _check_task(task)
+    recipe = override_recipe("kv", data={}, scales={}, top={})
+    with open_run_model(
+        task.model,
+        task.placement,
+        revision=task.revision,
+        trust_remote_code=task.trust_remote_code,
+        if_quantized=IF_QUANTIZED,
+        recipe=recipe,
+    ) as model:
         if model.checkpoint.form:
             raise ModelError(
                 f"{task.model} is quantized already: {model.checkpoint.form}",
@@ -145,33 +247,32 @@ def run_auto(
             )
         require_usable(task, model)
         calibration, held_out = plan_texts(task, model)
-        recipe = recipe.model_copy(
-            update={"data": recipe.data.model_copy(update={"batch_size": task.batch_size})}
-        )
-        stats = run_calibration(model, recipe, calibration, progress)
-        save_stats(stats, folder / STATS_NAME)
-        measured = Measured(
-            task=task,
+        data = recipe.data.model_copy(update={"batch_size": task.batch_size})
+        fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
+        parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
+        yield _Opened(
             model=model,
-            stats=stats,
+            recipe=recipe.model_copy(update={"data": data}),
+            calibration=calibration,
             held_out=held_out,
-            progress=progress,
+            tag=" ".join([_TAG, *parts, str(task.batch_size)]),
         )
-        report = _decide(measured, folder, tell)
-        report = report.model_copy(
-            update={
-                "data": calibration.sources,
-                "calibration_tokens": calibration.num_tokens,
-                "warnings": tuple(
-                    dict.fromkeys(
-                        (*calibration.warnings, *warn_of_few(report.tokens), *report.warnings)
-                    )
-                ),
-                "command": command,
-            }
-        )
-        (folder / REPORT_NAME).write_bytes(encode_json(report.to_json()))
-    return report
+
+
+def _calibrate(
+    opened: _Opened, folder: Path, progress: Progress, tell: Callable[[str], None]
+) -> CalibrationStats:
+    """Calibrate, or take the statistics of the run that is resumed; remove what it wrote after."""
+    for name in (OVERLAY, "scales", *SCHEMES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    path = folder / STATS_NAME
+    if path.exists():
+        tell(f"step 1 of {STEPS}: calibrated before the interruption")
+        return CalibrationStats.of(load_stats(path))
+    tell(f"step 1 of {STEPS}: calibrate on {opened.calibration.num_tokens:,} tokens")
+    stats = run_calibration(opened.model, opened.recipe, opened.calibration, progress)
+    save_stats(stats, path)
+    return stats
 
 
 def _check_task(task: AutoTask) -> None:
@@ -198,41 +299,105 @@ def _check_task(task: AutoTask) -> None:
 
 
 def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> AutoReport:
-    """Measure the candidates, decide, and write what was decided."""
+    """Measure the candidates, decide, and write the first combination that passes as a whole."""
     task, model = measured.task, measured.model
     unused = find_unused_kv(task, model)
     stats = drop_kv(measured.stats) if unused else measured.stats
     refused = dict(list_refused(task, model, stats, SCHEMES)) if task.gate == "w8a8" else {}
+    tell(f"step 2 of {STEPS}: compare candidates on {measured.held_out.num_tokens:,} tokens")
     found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
     decisions: list[Decision] = []
 
-    def note(made: Sequence[Decision]) -> None:
+    def note(*made: Decision) -> None:
         for decision in made:
             tell(f"{decision.question} {decision.answer}")
         decisions.extend(made)
 
-    def finish(outcome: Outcome) -> AutoReport:
-        return _make_report(measured, found, tuple(decisions), outcome)
-
     kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
-    note(kv.decisions)
-    if task.gate == "kv":
-        if kv.name is None:
-            return finish(Outcome(closest=kv.closest, is_unknown=kv.is_unknown))
-        return finish(write_choice(measured, folder, scheme=None, left=(), kv=kv))
-    scheme = decide.choose_scheme(found, refused)
-    left: tuple[int, ...] = ()
+    note(*kv.decisions)
+    ranked = decide.rank_schemes(found, refused)
+    tried: list[Outcome] = []
+    for choice in _list_choices(measured, found, refused, ranked, kv, note):
+        tell(f"step 3 of {STEPS}: write {choice}")
+        outcome = write_combination(measured, folder, choice)
+        tried.append(outcome)
+        last = outcome.tried[0]
+        tell(f"step 4 of {STEPS}: read back: {last.verdict} ({last.why})")
+        if outcome.written is not None:
+            break
+    if task.gate == "w8a8":
+        note(_describe_scheme(found, refused, ranked, tried))
+    return _make_report(measured, found, tuple(decisions), _join(tried, found, refused, kv, task))
+
+
+def _list_choices(
+    measured: Measured,
+    found: VerifyReport,
+    refused: Mapping[str, str],
+    ranked: Sequence[CandidateResult],
+    kv: KvChoice,
+    note: Callable[[Decision], None],
+) -> Iterator[Combination]:
+    """List what to write: schemes with FP8 inputs, whole or without layers, then the others.
+
+    Layers are searched for only when what came before did not pass.
+    """
+    gate = measured.task.gate
+    multiplying = [each for each in ranked if decide.has_fp8_inputs(each.name)]
+    yield from decide.list_combinations(multiplying, kv, gate)
     fallback = decide.choose_fallback(found, refused)
-    needs_layers = scheme.name is None or not decide.has_fp8_inputs(scheme.name)
-    if needs_layers and fallback is not None and not scheme.is_unknown:
-        chosen = leave_layers(measured, fallback)
-        if chosen is not None:
-            left, decision = chosen
-            scheme = Choice(name=fallback, decisions=(*scheme.decisions, decision))
-    note(scheme.decisions)
-    if scheme.name is None:
-        return finish(Outcome(closest=scheme.closest, is_unknown=scheme.is_unknown))
-    return finish(write_choice(measured, folder, scheme=scheme.name, left=left, kv=kv))
+    _, is_unknown = decide.find_closest(found, refused)
+    if gate == "w8a8" and fallback is not None and not is_unknown:
+        measured_layers = leave_layers(measured, fallback)
+        if measured_layers is not None:
+            left, decision = measured_layers
+            note(decision)
+            for cache in (kv.name, None) if kv.name else (None,):
+                yield Combination(scheme=fallback, kv=cache, left=left)
+    if gate == "w8a8":
+        others = [each for each in ranked if each not in multiplying]
+        yield from decide.list_combinations(others, kv, gate)
+
+
+def _describe_scheme(
+    found: VerifyReport,
+    refused: Mapping[str, str],
+    ranked: Sequence[CandidateResult],
+    tried: Sequence[Outcome],
+) -> Decision:
+    written = tried[-1].written if tried else None
+    answer = "none" if written is None or written.scheme is None else written.scheme
+    reasons = [decide.describe_schemes(found, refused)]
+    if answer != "none" and not decide.has_fp8_inputs(answer):
+        reasons.insert(0, "no scheme with FP8 inputs passes, so products stay in 16 bits")
+    elif answer != "none" and ranked and not decide.has_fp8_inputs(ranked[-1].name):
+        reasons.insert(0, "schemes with FP8 inputs come first, as only these multiply in FP8")
+    failed = [f"{each.tried[0].name} ({each.tried[0].verdict})" for each in tried[:-1]]
+    if failed:
+        reasons.insert(0, f"tried before, and not passing as a whole: {'; '.join(failed)}")
+    question = "which scheme is written?"
+    return Decision(question=question, answer=answer, why="; ".join(reasons))
+
+
+def _join(
+    tried: Sequence[Outcome],
+    found: VerifyReport,
+    refused: Mapping[str, str],
+    kv: KvChoice,
+    task: AutoTask,
+) -> Outcome:
+    """Join the attempts to what `auto` answers: the last one, or why there is none."""
+    attempts = tuple(each for outcome in tried for each in outcome.tried)
+    if tried and tried[-1].written is not None:
+        return tried[-1].model_copy(update={"tried": attempts})
+    if tried:
+        # Of attempts that failed, the first is the most useful one.
+        is_unknown = all(outcome.is_unknown for outcome in tried)
+        return tried[0].model_copy(update={"tried": attempts, "is_unknown": is_unknown})
+    if task.gate == "kv":
+        return Outcome(closest=kv.closest, is_unknown=kv.is_unknown)
+    closest, is_unknown = decide.find_closest(found, refused)
+    return Outcome(closest=closest, is_unknown=is_unknown)
 
 
 def _make_report(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fp8calib.api.auto import decide
-from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Choice
+from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
 from fp8calib.api.auto.measure import (
     OVERLAY,
     AutoTask,
@@ -15,53 +15,62 @@ from fp8calib.api.auto.measure import (
     drop_kv,
     name_layers,
 )
-from fp8calib.api.auto.report import Checked, Outcome, WrittenResult
+from fp8calib.api.auto.report import Attempt, Checked, Outcome, WrittenResult
 from fp8calib.api.check import check
 from fp8calib.api.export.run import export
 from fp8calib.api.quantize.run import quantize
 from fp8calib.api.quantize.servable import find_fault
 from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.verification.report import CandidateResult
+from fp8calib.verification.report import CandidateResult, Verdict
 
 
-def write_choice(
-    measured: Measured, folder: Path, *, scheme: str | None, left: tuple[int, ...], kv: Choice
-) -> Outcome:
-    """Write what was decided, verify and check it."""
-    name = scheme or OVERLAY
-    ignore = [name_layers(measured.stats)[layer] for layer in left]
-    query = "yes" if kv.name == KV_AND_Q_SCALES else "no"
+def write_combination(measured: Measured, folder: Path, choice: Combination) -> Outcome:
+    """Write one combination, read it back, verify and check it; remove it if it does not pass."""
+    name = choice.scheme or OVERLAY
+    ignore = [name_layers(measured.stats)[layer] for layer in choice.left]
+    has_query = choice.kv == KV_AND_Q_SCALES
     model = str(measured.model.source.folder)
-    if scheme is not None:
-        stats = measured.stats if kv.name == KV_SCALES else drop_kv(measured.stats)
-        quantize(model, scheme, folder / scheme, stats=stats, ignore=ignore)
-    if scheme is None or kv.name == KV_AND_Q_SCALES:
-        source = model if scheme is None else folder / scheme
+    if choice.scheme is not None:
+        stats = measured.stats if choice.kv == KV_SCALES else drop_kv(measured.stats)
+        quantize(model, choice.scheme, folder / choice.scheme, stats=stats, ignore=ignore)
+    if choice.scheme is None or has_query:
+        source = model if choice.scheme is None else folder / choice.scheme
         written = folder / "scales"
+        query = "yes" if has_query else "no"
         export(measured.stats, OVERLAY, written, model=source, query_scale=query)
-        if scheme is not None:
-            _remove(folder / scheme)
+        if choice.scheme is not None:
+            _remove(folder / choice.scheme)
         (written / OVERLAY).rename(folder / name)
         written.rmdir()
     verified = _verify_written(measured, folder / name)
     checked = dict(_check_written(measured.task, folder / name))
-    is_served = checked[measured.task.engine].ok
-    if not decide.passes(verified) or not is_served:
+    served = checked[measured.task.engine]
+    attempt = Attempt(
+        name=str(choice),
+        verdict=verified.verdict.value if served.ok else "not loaded",
+        why=verified.verdict_why if served.ok else served.why,
+    )
+    if not decide.passes(verified) or not served.ok:
         _remove(folder / name)
-        why = f"{verified.verdict} ({verified.verdict_why})"
-        closest = f"{name} as written: {why if is_served else checked[measured.task.engine].why}"
-        return Outcome(closest=closest, checked=checked, verified=verified)
+        return Outcome(
+            closest=f"{attempt.name}: {attempt.verdict} ({attempt.why})",
+            is_unknown=served.ok and verified.verdict is Verdict.CANNOT_TELL,
+            tried=(attempt,),
+            checked=checked,
+            verified=verified,
+        )
     return Outcome(
         written=WrittenResult(
             name=name,
-            scheme=scheme,
-            has_kv_scales=kv.name is not None,
-            has_query_scales=kv.name == KV_AND_Q_SCALES,
-            unquantized_layers=left,
+            scheme=choice.scheme,
+            has_kv_scales=choice.kv is not None,
+            has_query_scales=has_query,
+            unquantized_layers=choice.left,
         ),
+        tried=(attempt,),
         verified=verified,
         checked=checked,
-        serve=_spell_serve(measured.task, name, has_kv=kv.name is not None),
+        serve=_spell_serve(measured.task, name, has_kv=choice.kv is not None),
     )
 
 
@@ -73,7 +82,8 @@ def _verify_written(measured: Measured, path: Path) -> CandidateResult:
 def _check_written(task: AutoTask, path: Path) -> Iterator[tuple[str, Checked]]:
     """Replay the engine that was asked for, and those that `check` asks by itself."""
     asked = dict.fromkeys([task.engine, *list_defaults()])
-    report = check(path, engine=list(asked))
+    # The scales follow from the statistics of this very run.
+    report = check(path, engine=list(asked), allow_suspicious=True)
     for name, key in zip(asked, report.engines, strict=True):
         found = report.engines[key]
         yield name, Checked(version=report.versions[key], ok=found.ok, why=find_fault(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,17 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from fp8calib.api.auto.report import AutoReport
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint, pair_tensors
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.dialects.fp8.registry import load_finder
 from fp8calib.dialects.metadata import find_origin, read_file_origin
 from fp8calib.dialects.read import has_kv_scales
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
 from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
@@ -34,6 +39,8 @@ class Loss:
     model: str
     """The unquantized model, as it was named."""
     engine: str
+    device: str
+    """The one that emulated it."""
     dtype: str
     data: tuple[str, ...]
     tokens: int
@@ -47,6 +54,8 @@ class Loss:
     provenance: RunProvenance | None
     decisions: tuple[tuple[str, str, str], ...] = ()
     """Question, answer and reason of each decision of `auto`."""
+    warnings: tuple[str, ...] = ()
+    """Of the report, such as that there was too little text."""
 
 
 class Calibration(BaseModel):
@@ -74,7 +83,8 @@ class CardFacts:
     """Everything that a card says."""
 
     folder: Path
-    has_fp8_weights: bool
+    weights: str
+    """The schemes of the FP8 weights, in words; empty where there are none."""
     has_kv_scales: bool
     is_checkpoint: bool
     """Whether a config is beside the tensors; otherwise the folder holds files of scales alone."""
@@ -119,7 +129,7 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
     losses = tuple(_read_losses(folder, reports, origin))
     return CardFacts(
         folder=folder,
-        has_fp8_weights=has_weights,
+        weights=_describe_weights(folder) if has_weights else "",
         has_kv_scales=has_scales,
         is_checkpoint=is_checkpoint,
         quant_method=_find_method(folder) if is_checkpoint else "",
@@ -131,6 +141,28 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         ),
         files=tuple(_list_files(folder)),
     )
+
+
+def _describe_weights(folder: Path) -> str:
+    """Describe the schemes of the FP8 weights, each with the number of its linears."""
+    with Checkpoint.open(folder) as checkpoint:
+        try:
+            config = load_json_object(folder / CONFIG_NAME)
+            schemes = pair_tensors(checkpoint, load_finder(folder, config)[1]).schemes
+        except ModelError:  # `check`, whose verdict is in the card, says what is wrong
+            return "FP8 weights"
+    counts = Counter(map(_describe_scheme, schemes.values()))
+    if len(counts) == 1:
+        return f"FP8 weights ({next(iter(counts))})"
+    parts = (f"{count} linears {scheme}" for scheme, count in counts.most_common())
+    return f"FP8 weights ({'; '.join(parts)})"
+
+
+def _describe_scheme(stored: StoredScheme) -> str:
+    for scheme in SCHEMES.values():
+        if (scheme.weights, scheme.inputs) == (stored.weights, stored.inputs):
+            return f"{scheme.name}: {scheme.description}"
+    return f"weights per {stored.weights}, scales of inputs: {stored.inputs}"
 
 
 def _find_method(folder: Path) -> str:
@@ -213,7 +245,7 @@ def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Lo
     return loss
 
 
-_ADDED = ("schema_version", "passed", "next")
+_ADDED = ("schema_version", "passed", "next", "advice")
 """What the command line adds to a report."""
 
 
@@ -222,6 +254,7 @@ def _from_auto(report: AutoReport) -> Loss:
     return Loss(
         model=report.model,
         engine=report.engine_version,
+        device=report.device,
         dtype=report.dtype,
         data=report.data,
         tokens=report.tokens,
@@ -231,6 +264,7 @@ def _from_auto(report: AutoReport) -> Loss:
         others=report.candidates,
         command=_publish(report.command),
         provenance=report.provenance,
+        warnings=report.warnings,
         decisions=tuple((each.question, each.answer, each.why) for each in report.decisions),
     )
 
@@ -246,6 +280,7 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
     return Loss(
         model=report.model,
         engine=report.engine_version or report.engine,
+        device=report.device,
         dtype=report.dtype,
         data=report.data,
         tokens=report.tokens,
@@ -255,6 +290,7 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
         others=tuple(each for each in report.candidates if each not in own),
         command=_publish("" if report.provenance is None else report.provenance.command),
         provenance=report.provenance,
+        warnings=report.warnings,
     )
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined
 
 from fp8calib.api.arguments import checked
 from fp8calib.api.card.facts import CARD_NAME, CardFacts, Loss, find_version, read_facts
+from fp8calib.api.card.source import read_source_fields
 from fp8calib.api.check import check
 from fp8calib.api.quantize.servable import find_fault, find_load_fault
 from fp8calib.checkpoint.atomic import check_output_file, format_size, write_file_atomic
@@ -18,7 +25,13 @@ from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, shorten
-from fp8calib.verification.report import SCALE_ONE, CandidateResult, format_error, format_kld
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    SERVER,
+    CandidateResult,
+    format_error,
+    format_kld,
+)
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -28,12 +41,12 @@ class Card:
     """A model card that was written."""
 
     path: Path
-    text: str
+    text: str = field(repr=False)
     upload: str
     """The command that uploads the folder."""
     warnings: tuple[str, ...] = ()
-    """Why reports that were found have no loss of the folder, if no other report has one; and where
-    no engine uses what the folder holds."""
+    """That no licence is known; why reports that were found have no loss of the folder, if no other
+    report has one; and where no engine uses what the folder holds."""
 
 
 @checked
@@ -43,6 +56,7 @@ def card(
     verify_reports: Sequence[str | Path] = (),
     base_model: str | None = None,
     repo: str | None = None,
+    quantized_by: str | None = None,
     model: str | Path | None = None,
     force: bool = False,
 ) -> Card:
@@ -55,6 +69,7 @@ def card(
         verify_reports: files that `verify --json` printed; the report of `auto` is found by itself.
         base_model: the Hub id of the unquantized model; None takes the one in a report.
         repo: the Hub id of the folder; None is a placeholder and the folder's name.
+        quantized_by: who made it, for the front matter.
         model: the unquantized model's folder, whose layers are checked; files of scales need it.
         force: replace a README.md.
 
@@ -79,9 +94,14 @@ def card(
     if not _HUB_ID.fullmatch(name):
         raise UsageError(f"--repo {name}: no Hub id, such as org/name")
     report = _check(facts, model)
-    text = "\n".join(_describe(facts, base, name, report)) + "\n"
+    source = _find_source(facts, model)
+    fields = read_source_fields(folder, source, base)
+    warnings = [] if fields.get("license") else ["no licence is known: add `license:` to the card"]
+    if quantized_by is not None:
+        fields["quantized_by"] = quantized_by
+    text = _render(facts, base, name, report, fields)
     write_file_atomic(path, text.encode())
-    warnings = [] if facts.losses else [*facts.other_reports]
+    warnings += [] if facts.losses else facts.other_reports
     if report is not None and not any(found.ok for found in report.engines.values()):
         engines = ", ".join(report.engines)
         warnings += [f"none of {engines} uses all of {folder}: see fp8calib check {folder}"]
@@ -91,6 +111,12 @@ def card(
         upload=f"hf upload {name} {shlex.quote(str(folder))}",
         warnings=tuple(warnings),
     )
+
+
+def _find_source(facts: CardFacts, model: str | Path | None) -> Path | None:
+    """Find the folder of the unquantized model, as it was named now or in a report."""
+    names = [str(model)] if model is not None else [loss.model for loss in facts.losses]
+    return next((Path(name) for name in names if Path(name).is_dir()), None)
 
 
 def _spell_as_id(name: str) -> str:
@@ -118,34 +144,74 @@ def _check(facts: CardFacts, model: str | Path | None) -> CheckReport | None:
     return check(facts.folder / files[0], engine=list_defaults(), model=model)
 
 
-def _describe(facts: CardFacts, base: str, repo: str, report: CheckReport | None) -> Iterator[str]:
-    yield from _list_front_matter(facts, base)
-    yield f"# {repo.rpartition('/')[2]}"
-    yield ""
-    yield _summarize(facts, base)
-    for loss in facts.losses:
-        yield from _describe_loss(loss)
-    if not facts.losses:
-        yield from ("", "## Loss", "", "Not measured.")
-    yield from _describe_engines(facts, repo, report)
-    yield from _describe_making(facts)
-    yield from ("", "## Files", "")
-    rows = ([f"`{f.name}`", format_size(f.size_bytes), f"`{f.sha256}`"] for f in facts.files)
-    yield from _make_table(["file", "size", "SHA-256"], rows)
+def _render(
+    facts: CardFacts, base: str, repo: str, report: CheckReport | None, fields: Mapping[str, Any]
+) -> str:
+    pack = KV_SCALES.path_pattern in (each.name for each in facts.files)
+    runs = (facts.calibration, *facts.losses)
+    commands = dict.fromkeys(found.command for found in runs if found is not None and found.command)
+    return _TEMPLATE.render(
+        front_matter=yaml.safe_dump(
+            _make_front_matter(facts, base, repo, fields), sort_keys=False, allow_unicode=True
+        ),
+        title=repo.rpartition("/")[2],
+        summary=_summarize(facts, base),
+        losses=[
+            {
+                **{each.name: getattr(loss, each.name) for each in fields_of(loss)},
+                "rows": _list_rows(loss),
+            }
+            for loss in facts.losses
+        ],
+        is_pack=pack,
+        repo=repo,
+        engines=None if report is None else list(_list_engines(facts, repo, report)),
+        serving=[] if report is None else list(_list_commands(facts, repo, report)),
+        making=list(_list_making(facts)),
+        commands=list(map(wrap_command, commands)),
+        size=format_size(sum(each.size_bytes for each in facts.files)),
+        files=[
+            [f"`{f.name}`", format_size(f.size_bytes), f"`{f.sha256[:16]}`"] for f in facts.files
+        ],
+    )
 
 
-def _list_front_matter(facts: CardFacts, base: str) -> Iterator[str]:
+def _make_front_matter(
+    facts: CardFacts, base: str, repo: str, fields: Mapping[str, Any]
+) -> dict[str, Any]:
     tags = ["fp8", "fp8calib", *filter(None, [facts.quant_method])]
-    yield from ("---", f"base_model: {base}", "base_model_relation: quantized")
+    matter = {**fields, "base_model": base, "base_model_relation": "quantized"}
     if facts.is_checkpoint:
-        yield "library_name: transformers"
-    yield "tags:"
-    yield from (f"- {tag}" for tag in dict.fromkeys(tags))
-    yield from ("---", "")
+        matter["library_name"] = "transformers"
+    matter["tags"] = list(dict.fromkeys(tags))
+    if facts.losses:
+        results = [_make_result(loss) for loss in facts.losses]
+        matter["model-index"] = [{"name": repo.rpartition("/")[2], "results": results}]
+    return matter
+
+
+def _make_result(loss: Loss) -> dict[str, Any]:
+    """Make a result of `model-index`, by which the Hub lists figures."""
+    how = f"emulated as {loss.engine} computes"
+    figures = (
+        ("perplexity-ratio", "Perplexity ratio", loss.own.ppl_ratio),
+        ("kl-divergence", "Mean KL divergence in nats", loss.own.kld_mean),
+        ("top-1-agreement", "Top-1 agreement", loss.own.top1_agreement),
+    )
+    data = ", ".join(loss.data)
+    return {
+        "task": {"type": "text-generation"},
+        "dataset": {"type": "text", "name": f"{data}, {loss.tokens:,} tokens"},
+        "metrics": [
+            {"type": kind, "name": f"{name}, {how}", "value": round(value, 6), "verified": False}
+            for kind, name, value in figures
+            if value is not None
+        ],
+    }
 
 
 def _summarize(facts: CardFacts, base: str) -> str:
-    parts = ["FP8 weights"] if facts.has_fp8_weights else []
+    parts = [facts.weights] if facts.weights else []
     parts += ["scales for an FP8 KV cache"] if facts.has_kv_scales else []
     what = " and ".join(parts)
     version = find_version(facts)
@@ -156,35 +222,27 @@ def _summarize(facts: CardFacts, base: str) -> str:
     return f"{what[0].upper()}{what[1:]} of {link}; the weights are there.{by}"
 
 
-def _describe_loss(loss: Loss) -> Iterator[str]:
-    yield from ("", f"## Loss in {loss.engine}", "")
-    yield (
-        f"Compared with the unquantized model token by token, as {loss.engine} computes: "
-        f"{loss.tokens:,} tokens of {', '.join(loss.data)}, in sequences of {loss.seq_len}, in "
-        f"{loss.dtype}. The perplexity of the unquantized model is {loss.ppl:.4f}. Errors are "
-        "standard errors."
-    )
-    yield ""
-    rows = [_make_row(loss.own, "**this**", loss.tokens)]
-    rows += [_make_row(each, _name(each), loss.tokens) for each in loss.others]
-    titles = ["", "perplexity ratio", "mean KLD, nats", "99th percentile", "top-1", "verdict"]
-    yield from _make_table(titles, rows)
+def _list_rows(loss: Loss) -> list[list[str]]:
+    named = [(loss.own, "**this**"), *((each, _name(each)) for each in loss.others)]
+    return [_make_row(found, name, loss) for found, name in named]
 
 
 def _name(candidate: CandidateResult) -> str:
     if candidate.name == SCALE_ONE:
         return "KV cache at scale 1.0"
-    return f"`{shorten(Path(candidate.name).name)}`, emulated"
+    if candidate.name == SERVER:
+        return "a running server, not emulated"
+    return f"`{shorten(Path(candidate.name).name)}`"
 
 
-def _make_row(found: CandidateResult, name: str, tokens: int) -> list[str]:
+def _make_row(found: CandidateResult, name: str, loss: Loss) -> list[str]:
     return [
         name,
         f"{found.ppl_ratio:.4f} ± {format_error(found.ppl_ratio_se)}",
         format_kld(found.kld_mean),
         format_kld(found.kld_p99),
-        _format_share(found.top1_agreement, tokens),
-        f"{found.verdict} ({found.gate})",
+        _format_share(found.top1_agreement, loss.tokens),
+        f"{found.verdict} ({found.gate}){', with warnings' if loss.warnings else ''}",
     ]
 
 
@@ -195,29 +253,14 @@ def _format_share(share: float | None, tokens: int) -> str:
     return f"{share:.2%} ± {math.sqrt(share * (1 - share) / tokens):.2%}"
 
 
-def _describe_engines(facts: CardFacts, repo: str, report: CheckReport | None) -> Iterator[str]:
-    yield from ("", "## Engines", "")
-    if KV_SCALES.path_pattern in (each.name for each in facts.files):
-        yield "Add them to the model, or to a checkpoint that was quantized from it:"
-        command = f"fp8calib extract-kv-scales --quantized-model {repo} --model MODEL"
-        yield from ("", "```sh", f"{command} --save-path OUT", "```", "")
-    if report is None:
-        yield "`fp8calib check FILE --model MODEL` tells what each engine does with a file."
-        return
-    yield "What `fp8calib check` replays of each engine's loading rules:"
-    yield ""
-    rows = []
+def _list_engines(facts: CardFacts, repo: str, report: CheckReport) -> Iterator[list[str]]:
     place = rf"(?<![\w./-]){re.escape(str(facts.folder))}(?=[/:])"
     for key, found in report.engines.items():
         used = sum(layer.ok for layer in found.layers)
         kv = f"{used} of {len(found.layers)} layers" if facts.has_kv_scales else "-"
         why = find_load_fault(found) or find_fault(found) or next(iter(found.problems), "")
-        why = re.sub(place, repo, shorten(why)).replace("|", r"\|")
-        rows.append([key, report.versions[key], "yes" if found.ok else "no", kv, why])
-    yield from _make_table(["engine", "version", "uses it", "KV scales used", "note"], rows)
-    commands = list(_list_commands(facts, repo, report))
-    if commands:
-        yield from ("", "```sh", *commands, "```")
+        why = re.sub(place, repo, shorten(why))
+        yield [key, report.versions[key], "yes" if found.ok else "no", kv, why]
 
 
 def _list_commands(facts: CardFacts, repo: str, report: CheckReport) -> Iterator[str]:
@@ -227,31 +270,56 @@ def _list_commands(facts: CardFacts, repo: str, report: CheckReport) -> Iterator
             yield launch.spell(repo, has_kv=facts.has_kv_scales)
 
 
-def _describe_making(facts: CardFacts) -> Iterator[str]:
-    yield from ("", "## How it was made", "")
-    yield from list(_list_making(facts)) or ["Not recorded."]
-    commands = [found.command for found in (facts.calibration, *facts.losses) if found is not None]
-    if any(commands):
-        yield from ("", "```sh", *dict.fromkeys(filter(None, commands)), "```")
-
-
 def _list_making(facts: CardFacts) -> Iterator[str]:
     for loss in facts.losses:
-        yield from (f"* {question} **{answer}**: {why}" for question, answer, why in loss.decisions)
+        yield from (f"{question} **{answer}**: {why}" for question, answer, why in loss.decisions)
     if (run := facts.calibration) is not None:
         data = ", ".join(run.data)
-        yield f"* Calibrated on {run.tokens:,} tokens of {data}, in sequences of {run.seq_len}"
-    if facts.origin is not None:
-        what = "the calibrated model (its config, and samples of each tensor)"
-        yield f"* SHA-256 of {what}: `{facts.origin.model}`"
-        if facts.origin.data:
-            yield f"* SHA-256 of the tokens that it was calibrated on: `{facts.origin.data}`"
+        yield f"Calibrated on {run.tokens:,} tokens of {data}, in sequences of {run.seq_len}"
+    for name, digest in _list_hashes(facts):
+        yield f"{name}: SHA-256 `{digest[:16]}...`"
     for made in filter(None, (loss.provenance for loss in facts.losses)):
-        yield f"* SHA-256 of the tokens that the loss was measured on: `{made.data_hash}`"
         versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-        yield f"* Measured on {made.date} with {versions}"
+        yield f"Measured on {made.date} with {versions}"
 
 
-def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    for cells in (titles, ["---"] * len(titles), *rows):
-        yield f"| {' | '.join(cells)} |"
+def _list_hashes(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    if facts.origin is not None:
+        yield "The calibrated model", facts.origin.model
+        if facts.origin.data:
+            yield "The calibration text", facts.origin.data
+    for made in filter(None, (loss.provenance for loss in facts.losses)):
+        yield "The text of the loss", made.data_hash
+
+
+def wrap_command(command: str, width: int = 76) -> str:
+    """Break a command line before its options, so that it fits the column of a page."""
+    groups: list[list[str]] = []
+    for word in shlex.split(command):
+        if not groups or word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    lines: list[str] = []
+    for part in map(shlex.join, groups):
+        if lines and len(lines[-1]) + 1 + len(part) <= width - 2:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}" if lines else part)
+    return " \\\n".join(lines)
+
+
+def _make_table(rows: Iterable[Sequence[str]], titles: Sequence[str]) -> str:
+    """Make a Markdown table; the filter `table` of the template."""
+    listed = ([cell.replace("|", r"\|") for cell in cells] for cells in rows)
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *listed)
+    )
+
+
+_environment = Environment(  # noqa: S701 -- Markdown
+    trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+)
+_environment.filters["table"] = _make_table
+_TEMPLATE = _environment.from_string(
+    files(__package__).joinpath("card.md.jinja").read_text(encoding="utf-8")
+)

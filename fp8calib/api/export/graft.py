@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.dialect import Graft
+from fp8calib.dialects.graft import QuantizedModel, has_kv_cache
 from fp8calib.dialects.metadata import explain_other_attention
 from fp8calib.engines.serving import list_servers_without
 from fp8calib.errors import ExportError, ModelError, UsageError
+from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.unquantized_tensors import find_first_change, hash_unquantized
+from fp8calib.stats.unquantized_tensors import (
+    BaseComparison,
+    compare_with_base,
+    hash_unquantized,
+)
 
 if TYPE_CHECKING:
-    from fp8calib.dialects.graft import QuantizedModel
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -79,14 +84,30 @@ def relate_to_quantized(
             f"{checkpoint.folder} was made from the calibrated model cannot be checked",
             hint="add --base MODEL with the calibrated (unquantized) model",
         )
-    difference = find_first_change(hashes, checkpoint)
-    if difference and not options.other_weights:
+    compared = _compare(hashes, checkpoint)
+    if compared.difference and not options.other_weights:
         raise ModelError(
-            _name_other(name, checkpoint, difference),
+            _name_other(name, checkpoint, compared.difference),
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
             "them: if it was made from this model in such a way, add --other-weights",
         )
-    return Graft(model=fingerprint, accepted=difference, replaces_scales=options.replaces_scales)
+    return Graft(
+        model=fingerprint,
+        accepted=compared.difference,
+        unchecked=compared.uncompared,
+        replaces_scales=options.replaces_scales,
+    )
+
+
+def _compare(hashes: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
+    """Compare a quantized checkpoint with the record of the calibrated model."""
+    try:
+        decoded = DecodedCheckpoint.open(checkpoint.folder)
+    except ModelError as error:
+        found = compare_with_base(hashes, checkpoint)
+        return replace(found, uncompared=found.uncompared and error.message)
+    with decoded:
+        return compare_with_base(hashes, decoded)
 
 
 _UNKNOWN = "the scales record no model"
@@ -94,10 +115,18 @@ _OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
 def describe_graft(graft: Graft, checkpoint: Checkpoint, geometry: ModelGeometry) -> Iterator[str]:
-    """Describe what was not checked, and what --other-weights accepted."""
+    """Describe what was not checked or not replaced, and what --other-weights accepted."""
+    if graft.replaces_scales and not has_kv_cache(checkpoint, geometry):
+        yield f"--replace-scales has no effect: {checkpoint.folder} has no KV scales"
     if graft.accepted == _UNKNOWN:
         yield f"{checkpoint.folder}: {_UNKNOWN}, so only layers and shapes were compared with it"
-    elif graft.accepted:
+    if graft.unchecked:
+        yield (
+            f"{checkpoint.folder}: its k and v projections were not compared with those of the "
+            f"calibrated model: {graft.unchecked}; if it is another model with the same norms and "
+            "embeddings, the scales are wrong"
+        )
+    if graft.accepted and graft.accepted != _UNKNOWN:
         yield (
             f"{checkpoint.folder} is not known to be made from the calibrated model: "
             f"{graft.accepted}, and --other-weights accepts it. Scales that AWQ and SmoothQuant "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Exported:
     files: tuple[str, ...]
     """Relative to `out`, sorted."""
     warnings: tuple[str, ...]
-    served: Mapping[str, Any]
+    served: Mapping[str, Any] = field(repr=False)
     """`serving`, `limitations` and `other_engines`; empty without a model."""
 
 

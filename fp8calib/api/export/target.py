@@ -48,8 +48,8 @@ class ExportTarget:
     quantized: QuantizedModel | None = None
 
     def describe(self) -> Iterator[str]:
-        """Describe what a user should know about a quantized model."""
-        if self.source is not None and self.quantized is not None:
+        """Describe what a user should know about how the scales are added."""
+        if self.source is not None:
             yield from describe_graft(self.graft, self.source, self.stats.geometry)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Quantized:
     out: Path
     files: tuple[str, ...]
     """Relative to `out`."""
-    report: Mapping[str, Any]
+    report: Mapping[str, Any] = field(repr=False)
     """What `quantize --json` prints: the linears that stay unquantized, who serves it, notes."""
 
 
@@ -48,6 +48,7 @@ def quantize(
     seq_len: int | None = None,
     batch_size: int | None = None,
     pack: bool = True,
+    text_column: str | None = None,
     stats: str | Path | CalibrationStats | None = None,
     dialect: str = COMPRESSED_TENSORS.name,
     layer_schemes: Mapping[str, str] | None = None,
@@ -82,6 +83,7 @@ def quantize(
         seq_len: for `gptq`, tokens of a sequence; None is 2048, or the model's maximum.
         batch_size: for `gptq`, sequences of a forward pass; None is 1.
         pack: for `gptq`, whether rows are joined and cut into sequences.
+        text_column: for `gptq`, as for `calibrate`.
         stats: statistics for the scales of inputs, K and V, or their path.
         dialect: the form of the checkpoint (`--format`).
         layer_schemes: other schemes of some linears, by patterns like those of `ignore`; the first
@@ -115,6 +117,7 @@ def quantize(
         "seq_len": seq_len,
         "batch_size": batch_size,
         "no_pack": not pack,
+        "text_column": text_column,
         "dtype": None if dtype == "auto" else dtype,
         "memory": memory,
         "trust_remote_code": trust_remote_code,
@@ -150,7 +153,11 @@ def quantize(
                 stats=loaded,
                 inputs=inputs,
                 data=make_data_options(
-                    samples=samples, seq_len=seq_len, batch_size=batch_size, pack=pack
+                    samples=samples,
+                    seq_len=seq_len,
+                    batch_size=batch_size,
+                    pack=pack,
+                    text_column=text_column,
                 ),
                 rows=data,
                 tokenizer=tokenizer,

@@ -17,7 +17,7 @@ def run_alone(job: VerifyJob, evidence: Evidence, progress: Progress) -> Verific
     """Compare the server with the evidence, without running the model.
 
     Raises:
-        VerificationError: a server fails.
+        ServerError: a server fails.
         ModelError: it has another model.
     """
     assert job.server is not None  # noqa: S101 -- checked with the options

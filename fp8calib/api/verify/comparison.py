@@ -20,7 +20,7 @@ from fp8calib.api.verify.request import build_request
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.rows import Row
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
@@ -62,6 +62,7 @@ class VerificationText:
     samples: int
     seq_len: int | None
     pack: bool
+    text_column: str | None = None
     tokenizer: Any = None
     """None: that in the model's folder."""
 
@@ -82,6 +83,7 @@ class VerificationText:
             seed=0,
             part="verify",
             tokenizer=self.tokenizer,
+            text_column=self.text_column,
         )
         few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
         is_few = plan.num_tokens < FEW_TOKENS
@@ -103,8 +105,9 @@ def open_verify_job(
         UsageError: options contradict each other.
         DataError: the text cannot be read.
         ModelError: a candidate cannot be read or emulated, or belongs to another model.
-        VerificationError: the server fails.
+        ServerError: the server fails.
     """
+    _require_head(model)
     target = Target(
         checkpoint=model.checkpoint,
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
@@ -174,6 +177,20 @@ def run_verify_job(
         versions=versions(),
     )
     return _change_report(verified, memory=memory, provenance=provenance)
+
+
+def _require_head(model: RunModel) -> None:
+    """Refuse a model that predicts no tokens.
+
+    Raises:
+        ModelError: naming its class.
+    """
+    if model.prepared.model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model.prepared.model).__name__} has no output head, so it predicts no tokens "
+            "whose divergence could be measured",
+            hint="verify the model with its language-model head (a ...ForCausalLM class)",
+        )
 
 
 @contextmanager

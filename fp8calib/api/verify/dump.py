@@ -17,7 +17,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.server.assess import Evidence
 from fp8calib.verification.server.faults import StoredFaults
-from fp8calib.verification.server.hypotheses import Fault, FaultEffect
+from fp8calib.verification.server.hypotheses import Fault, FaultEffect, Mixup
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -33,6 +33,7 @@ def write_dump(path: Path, verified: VerificationResult) -> None:
             "layer": fault.layer,
             "is_lost": fault.is_lost,
             "role": fault.role,
+            "mixup": fault.mixup,
         }
         for name, fault in verified.faults.items()
     }
@@ -124,8 +125,14 @@ def _read_faults(path: Path, text: str) -> dict[str, Fault]:
 
 def _read_fault(fields: dict[str, Any]) -> Fault:
     """Read a fault; in older files, none has a role, and one of all layers is of q."""
-    role = fields.pop("role", None) or (Role.Q if fields.get("layer") is None else None)
-    return Fault(**fields, role=None if role is None else Role(role))
+    mixup, role = fields.pop("mixup", None), fields.pop("role", None)
+    if mixup is None and fields.get("layer") is None:
+        role = role or Role.Q
+    return Fault(
+        **fields,
+        role=None if role is None else Role(role),
+        mixup=None if mixup is None else Mixup(mixup),
+    )
 
 
 def _damaged(path: Path) -> DataError:

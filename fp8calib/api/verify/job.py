@@ -47,6 +47,8 @@ class ServerRequest:
     kept: KeptAnswers
     tokenizer: Any = None
     """None: that in the model's folder."""
+    say: Callable[[str], None]
+    """Gets notes on the connection while it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

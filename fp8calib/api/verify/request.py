@@ -22,16 +22,11 @@ from fp8calib.verification.candidates import (
     build_kv_candidate,
     build_scheme,
     build_unscaled,
+    check_sites,
 )
-from fp8calib.verification.damage_rows import (
-    PER_HEAD,
-    SCALED,
-    UNSCALED,
-    clipped_unscaled,
-    index_layers,
-)
+from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.kv import emulate_kv, fit_kv
 from fp8calib.verification.report import SCALE_ONE, HistogramResult
 from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
@@ -45,6 +40,8 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         ModelError: a candidate cannot be emulated.
     """
     candidates = tuple(_list_candidates(job, model))
+    for candidate in candidates:
+        check_sites(candidate, job.target.geometry)
     rules_of = _find_rules_stats(job)
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
@@ -53,8 +50,10 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
-        scale_kinds=_build_scale_kinds(job),
+        fitted=fit_kv(job.target.geometry, job.options.fmt, job.options.numerics),
+        per_head=_build_per_head(job),
         diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
+        is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         faults=list_faults(candidates) if job.options.with_faults else {},
@@ -82,7 +81,10 @@ def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
             fmt=options.fmt,
             stats=None,
         )
-    yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.numerics)
+    # A model without a KV cache has nothing that scale 1.0 could change.
+    has_others = bool(job.opened or options.scheme or job.make_candidates)
+    if geometry.kv_elements_per_token or not has_others:
+        yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.numerics)
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
@@ -161,22 +163,16 @@ def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
     return next((o for o in job.opened if o.stats is not None or o.found is not None), None)
 
 
-def _build_scale_kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
-    options, geometry = job.options, job.target.geometry
-    scale_kinds: dict[str, Mapping[Site, Quantizer]] = {
-        UNSCALED: emulate_kv(make_unscaled_table(geometry, options.fmt), options.numerics)
-    }
-    first = _first_with_kv(job)
-    if first is None:
-        return scale_kinds
-    table = _read_table(job, first)
-    kind = PER_HEAD if table.per_head else SCALED
-    scale_kinds[kind] = emulate_kv(table, options.numerics)
-    if first.stats is not None and options.numerics.kv_per_head:
-        query = first.with_query
-        per_head = compute_kv_scales(first.stats, options.fmt, per_head=True, query=query)
-        scale_kinds[PER_HEAD] = emulate_kv(per_head, options.numerics)
-    return scale_kinds
+def _build_per_head(job: VerifyJob) -> Mapping[Site, Quantizer]:
+    """Build the quantizers of per-head scales for the diagnosis; empty where they are unknown."""
+    options, first = job.options, _first_with_kv(job)
+    if first is None or not options.numerics.kv_per_head:
+        return {}
+    if first.stats is None:
+        table = _read_table(job, first)
+        return emulate_kv(table, options.numerics) if table.per_head else {}
+    table = compute_kv_scales(first.stats, options.fmt, per_head=True, query=first.with_query)
+    return emulate_kv(table, options.numerics)
 
 
 def _find_calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:

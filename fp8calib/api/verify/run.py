@@ -50,6 +50,7 @@ def verify(
     seq_len: int | None = None,
     batch_size: int = 1,
     pack: bool = True,
+    text_column: str | None = None,
     gate: str | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
@@ -90,6 +91,7 @@ def verify(
         seq_len: tokens of a sequence; None is 2048, or the model's maximum.
         batch_size: sequences of a forward pass.
         pack: whether rows are joined and cut into sequences.
+        text_column: as for `calibrate`.
         gate: `kv`, `w8a8` or a file; None judges each candidate by its own kind.
         tasks: tasks of lm-evaluation-harness.
         limit: the most documents of a task.
@@ -118,7 +120,8 @@ def verify(
         ModelError: the model or a candidate cannot be read, or do not belong together.
         DataError: the data cannot be read.
         CalibrationError: a forward pass failed.
-        VerificationError: a model gives NaN or infinity, or a server fails.
+        VerificationError: a model gives NaN or infinity.
+        ServerError: a server fails.
     """
     of_server = {
         "--server-model": server_model,
@@ -145,12 +148,18 @@ def verify(
         with_faults=server is not None,
         writes_text=sampled and reference_server is None,
     )
-    specs, rows = split_data(data)
+    specs, rows = split_data(data, text_column=text_column)
     text = VerificationText(
-        specs=specs, rows=rows, samples=samples, seq_len=seq_len, pack=pack, tokenizer=tokenizer
+        specs=specs,
+        rows=rows,
+        samples=samples,
+        seq_len=seq_len,
+        pack=pack,
+        text_column=text_column,
+        tokenizer=tokenizer,
     )
     placement = Placement(device=device, dtype=dtype, device_map=device_map, memory=memory)
-    kept = KeptAnswers(folder=Path.cwd(), resume=resume)
+    kept = KeptAnswers(folder=Path.cwd(), resume=resume, warn=lambda text: warn_each([text]))
     request = (
         None
         if server is None
@@ -166,6 +175,7 @@ def verify(
             reference_model=reference_server_model,
             kept=kept,
             tokenizer=tokenizer,
+            say=lambda text: warn_each([text]),
         )
     )
     reports = CallbackProgress(progress)

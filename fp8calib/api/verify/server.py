@@ -15,7 +15,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers
-from fp8calib.verification.server.client import find_endpoint
+from fp8calib.verification.server.client import RequestCount, find_endpoint
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
 from fp8calib.verification.server.score import (
@@ -88,7 +88,7 @@ def connect_all(
 
     Raises:
         UsageError: a URL or the kind is invalid, or a server that takes text can score nothing.
-        VerificationError: a server fails.
+        ServerError: a server fails.
         ModelError: it has another model.
     """
     require_kind(request.kind)
@@ -105,6 +105,7 @@ def connect_all(
             num_top=request.num_top,
             concurrency=request.concurrency,
             timeout_s=request.timeout_s,
+            count=RequestCount(say=request.say),
         )
         return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
 
@@ -172,7 +173,8 @@ def _ask_servers(
     With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
 
     Raises:
-        VerificationError: a server fails, or the model gives NaN or inf.
+        ServerError: a server fails.
+        VerificationError: the model gives NaN or inf.
     """
     plan = _write_sampled(job, plan, model, progress)
 

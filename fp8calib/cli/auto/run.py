@@ -7,10 +7,11 @@ from pathlib import Path
 
 from fp8calib.api.auto.measure import AutoTask
 from fp8calib.api.auto.report import AutoReport
-from fp8calib.api.auto.run import run_auto
+from fp8calib.api.auto.run import plan_auto, run_auto
 from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, print_text, say, warn
+from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
@@ -27,6 +28,7 @@ def run_auto_command(settings: AutoSettings) -> int:
         gate=settings.gate,
         engine=settings.engine,
         data=tuple(settings.data or ()),
+        text_column=settings.text_column,
         samples=settings.samples,
         seq_len=settings.seq_len,
         batch_size=settings.batch_size,
@@ -34,8 +36,12 @@ def run_auto_command(settings: AutoSettings) -> int:
         placement=make_placement(settings),
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        resume=settings.resume,
         force=settings.force,
     )
+    if settings.dry_run:
+        show_plan(plan_auto(task), "plan (nothing was run or written)", as_json=settings.as_json)
+        return 0
     with Bar() as bar:
         report = run_auto(task, bar, say, command=spell_command())
     for text in report.warnings:
@@ -55,6 +61,8 @@ def _describe(report: AutoReport) -> Iterator[str]:
     if report.written is None or report.verified is None:
         unknown = "too little text to tell what passes" if report.is_unknown else "nothing passes"
         yield f"{unknown} the {report.gate} gate for {report.engine}, and no checkpoint is written"
+        if report.tried:
+            yield "tried: " + "; ".join(f"{a.name}: {a.verdict}" for a in report.tried)
         yield f"closest: {report.closest}"
         if report.is_unknown:
             yield "next: the same command with more --data, or with a larger --samples"
@@ -62,7 +70,8 @@ def _describe(report: AutoReport) -> Iterator[str]:
     found, place = report.verified, Path(report.out) / report.written.name
     yield (
         f"{place}, read back: {found.verdict}, {found.verdict_why}, "
-        f"KLD {format_kld(found.kld_mean)}, top-1 agreement {found.top1_agreement:.2%}"
+        f"KLD {format_kld(found.kld_mean, found.kld_se)}, "
+        f"top-1 agreement {found.top1_agreement:.2%}"
     )
     for engine, checked in report.checked.items():
         what = "uses it" if checked.ok else f"does not use all of it{_because(checked.why)}"

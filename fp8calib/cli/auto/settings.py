@@ -21,6 +21,7 @@ from fp8calib.cli.option_types import (
     NoPackOption,
     RevisionOption,
     SeqLenOption,
+    TextColumnOption,
     TrustOption,
     UnquantizedModel,
 )
@@ -33,6 +34,7 @@ class AutoSettings:
 
     model: UnquantizedModel
     data: DataOption = None
+    text_column: TextColumnOption = None
     gate: Annotated[
         str,
         typer.Option(
@@ -64,5 +66,11 @@ class AutoSettings:
     memory: MemoryOption = None
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan; run and write nothing.")
+    ] = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run from its statistics.")
+    ] = False
     force: ForceOption = False
     as_json: JsonOption = False

@@ -21,6 +21,7 @@ def resolve_recipe(settings: CalibrateSettings) -> Recipe:
     """
     data = {
         "sources": settings.data,
+        "text_column": settings.text_column,
         "samples": settings.samples,
         "seq_len": settings.seq_len,
         "batch_size": settings.batch_size,

@@ -50,7 +50,7 @@ from fp8calib.cli.calibrate.report import (
 )
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.console import Bar, print_json, say, warn
-from fp8calib.cli.plan_table import show_plan
+from fp8calib.cli.plan_table import describe_rows, show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.data.shares import Share, parse_share
 from fp8calib.dialects.dialect import Graft
@@ -98,8 +98,11 @@ def run_calibrate(settings: CalibrateSettings) -> int:
         mode = choose_calibration_mode(job)
         if settings.dry_run:
             title = "plan (nothing was run or written)"
-            show_plan(describe_calibration_plan(job, mode), title, as_json=settings.as_json)
+            described = describe_calibration_plan(job, mode)
+            show_plan(described, title, as_json=settings.as_json, text=job.plan)
             return 0
+        for text in describe_rows(job.plan):
+            say(text)
         for text in mode.describe():
             say(text)
         with Bar() as bar, work_folder(job, header, group) as work:

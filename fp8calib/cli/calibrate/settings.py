@@ -28,6 +28,7 @@ from fp8calib.cli.option_types import (
     RuleOption,
     RunModel,
     SeqLenOption,
+    TextColumnOption,
     TpOption,
     TrustOption,
 )
@@ -39,6 +40,7 @@ class CalibrateSettings:
 
     model: RunModel
     data: DataOption = None
+    text_column: TextColumnOption = None
     recipe: Annotated[
         str,
         typer.Option(
@@ -95,6 +97,7 @@ class CalibrateSettings:
         return {
             "--tp": self.tp,
             "--data": self.data,
+            "--text-column": self.text_column,
             "--samples": self.samples,
             "--seq-len": self.seq_len,
             "--batch-size": self.batch_size,

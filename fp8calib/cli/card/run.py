@@ -16,6 +16,7 @@ def run_card(settings: CardSettings) -> None:
         verify_reports=settings.verify_reports or (),
         base_model=settings.base_model,
         repo=settings.repo,
+        quantized_by=settings.quantized_by,
         model=settings.model,
         force=settings.force,
     )

@@ -44,6 +44,10 @@ class CardSettings:
             "--repo", metavar="ORG/NAME", help="Hub id that DIR is published under, for commands."
         ),
     ] = None
+    quantized_by: Annotated[
+        str | None,
+        typer.Option("--quantized-by", metavar="NAME", help="Who made it, for the front matter."),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(

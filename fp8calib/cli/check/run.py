@@ -6,7 +6,7 @@ from fp8calib.api.check import check
 from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.errors import VerificationError
+from fp8calib.errors import CANNOT_TELL, VerificationError
 
 
 def run_check(settings: CheckSettings) -> int:
@@ -18,7 +18,12 @@ def run_check(settings: CheckSettings) -> int:
         tp=settings.tp,
         model=settings.model,
         require_kv=settings.require_kv,
+        allow_suspicious=settings.allow_suspicious,
         stats=settings.stats,
+        run=settings.run,
+        engine_python=settings.engine_python,
     )
     show_check_report(report, str(settings.path), as_json=settings.as_json)
+    if report.cannot_judge:
+        return CANNOT_TELL
     return 0 if report.ok else VerificationError.exit_code

@@ -43,12 +43,31 @@ class CheckSettings:
             "--require-kv", help="Fail if the checkpoint has no KV scales and asks for none."
         ),
     ] = False
+    allow_suspicious: Annotated[
+        bool,
+        typer.Option(
+            "--allow-suspicious",
+            help="Accept scales that are most likely wrong, such as one 1000 times the others.",
+        ),
+    ] = False
     stats: Annotated[
         Path | None,
         typer.Option(
             "--stats",
             metavar="FILE",
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
+        ),
+    ] = None
+    run: Annotated[
+        bool,
+        typer.Option("--run", help="Load the folder with vLLM's own loader, without its weights."),
+    ] = False
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--engine-python",
+            metavar="PATH",
+            help="The Python of an environment with vLLM for --run; default this one.",
         ),
     ] = None
     as_json: JsonOption = False

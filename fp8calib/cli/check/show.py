@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from fp8calib.cli.console import print_json, print_table, print_text, warn
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.replay.verdicts import (
+    CheckReport,
+    EngineReport,
+    LayerVerdict,
+    LoadVerdict,
+    Status,
+)
 from fp8calib.errors import format_ranges
+
+_NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
+"""The number of a layer in the name of its tensor, or of a file."""
 
 
 def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
@@ -26,6 +36,10 @@ def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
             print_text(f"  weights {engine.weights.status}: {engine.weights.why}")
         for fix in _list_fixes(engine):
             print_text(f"  fix: {fix}")
+        for reason in engine.unknown:
+            warn(f"{name}: unknown: {reason}")
+        for suspicion in engine.suspicious:
+            warn(f"{name}: suspicious: {suspicion}")
         for problem in engine.problems:
             warn(f"{name}: {problem}")
     print_text(verdict)
@@ -52,10 +66,13 @@ def _rows(engine: EngineReport) -> list[list[str]]:
     return rows
 
 
-def _group(engine: EngineReport, role: str) -> Mapping[str, list[LayerVerdict]]:
-    groups: dict[str, list[LayerVerdict]] = {}
+def _group(engine: EngineReport, role: str) -> Mapping[tuple[str, str], list[LayerVerdict]]:
+    """Group layers by what happens to their scale; reasons that differ stay apart."""
+    groups: dict[tuple[str, str], list[LayerVerdict]] = {}
     for layer in engine.layers:
-        groups.setdefault(getattr(layer, role).status, []).append(layer)
+        verdict: LoadVerdict = getattr(layer, role)
+        why = "" if verdict.status is Status.USED else _NUMBER_IN_NAME.sub("#", verdict.why)
+        groups.setdefault((verdict.status, why), []).append(layer)
     return groups
 
 

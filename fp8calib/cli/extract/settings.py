@@ -60,9 +60,8 @@ class ExtractSettings:
         str | None,
         typer.Option(
             "--source-dtype",
-            metavar="NAME",
-            help="FP8 format that the scales were made for, if the files do not state it: "
-            f"{' or '.join(KV_FORMATS)}.",
+            metavar="|".join(KV_FORMATS),
+            help="FP8 format that the scales were made for, if the files do not state it.",
         ),
     ] = None
     fp8_dtype: Fp8DtypeOption = None

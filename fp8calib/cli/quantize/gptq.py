@@ -35,6 +35,7 @@ def round_by_gptq(settings: QuantizeSettings, asked: PlanSettings) -> Quantizati
         inputs=[] if settings.stats is None else [settings.stats],
         data=make_data_options(
             sources=settings.data,
+            text_column=settings.text_column,
             samples=settings.samples,
             seq_len=settings.seq_len,
             batch_size=settings.batch_size,
@@ -76,4 +77,5 @@ def _show_plan(opened: GptqJob, settings: QuantizeSettings) -> None:
         "output_size_bytes": expected.size_bytes,
         "work_disk_bytes": count_code_bytes(expected.selection.quantized),
     }
-    show_plan({"plan": plan}, "plan (nothing was run or written)", as_json=settings.as_json)
+    title = "plan (nothing was run or written)"
+    show_plan({"plan": plan}, title, as_json=settings.as_json, text=job.plan)

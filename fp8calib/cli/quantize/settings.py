@@ -20,6 +20,7 @@ from fp8calib.cli.option_types import (
     NoPackOption,
     RevisionOption,
     SeqLenOption,
+    TextColumnOption,
     TrustOption,
     UnquantizedModel,
 )
@@ -30,6 +31,7 @@ from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
 
 _OF_TEXT = (
     "data",
+    "text_column",
     "samples",
     "seq_len",
     "batch_size",
@@ -61,7 +63,7 @@ class QuantizeSettings:
         str,
         typer.Option(
             "--scheme",
-            metavar="NAME",
+            metavar="|".join(SCHEMES),
             help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
             f"{GPTQ}, which measures them.",
         ),
@@ -82,6 +84,7 @@ class QuantizeSettings:
         ),
     ] = NEAREST
     data: DataOption = None
+    text_column: TextColumnOption = None
     samples: Annotated[int | None, SAMPLES] = None
     seq_len: SeqLenOption = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
@@ -98,7 +101,7 @@ class QuantizeSettings:
         str,
         typer.Option(
             "--format",
-            metavar="NAME",
+            metavar="|".join(dialect.name for dialect in list_written()),
             help=f"{', '.join(_describe_dialects())}.",
         ),
     ] = COMPRESSED_TENSORS.name

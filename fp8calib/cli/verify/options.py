@@ -8,6 +8,8 @@ from fp8calib.api.verify.dump import is_dump
 from fp8calib.api.verify.job import VerifyOptions
 from fp8calib.api.verify.run import require_server, resolve_options
 from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.console import warn
 from fp8calib.cli.verify.settings import VerifySettings
@@ -23,6 +25,8 @@ def resolve_settings(settings: VerifySettings) -> VerifyOptions:
         ModelError: a candidate's folder links to files outside of it.
     """
     outputs = [path for path in (settings.dump, settings.report) if path is not None]
+    if settings.strict and settings.gate is None:
+        raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
     _check_outputs(settings)
     _check_server_options(settings)
     return resolve_options(
@@ -60,6 +64,8 @@ def _check_server_options(settings: VerifySettings) -> None:
     require_server(settings.reference_server, of_reference, "--reference-server")
     if settings.reference_dump is None:
         return
+    require_path(settings.reference_dump, option="--reference-dump")
+    read_header(settings.reference_dump)  # before the server is asked
     ignored = {
         "--scales": settings.scales,
         "--scheme": settings.scheme,

@@ -39,9 +39,10 @@ def run_verify(settings: VerifySettings) -> int:
     options = resolve_settings(settings)
     if settings.tasks:
         say(f"loading tasks: {', '.join(settings.tasks)}")
-    kept = KeptAnswers(folder=Path.cwd(), resume=settings.resume)
+    kept = KeptAnswers(folder=Path.cwd(), resume=settings.resume, warn=warn)
     text = VerificationText(
         specs=settings.data or (),
+        text_column=settings.text_column,
         samples=settings.samples,
         seq_len=settings.seq_len,
         pack=not settings.no_pack,
@@ -122,6 +123,7 @@ def _make_request(settings: VerifySettings, kept: KeptAnswers) -> ServerRequest 
         reference=settings.reference_server,
         reference_model=settings.reference_server_model,
         kept=kept,
+        say=say,
     )
 
 
@@ -153,7 +155,7 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
 
 
 def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
-    if settings.gate is None or report.passed:
+    failure = None if settings.gate is None else report.find_failure(strict=settings.strict)
+    if failure is None:
         return 0
-    is_failed = Verdict.FAIL in report.judged
-    return VerificationError.exit_code if is_failed else CANNOT_TELL
+    return CANNOT_TELL if failure is Verdict.CANNOT_TELL else VerificationError.exit_code

@@ -21,6 +21,7 @@ from fp8calib.cli.option_types import (
     RevisionOption,
     RunModel,
     SeqLenOption,
+    TextColumnOption,
     TrustOption,
 )
 from fp8calib.engines.registry import list_emulated
@@ -44,6 +45,7 @@ class VerifySettings:
         ),
     ]
     data: DataOption = None
+    text_column: TextColumnOption = None
     engine: Annotated[
         str,
         typer.Option(
@@ -56,9 +58,8 @@ class VerifySettings:
         str | None,
         typer.Option(
             "--scheme",
-            metavar="NAME",
-            help="Emulate FP8 weights and inputs instead of an FP8 KV cache: "
-            f"{', '.join(SCHEMES)}.",
+            metavar="|".join(SCHEMES),
+            help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
         ),
     ] = None
     rule_names: Annotated[
@@ -76,8 +77,8 @@ class VerifySettings:
         str,
         typer.Option(
             "--fp8-dtype",
-            metavar="NAME",
-            help=f"FP8 format for statistics and scale 1.0: {', '.join(FP8_FORMATS)}.",
+            metavar="|".join(FP8_FORMATS),
+            help="FP8 format for statistics and scale 1.0.",
         ),
     ] = E4M3FN.name
     samples: Annotated[int, SAMPLES] = 512
@@ -88,10 +89,13 @@ class VerifySettings:
         str | None,
         typer.Option(
             "--gate",
-            metavar="NAME|FILE",
-            help="Thresholds: kv, w8a8 or a YAML file. Exit code 8 if a --scales candidate fails.",
+            metavar="kv|w8a8|FILE",
+            help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
         ),
     ] = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="With --gate, a warning exits with 8 too.")
+    ] = False
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE.html", help="Write an HTML page with plots."),
@@ -107,7 +111,7 @@ class VerifySettings:
         typer.Option(
             "--dump-faults",
             help="Also write to --dump what faults of a server would change, for "
-            "--reference-dump: emulates two faults of every layer, and two of all layers.",
+            "--reference-dump: emulates two faults of every layer, and six of all layers.",
         ),
     ] = False
     force: Annotated[

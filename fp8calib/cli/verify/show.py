@@ -18,10 +18,12 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,
     LayerResult,
+    PairedResult,
     Remedy,
     TaskResult,
     VerifyReport,
     format_db,
+    format_difference,
     format_error,
     format_kld,
 )
@@ -54,21 +56,22 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
 def describe_report(report: VerifyReport, settings: VerifySettings) -> dict[str, Any]:
     """Describe the results: the JSON output."""
     return {
-        "passed": report.passed,
+        "passed": report.find_failure(strict=settings.strict) is None,
         "next": suggest_command(report, settings),
+        "advice": report.advice,
         **report.model_dump(mode="json", exclude={"histograms"}),
     }
 
 
 def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
     """Spell the command that helps most; empty where none does."""
-    model, candidate = shlex.quote(report.model), Path(report.remedy_for)
-    named = shlex.quote(report.remedy_for)
+    model, candidate = shlex.quote(report.model), Path(report.decision.candidate)
+    named = shlex.quote(report.decision.candidate)
     stats = candidate / STATS_NAME if candidate.is_dir() else candidate
-    if report.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
+    if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
         stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
     command = ""
-    match report.remedy:
+    match report.decision.remedy:
         case Remedy.CALIBRATE:
             command = f"fp8calib calibrate {model}"
         case Remedy.SCALE_QUERY if is_stats_file(stats):
@@ -80,7 +83,7 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
             command = _skip_layers(report, settings, stats)
         case Remedy.FIND_LAYERS:
             scheme = "" if settings.scheme is None else f" --scheme {settings.scheme}"
-            scales = f" --scales {named}" if report.remedy_for in settings.scales else ""
+            scales = f" --scales {named}" if report.decision.candidate in settings.scales else ""
             command = f"fp8calib verify {model}{scheme}{scales} --sensitivity"
         case Remedy.USE if settings.scheme is not None:
             command = _quantize(report, settings.scheme, stats)
@@ -92,7 +95,7 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
 def _skip_layers(report: VerifyReport, settings: VerifySettings, stats: Path) -> str:
     """Spell the command that leaves out the layers that stand out; empty where there is none."""
     found = report.sensitivity
-    if found is None or not found.flag or found.candidate != report.remedy_for:
+    if found is None or not found.flag or found.candidate != report.decision.candidate:
         return ""
     if settings.scheme is not None:
         return f"{_quantize(report, settings.scheme, stats)} {found.flag}"
@@ -112,12 +115,12 @@ def _serve(report: VerifyReport, settings: VerifySettings) -> str:
     The KV cache is served in FP8, but for a checkpoint of which none was emulated.
     """
     launch = find_emulated(settings.engine)[0].launch
-    if report.remedy is Remedy.SERVE:
+    if report.decision.remedy is Remedy.SERVE:
         return "" if launch is None else launch.spell(report.model)
-    candidate = Path(report.remedy_for)
+    candidate = Path(report.decision.candidate)
     folders = (candidate / "kv-overlay", candidate)
     found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
-    roles = {row.role for row in report.layers if row.candidate == report.remedy_for}
+    roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
     if launch is None or found is None:
         return ""
     return launch.spell(str(found), has_kv="k" in roles)
@@ -126,13 +129,13 @@ def _serve(report: VerifyReport, settings: VerifySettings) -> str:
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     """Print the report as text, its answer first and last; with --json, the answer, on stderr."""
     command = suggest_command(report, settings)
-    answer = "\n".join([*([f"next: {command}"] if command else []), report.conclusion])
+    answer = "\n".join([*([f"next: {command}"] if command else []), report.decision.headline])
     if settings.as_json:
         say(answer)
         return
-    print_text(report.conclusion)
-    if details := report.advice.removesuffix(report.conclusion).strip():
-        print_text(details)
+    print_text(report.decision.headline)
+    if report.decision.details:
+        print_text(report.decision.details)
     print_text("")
     _show_candidates(report)
     _show_server(report)
@@ -152,17 +155,14 @@ def _show_candidates(report: VerifyReport) -> None:
         f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
         f"{report.reference.ppl:.4f}"
     )
-    columns = ["candidate", "ppl", "ratio", "± se", "KLD mean", "p99", "top-1", "tied", "verdict"]
+    columns = ["candidate", "KLD mean ± se", "p99", "ratio ± se", "top-1", "verdict"]
     rows = [
         [
             candidate.name,
-            f"{candidate.ppl:.4f}",
-            f"{candidate.ppl_ratio:.4f}",
-            format_error(candidate.ppl_ratio_se),
-            format_kld(candidate.kld_mean),
+            format_kld(candidate.kld_mean, candidate.kld_se),
             format_kld(candidate.kld_p99),
+            f"{candidate.ppl_ratio:.4f} ± {format_error(candidate.ppl_ratio_se)}",
             _format_share(candidate.top1_agreement),
-            _format_share(candidate.top1_ties),
             candidate.verdict.value,
         ]
         for candidate in report.candidates
@@ -173,6 +173,23 @@ def _show_candidates(report: VerifyReport) -> None:
         print_text(
             f"    {candidate.verdict.value} ({candidate.gate} gate): {candidate.verdict_why}"
         )
+        for pair in report.comparisons:
+            if pair.candidate == candidate.name and _is_shown(pair, report):
+                print_text(f"    against {pair.base}: {_describe_pair(pair)}")
+
+
+def _is_shown(pair: PairedResult, report: VerifyReport) -> bool:
+    """Whether a comparison is with scale 1.0, or with the best candidate of its kind."""
+    bases = {each.base for each in report.comparisons if each.candidate == pair.candidate}
+    klds = {one.name: one.kld_mean or 0.0 for one in report.candidates}
+    best = min(bases, key=lambda name: klds[name])
+    return pair.base == (SCALE_ONE if SCALE_ONE in bases else best)
+
+
+def _describe_pair(pair: PairedResult) -> str:
+    answer = pair.answer.value.replace("-", " ")
+    more = "" if pair.tokens_to_tell is None else f"; about {pair.tokens_to_tell:,} tokens would"
+    return f"KLD {format_difference(pair)}: {answer}{more}"
 
 
 def _show_server(report: VerifyReport) -> None:
@@ -218,7 +235,7 @@ def _show_sites(report: VerifyReport) -> None:
         rows = [row for row in report.layers if row.candidate == candidate.name]
         if rows:
             print_text("")
-            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} most damaged sites"
+            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} sites of lowest SQNR"
             columns = ["site", "SQNR dB", "clipped", "flushed", "amax", "scale"]
             print_table(title, columns, [_site_row(row) for row in rows[:_SHOWN_SITES]])
 
@@ -253,12 +270,13 @@ def _show_diagnosis(report: VerifyReport) -> None:
         "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
         "per tensor": [format_db(row.scaled_db) for row in rows],
         "per head": [format_db(row.per_head_db) for row in rows],
+        "fitted": [format_db(row.fitted_db) for row in rows],
         "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
-        "in calibration": [_format_share(row.calibration_clipped) for row in rows],
+        "clipped in calibration": [_format_share(row.calibration_clipped) for row in rows],
     }
     known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
     of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
-    title = f"K and V at scale 1.0{of}, in dB: the {len(rows)} that clip or gain most"
+    title = f"K, V and q at scale 1.0{of}: SQNR in dB of the {len(rows)} that lose most"
     print_table(title, list(known), list(zip(*known.values(), strict=True)))
 
 
@@ -267,11 +285,8 @@ def _format_share(value: float | None) -> str:
 
 
 def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
-    """Rank by the clipped share, then by the SQNR that calibrated scales would gain."""
-    if row.unscaled_db is None:
-        return (row.unscaled_clipped, 0.0)
-    better = [value for value in (row.scaled_db, row.per_head_db) if value is not None]
-    return (row.unscaled_clipped, max(better, default=0.0) - row.unscaled_db)
+    """Rank by the clipped share, then by what a head loses against a fitted scale."""
+    return (row.unscaled_clipped, row.unscaled_loss_db)
 
 
 def _show_sensitivity(report: VerifyReport) -> None:
@@ -281,10 +296,14 @@ def _show_sensitivity(report: VerifyReport) -> None:
     print_text("")
     title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
     rows = [
-        [str(layer.layer), format_kld(layer.kld_mean), f"{layer.ppl_ratio:.4f}"]
+        [
+            str(layer.layer),
+            format_kld(layer.kld_mean, layer.kld_se),
+            f"{layer.ppl_ratio:.4f}",
+        ]
         for layer in found.layers[:_SHOWN_SITES]
     ]
-    print_table(title, ["layer", "KLD mean", "ratio"], rows)
+    print_table(title, ["layer", "KLD mean ± se", "ratio"], rows)
     if found.skip_layers:
         named = ", ".join(map(str, found.skip_layers))
         print_text(f"layers worth leaving unquantized: {named}  {found.flag}".rstrip())
@@ -299,14 +318,14 @@ def _show_rules(report: VerifyReport) -> None:
     rows = [
         [
             rule.rule,
-            format_kld(rule.kld_mean),
-            f"{rule.ppl_ratio:.4f}",
-            format_error(rule.ppl_ratio_se),
+            format_kld(rule.kld_mean, rule.kld_se),
+            "-" if rule.against_best is None else _describe_pair(rule.against_best),
+            f"{rule.ppl_ratio:.4f} ± {format_error(rule.ppl_ratio_se)}",
         ]
         for rule in report.rules
     ]
     title = f"{report.rules[0].candidate}: scale rules on this text, best first"
-    print_table(title, ["rule", "KLD mean", "ratio", "± se"], rows)
+    print_table(title, ["rule", "KLD mean ± se", "against the first", "ratio ± se"], rows)
 
 
 def _show_tasks(report: VerifyReport) -> None:

@@ -14,7 +14,7 @@ from fp8calib.dialects.fp8.modelopt import MODELOPT
 from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.fp8.quark import QUARK
 from fp8calib.dialects.refusals import refusal
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, suggest
 from fp8calib.fp8.schemes import Granularity, Scheme
 
 FP8_DIALECTS: dict[str, Fp8Dialect] = {
@@ -38,7 +38,7 @@ def find_written(name: str, scheme: Scheme) -> Fp8Dialect:
     written = {each.name: each for each in list_written()}
     if name not in written:
         raise UsageError(
-            f"--format {name}: unknown format", hint=f"known formats: {', '.join(written)}"
+            f"--format {name}: unknown format", hint=suggest(name, written, what="formats")
         )
     dialect = written[name]
     if scheme.name not in dialect.schemes:

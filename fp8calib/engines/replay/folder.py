@@ -78,6 +78,8 @@ class ScaleFolder:
     """The files that cannot be read, with the reason."""
     has_index: bool = False
     index: object = None
+    is_on_disk: bool = True
+    """Whether the files are at `path`; otherwise they are imagined."""
     recorded: Mapping[str, str] = field(default_factory=dict)
     """By file: the FP8 format that its header names for the scales; empty where it names none."""
 
@@ -121,6 +123,9 @@ def open_folder(path: Path) -> ScaleFolder:
     faults: dict[str, str] = {}
     recorded: dict[str, str] = {}
     for file in files:
+        if not (path / file).is_file():
+            faults[file] = f"{path / file}: a link to nothing, or a folder"
+            continue
         try:
             with TensorFile(path / file) as opened:
                 scales[file] = _read_scales(opened)
@@ -159,6 +164,7 @@ def place_tensor_file(model: ScaleFolder, path: Path) -> ScaleFolder:
         recorded={**model.recorded, path.name: dtype},
         has_index=False,
         index=None,
+        is_on_disk=False,
     )
 
 
@@ -189,9 +195,7 @@ def _list_files(path: Path) -> list[str]:
     try:
         refuse_external_links(path)
         entries = sorted(path.iterdir())
-        return [
-            entry.name for entry in entries if entry.suffix == ".safetensors" and entry.is_file()
-        ]
+        return [entry.name for entry in entries if entry.suffix == ".safetensors"]
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 

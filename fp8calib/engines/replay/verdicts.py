@@ -9,6 +9,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.overview import Overview, WithOverview
 from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 
@@ -25,6 +26,8 @@ class Status(StrEnum):
     """It uses another number than the file means, or a number that is not a scale."""
     REFUSED = "refused"
     """It does not start."""
+    UNKNOWN = "unknown"
+    """This cannot be told without the engine."""
 
 
 class _Frozen(BaseModel):
@@ -60,6 +63,10 @@ class EngineReport(_Frozen):
     layers: tuple[LayerVerdict, ...]
     problems: tuple[str, ...] = ()
     """What the engine ignores without an error, and conditions; they do not affect `ok`."""
+    suspicious: tuple[str, ...] = ()
+    """Scales that the engine uses, but that are most likely wrong."""
+    unknown: tuple[str, ...] = ()
+    """What cannot be judged, and why."""
     weights: LoadVerdict | None = None
     """The verdict on the FP8 weights, where the engine does not use them as the file means."""
     only_on: str = ""
@@ -69,9 +76,16 @@ class EngineReport(_Frozen):
 
     @property
     def ok(self) -> bool:
-        """Whether every layer gets the scales that the file means, and the weights are used."""
+        """Whether scales and weights are used as the file means, and no scale is suspicious."""
         is_served = bool(self.layers) and all(layer.ok for layer in self.layers)
-        return (is_served or self.loads_without_kv) and self.weights is None
+        is_loaded = (is_served or self.loads_without_kv) and self.weights is None
+        return is_loaded and not self.suspicious and not self.unknown
+
+    @property
+    def status(self) -> Status | None:
+        """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
+        judged = self.model_copy(update={"unknown": ()})
+        return Status.UNKNOWN if self.unknown and judged.ok else None
 
     @property
     def loads_without_kv(self) -> bool:
@@ -84,8 +98,20 @@ class EngineReport(_Frozen):
         """Return the same report with more problems."""
         return self.model_copy(update={"problems": (*self.problems, *problems)})
 
+    def doubt(self, *reasons: str) -> EngineReport:
+        """Return the same report with more that cannot be judged."""
+        return self.model_copy(update={"unknown": (*self.unknown, *reasons)})
 
-class CheckReport(_Frozen):
+    def suspect(self, *suspicions: str) -> EngineReport:
+        """Return the same report with more suspicious scales."""
+        return self.model_copy(update={"suspicious": (*self.suspicious, *suspicions)})
+
+    def allow_suspicious(self) -> EngineReport:
+        """Return the same report with suspicious scales as problems, which do not affect `ok`."""
+        return self.add_problems(*self.suspicious).model_copy(update={"suspicious": ()})
+
+
+class CheckReport(WithOverview, _Frozen):
     """One report for each engine that was asked for."""
 
     engines: Mapping[str, EngineReport]
@@ -97,6 +123,39 @@ class CheckReport(_Frozen):
         """Whether the report of every engine is ok."""
         return bool(self.engines) and all(report.ok for report in self.engines.values())
 
+    @property
+    def cannot_judge(self) -> bool:
+        """Whether the report is not ok only because of what cannot be judged."""
+        faults = [each for each in self.engines.values() if not each.ok]
+        return bool(faults) and all(each.status is Status.UNKNOWN for each in faults)
+
+    def allow_suspicious(self) -> CheckReport:
+        """Return the same report with suspicious scales as problems."""
+        engines = {key: each.allow_suspicious() for key, each in self.engines.items()}
+        return self.model_copy(update={"engines": engines})
+
+    def overview(self) -> Overview:
+        """Give the verdict of each engine, and the problems."""
+        problems: list[str] = []
+        for name, report in self.engines.items():
+            found = [f"weights: {report.weights.why}"] if report.weights else []
+            found += [*report.suspicious, *report.unknown, *report.problems]
+            problems += [f"{name}: {text}" for text in found]
+        return Overview(
+            f"CheckReport: {'ok' if self.ok else 'not ok'}",
+            ("engine", "release", "ok", "layers with their KV scales"),
+            [
+                [
+                    name.partition("==")[0],
+                    self.versions[name],
+                    "yes" if report.ok else "no",
+                    f"{sum(layer.ok for layer in report.layers)} of {len(report.layers)}",
+                ]
+                for name, report in self.engines.items()
+            ],
+            problems,
+        )
+
     def to_json(self) -> dict[str, object]:
         """Make the object that `check --json` prints."""
         return {
@@ -107,6 +166,7 @@ class CheckReport(_Frozen):
                     "ok": report.ok,
                     "engine": name.partition("==")[0],
                     "version": self.versions[name],
+                    "status": report.status,
                     **report.model_dump(mode="json"),
                 }
                 for name, report in self.engines.items()

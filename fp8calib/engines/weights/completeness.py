@@ -158,7 +158,7 @@ def list_parameter_faults(
         find_fit: the engine's own rule for the shapes of linears.
     """
     tensors = {name: entry for name, (_, entry) in located.items()}
-    if _are_elsewhere(geometry, tensors):
+    if are_elsewhere(geometry, tensors):
         return []
     found: dict[tuple[Effect, str], list[tuple[str, Outcome]]] = defaultdict(list)
     judged = [
@@ -171,7 +171,7 @@ def list_parameter_faults(
     return [_join(engine, each, fix) for (_, fix), each in found.items()]
 
 
-def _are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
+def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
     """Whether a folder is one of config and scales, or names its weights in its own way."""
     if any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
         return False

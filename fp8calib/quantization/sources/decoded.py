@@ -190,6 +190,10 @@ class DecodedCheckpoint(Checkpoint):
         """Return the dtype that `read` gives."""
         return TORCH_DTYPES[self._dtype] if name in self._weights else super().dtype(name)
 
+    def form_of(self, name: str) -> str:
+        """Return the form in which a decoded tensor is stored; else empty."""
+        return self._weights[name].form if name in self._weights else ""
+
     def file_of(self, name: str) -> Path:
         """Return the folder for a decoded tensor, which may be stored as several."""
         return self.folder if name in self._weights else super().file_of(name)

@@ -228,7 +228,7 @@ class StreamedComparison:
     def _open_hooks(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
         geometry = self._streamed.geometry
         one_layer = geometry.model_copy(update={"layers": (geometry.layers[index],)})
-        return open_emulation_hooks(self._model, one_layer, lane.emulation, lane.hooks)
+        return open_emulation_hooks(self._model, one_layer, lane.hooks)
 
     # --- after the layers -----------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Summary:
     """None if unknown (`standard_error`)."""
     kld_mean: float | None
     """None if unknown, as other fields: a server does not give whole distributions."""
+    kld_se: float | None
     kld_median: float | None
     kld_p99: float | None
     kld_max: float | None
@@ -71,6 +72,7 @@ def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int
         log_ratio=float(losses.mean()),
         log_ratio_se=standard_error(losses, lengths),
         kld_mean=float(klds.mean()),
+        kld_se=standard_error(klds, lengths),
         kld_median=_quantile(klds, 0.5),
         kld_p99=_quantile(klds, 0.99),
         kld_max=float(klds.max()),
@@ -86,6 +88,7 @@ def summarize_logprobs(
     *,
     agrees: torch.Tensor | None,
     kld_mean: float | None = None,
+    kld_se: float | None = None,
 ) -> Summary:
     """Reduce the log-probabilities [N] of a server, which are all that it gives."""
     losses = (reference - logprobs).double()
@@ -95,6 +98,7 @@ def summarize_logprobs(
         log_ratio=float(losses.mean()),
         log_ratio_se=standard_error(losses, lengths),
         kld_mean=kld_mean,
+        kld_se=kld_se,
         kld_median=None,
         kld_p99=None,
         kld_max=None,
@@ -110,6 +114,7 @@ def list_figures(summary: Summary) -> dict[str, Any]:
         "ppl_ratio": summary.ppl_ratio,
         "ppl_ratio_se": summary.ppl_ratio_se,
         "kld_mean": summary.kld_mean,
+        "kld_se": summary.kld_se,
         "kld_median": summary.kld_median,
         "kld_p99": summary.kld_p99,
         "kld_max": summary.kld_max,
@@ -146,24 +151,17 @@ def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None
     return None if mean and not variance else math.sqrt(variance) / len(losses)
 
 
-def divergence_errors(
-    scores: Mapping[str, TokenScores], base: str, lengths: Sequence[int]
-) -> dict[str, float | None]:
-    """Give each candidate's `standard_error` of its mean KL divergence minus that of `base`.
-
-    Paired by token; empty if `base` is not a candidate.
-    """
-    if base not in scores:
-        return {}
-    klds = scores[base].klds.double()
-    return {
-        name: standard_error(found.klds.double() - klds, lengths) for name, found in scores.items()
-    }
+def count_clusters(num_tokens: int, lengths: Sequence[int]) -> int:
+    """Count the clusters of `standard_error`."""
+    return len(lengths) if len(lengths) >= MIN_CLUSTERS else _count_blocks(num_tokens)
 
 
 def _cut_into_blocks(losses: torch.Tensor) -> list[torch.Tensor]:
-    count = min(len(losses), max(MIN_CLUSTERS, math.isqrt(len(losses))))
-    return list(torch.tensor_split(losses, count))
+    return list(torch.tensor_split(losses, _count_blocks(len(losses))))
+
+
+def _count_blocks(num_tokens: int) -> int:
+    return min(num_tokens, max(MIN_CLUSTERS, math.isqrt(num_tokens)))
 
 
 def summarize_positions(
@@ -183,12 +181,16 @@ def split_positions(
     results = []
     for octave in range(int(octaves.max()) + 1):
         chosen = octaves == octave
+        found = None if klds is None else klds[chosen].double()
+        counts = [int(part.sum()) for part in split_sequences(chosen, lengths)]
+        parts = [count + 1 for count in counts if count]
         results.append(
             PositionResult(
                 first=2**octave,
                 last=min(2 ** (octave + 1) - 1, int(positions.max())),
                 tokens=int(chosen.sum()),
-                kld_mean=None if klds is None else float(klds[chosen].double().mean()),
+                kld_mean=None if found is None else float(found.mean()),
+                kld_se=None if found is None else standard_error(found, parts),
                 ppl_ratio=bounded_exp(float(losses[chosen].mean())),
             )
         )

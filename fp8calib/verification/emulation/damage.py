@@ -69,7 +69,7 @@ def measure_damage(
     sums = (
         _sum_squares(exact),
         _sum_squares(fake.values - exact),
-        _count_beyond(fake.scaled, _clip_limit(fmt, saturates=saturates), x.device),
+        _count_beyond(fake.scaled, clip_limit(fmt, saturates=saturates), x.device),
         _count_flushed(exact, fake.values, flush_stride),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
         (tensor_amax(x.detach()) if fake.amax is None else fake.amax).double(),
@@ -77,7 +77,8 @@ def measure_damage(
     return torch.stack(sums)
 
 
-def _clip_limit(fmt: Fp8Format, *, saturates: bool) -> float:
+def clip_limit(fmt: Fp8Format, *, saturates: bool) -> float:
+    """Give the magnitude in codes above which a value clips."""
     return fmt.max * AT_THE_EDGE if saturates else fmt.overflow
 
 
@@ -121,10 +122,34 @@ def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) ->
     return (x.abs() > limit).sum(dtype=torch.float64)
 
 
+def measure_heads(
+    x: torch.Tensor, values: torch.Tensor, scaled: torch.Tensor | None, limit: float
+) -> torch.Tensor:
+    """Sum up what quantization did to each head of `x` [H, N, D]: fp64 [H, 6], as `Damage` orders.
+
+    `values` are the quantized ones; of `scaled`, magnitudes above `limit` clip.
+    """
+    axes = (1, 2)
+    exact, became = x.float(), values.float()
+    signal = torch.linalg.vector_norm(exact, dim=axes, dtype=torch.float64).square()
+    noise = torch.linalg.vector_norm(became - exact, dim=axes, dtype=torch.float64).square()
+    clipped = torch.zeros_like(signal)
+    if scaled is not None:
+        clipped = (scaled.abs() > limit).sum(axes).double()
+    flushed = ((became == 0) & (exact != 0)).sum(axes).double()
+    count = torch.full_like(signal, x[0].numel())
+    return torch.stack([signal, noise, clipped, flushed, count, exact.abs().amax(axes)], 1)
+
+
+def join_heads(heads: torch.Tensor) -> Damage:
+    """Join the sums of all heads [H, 6] of a tensor."""
+    return Damage(*sum_damage(list(heads)).tolist())
+
+
 def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add results of `measure_damage`, whose last element is a maximum: fp64 [6]."""
+    """Add results of `measure_damage` or `measure_heads`, whose last element is a maximum."""
     stacked = torch.stack(list(parts))
-    return torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
+    return torch.cat([stacked[..., :-1].sum(0), stacked[..., -1:].amax(0)], -1)
 
 
 # --- many tensors ------------------------------------------------------------------------------
@@ -248,7 +273,7 @@ def reduce_stacked(
     """Measure the damage to each of some tensors on a GPU, stacked along the first axis."""
     clipped: Sequence[torch.Tensor | None] = [None] * len(x)
     if fake.scaled is not None:
-        limit = _clip_limit(fmt, saturates=saturates)
+        limit = clip_limit(fmt, saturates=saturates)
         clipped = _count_nonzero(torch.nn.functional.hardshrink(fake.scaled, limit))
     chosen = _every(x, flush_stride)
     before, after = _count_nonzero(chosen), _count_nonzero(_every(fake.values, flush_stride))

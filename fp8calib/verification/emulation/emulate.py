@@ -6,7 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +26,16 @@ from fp8calib.observe.hooks import (
     own_attentions,
 )
 from fp8calib.run.forward.decoder import Decoder
-from fp8calib.verification.emulation.damage import DamageSums, Row, reduce_damage, reduce_stacked
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
+from fp8calib.verification.emulation.damage import (
+    DamageSums,
+    Row,
+    clip_limit,
+    measure_heads,
+    reduce_damage,
+    reduce_stacked,
+    sum_damage,
+)
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from fp8calib.verification.emulation.weights import (
     ParameterReader,
@@ -76,6 +84,11 @@ class EmulationHooks:
         self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
         self._pairs: dict[tuple[Site, torch.device], Quantizer | None] = {}
         self._sums = DamageSums[Site]()
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The roles of the tensors that are seen, beside K and V."""
+        return frozenset(site.role for site in self._quantizers)
 
     @property
     def damage(self) -> dict[Site, torch.Tensor]:
@@ -166,10 +179,12 @@ class EmulationHooks:
         order = torch.sort(call.index.flatten()).indices
         return self._input([site], rows, tokens=order // call.index.shape[1])
 
-    def measure_heads(
-        self, quantizer: Quantizer, x: torch.Tensor, *, flush_stride: int = 1
-    ) -> tuple[FakeQuantized, Row]:
+    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         """Quantize K, V or q [B, H, S, D], and measure what that does to the tokens that count."""
+        quantizer = self._quantizers.get(site)
+        if quantizer is None:
+            return x
+        quantizer = self._place(site, quantizer, x)
         fake = quantizer.for_heads(x.shape[1]).fake(x)
         before, after = x, fake
         if self._kept is not None:
@@ -180,16 +195,8 @@ class EmulationHooks:
             after,
             quantizer.fmt,
             saturates=quantizer.saturates,
-            flush_stride=flush_stride,
+            flush_stride=FLUSH_STRIDE if site.role is Role.Q else 1,
         )
-        return fake, damage
-
-    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        quantizer = self._quantizers.get(site)
-        if quantizer is None:
-            return x
-        stride = FLUSH_STRIDE if site.role is Role.Q else 1
-        fake, damage = self.measure_heads(self._place(site, quantizer, x), x, flush_stride=stride)
         self._sums.add(site, damage)
         return fake.values.to(x.dtype)
 
@@ -272,24 +279,29 @@ def emulated(
 
     with (
         changed_weights(model, emulation.weights, originals, hooks.damage),
-        open_emulation_hooks(model, geometry, emulation, hooks),
+        open_emulation_hooks(model, geometry, hooks),
     ):
         yield run
 
 
 def open_emulation_hooks(
-    model: PreTrainedModel, geometry: ModelGeometry, emulation: Emulation, hooks: EmulationHooks
+    model: PreTrainedModel, geometry: ModelGeometry, hooks: EmulationHooks
 ) -> AbstractContextManager[None]:
-    """Open the hooks of attention and of inputs of linears, where the emulation quantizes them."""
-    roles = {site.role for site in emulation.quantizers}
+    """Open the hooks of attention and of inputs of linears, where `hooks` need their tensors."""
     return open_hooks(
         model,
         geometry,
         hooks,
-        query=not roles.isdisjoint({Role.Q, Role.P}),
-        inputs=Role.INPUT in roles,
-        attend=hooks.attend if Role.P in roles else None,
+        query=not hooks.roles.isdisjoint({Role.Q, Role.P}),
+        inputs=Role.INPUT in hooks.roles,
+        attend=hooks.attend if Role.P in hooks.roles else None,
     )
+
+
+def _measure_heads(quantizer: Quantizer, heads: torch.Tensor) -> torch.Tensor:
+    fake = quantizer.fake(heads)
+    limit = clip_limit(quantizer.fmt, saturates=quantizer.saturates)
+    return measure_heads(heads, fake.values, fake.scaled, limit)
 
 
 SEQUENCE_STRIDE = 4
@@ -297,38 +309,78 @@ SEQUENCE_STRIDE = 4
 
 
 class MeasurementHooks(EmulationHooks):
-    """Measures each kind of scales on the same tensors, which stay unquantized."""
+    """Measures kinds of scales on the same K, V and q, which stay unquantized.
 
-    def __init__(self, kinds: Mapping[str, Mapping[Site, Quantizer]]) -> None:
+    At `scalable` sites each scale is measured beside the fitted one: itself times the smallest
+    power of two with which nothing clips. The two round alike every value that neither clips nor
+    underflows, so what differs is what the scale loses.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Mapping[Site, Quantizer]],
+        scalable: Collection[Site] = frozenset(),
+    ) -> None:
         super().__init__({})
         self._kinds = kinds
+        self._scalable = scalable
         self._is_measured = False
-        self._found = DamageSums[tuple[str, Site]]()
+        self._batch: dict[tuple[str, Site], list[torch.Tensor]] = {}
+        self.found: dict[tuple[str, Site], torch.Tensor] = {}
+        """The sums of `measure_heads` by kind of scales and site, with its scales and, behind them,
+        with the fitted ones: fp64 [2, H, 6], on the CPU."""
 
     @property
-    def found(self) -> dict[tuple[str, Site], torch.Tensor]:
-        """The sums of `measure_damage` by kind of scales and site."""
-        return self._found.totals
+    def roles(self) -> frozenset[Role]:
+        """Q is seen where a kind of scales has one for it."""
+        sites = {site.role for quantizers in self._kinds.values() for site in quantizers}
+        return frozenset(sites & {Role.K, Role.V, Role.Q})
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch, which is measured if it holds one of the chosen sequences."""
         super().begin_batch(batch)
         sequences = range(batch.first, batch.first + len(batch.lengths))
         self._is_measured = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
-        self._found.drop()
+        self._batch.clear()
 
     def end_batch(self) -> None:
         """Sum up the damage."""
         super().end_batch()
-        self._found.settle()
+        for key, parts in self._batch.items():
+            before = [self.found[key]] if key in self.found else []
+            self.found[key] = sum_damage([*before, *(part.cpu() for part in parts)])
+        self._batch.clear()
 
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure K and V under every kind of scales."""
-        for role, x in ((Role.K, key), (Role.V, value)) if self._is_measured else ():
-            site = attention.site(role)
-            for kind, quantizers in self._kinds.items():
-                if (quantizer := quantizers.get(site)) is not None:
-                    self._found.add((kind, site), self.measure_heads(quantizer, x)[1])
+        self._measure(attention.site(Role.K), key)
+        self._measure(attention.site(Role.V), value)
         return key, value
+
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Measure q before the factor that the model multiplies it by."""
+        divisor = attention.query_divisor
+        self._measure(attention.site(Role.Q), query if divisor == 1.0 else query / divisor)
+        return query
+
+    def _measure(self, site: Site, x: torch.Tensor) -> None:
+        if not self._is_measured:
+            return
+        heads = self._by_head(x)
+        for kind, quantizers in self._kinds.items():
+            if (quantizer := quantizers.get(site)) is not None:
+                mine = quantizer.for_heads(len(heads))
+                if heads.device.type != "cpu":
+                    mine = mine.to(heads.device)
+                pair = [_measure_heads(mine, heads)] * 2
+                fitted = mine.fitted_to(heads) if site in self._scalable else mine
+                if not fitted.is_same(mine):
+                    pair[1] = _measure_heads(fitted, heads)
+                self._batch.setdefault((kind, site), []).append(torch.stack(pair))
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """Give the tokens that count by head, [H, N, D], of a tensor [B, H, S, D]."""
+        flat = x.transpose(0, 1).flatten(1, 2)
+        return flat if self._kept is None else flat[:, self._kept.to(x.device)]

@@ -77,6 +77,22 @@ class Quantizer:
             return self
         return replace(self, scale=scale.repeat_interleave(num_heads // len(scale), 0))
 
+    def fitted_to(self, heads: torch.Tensor) -> Quantizer:
+        """Multiply each static scale by the smallest power of two with which nothing clips.
+
+        `heads` [H, N, D] are what it scales, whole or by head.
+        """
+        scale = self.scale
+        assert isinstance(scale, torch.Tensor)  # noqa: S101 -- of K, V and q in every candidate
+        scale = scale.to(heads.device)
+        amax = heads.float().abs().amax((1, 2), keepdim=True)
+        if scale.numel() == 1:
+            amax = amax.max().reshape(scale.shape)
+        codes = amax / scale / self.fmt.max
+        # The edge: amax / scale, both rounded, may exceed the largest value by a rounding error.
+        octaves = torch.where(codes > 0, (codes / AT_THE_EDGE).log2().ceil(), 0.0)
+        return replace(self, scale=scale * torch.exp2(octaves), saturates=True)
+
     def is_same(self, other: Quantizer) -> bool:
         """Tell whether both quantize every tensor alike."""
         if self is other:

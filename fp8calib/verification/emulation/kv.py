@@ -10,6 +10,7 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
@@ -52,6 +53,27 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
             factor = torch.tensor(1 / numerics.probability_factor)
             quantizers[attention.site(Role.P)] = Quantizer(fmt=table.fmt, scale=factor)
     return quantizers
+
+
+def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[Site, Quantizer]:
+    """Give the quantizers of scale 1.0, with fitted scales wherever the engine uses a scale.
+
+    A fitted scale is the smallest power of two with which no value of a tensor clips. It rounds
+    every value as 1.0 does that neither clips nor is subnormal.
+    """
+    unscaled = emulate_kv(make_unscaled_table(geometry, fmt), numerics)
+    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
+    table = make_unscaled_table(geometry, fmt)
+    try:
+        scaled = emulate_kv(replace(table, scales=dict.fromkeys(unscaled, two)), numerics)
+    except VerificationError:  # the engine uses no scale at all
+        return unscaled
+    return {
+        site: quantizer
+        if quantizer.is_same(scaled[site])
+        else replace(scaled[site], scale=Granularity.TENSOR, power_of_two=True)
+        for site, quantizer in unscaled.items()
+    }
 
 
 def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:

@@ -164,16 +164,15 @@ def _render_head(report: VerifyReport, series: Sequence[Series]) -> Element:
 def _render_answer(report: VerifyReport, command: str) -> Iterator[Element]:
     """Render the first screen: the conclusion, the command it asks for, and the candidates."""
     yield element("h1", element("small", "FP8 verification of "), report.model)
-    conclusion = report.conclusion or report.advice
-    parts = [element("p", conclusion[:1].upper() + conclusion[1:], class_="answer")]
+    headline = report.decision.headline
+    parts = [element("p", headline[:1].upper() + headline[1:], class_="answer")]
     if command:
         parts.append(element("pre", element("code", command), tabindex="0"))
     yield element("div", *parts, class_="card")
     yield candidates_table(report)
     yield element("p", describe_run(report), class_="lead run")
-    rest = report.advice.removesuffix(conclusion).strip()
-    if rest:
-        yield element("p", rest, class_="lead")
+    if report.decision.details:
+        yield element("p", report.decision.details, class_="lead")
     if report.warnings:
         items = element("ul", *(element("li", warning) for warning in report.warnings))
         yield element("div", element("h2", "Warnings"), items, class_="card warnings")

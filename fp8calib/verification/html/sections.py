@@ -16,13 +16,14 @@ from fp8calib.verification.html.charts import (
     log_axis,
 )
 from fp8calib.verification.html.series import BASELINE, STYLES, Style, make_series
-from fp8calib.verification.judge.damaged import LEAST_DB, list_unfit_scales
+from fp8calib.verification.judge.damaged import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,
     Sensitivity,
     VerifyReport,
     format_db,
+    format_kld,
 )
 
 ROLE_NAMES = {"k": "Keys", "v": "Values", "q": "Queries"}
@@ -64,13 +65,13 @@ class PageSection:
 def needs_section(report: VerifyReport) -> PageSection:
     """Answer whether scales are needed, with what K and V of each layer lose at scale 1.0."""
     figures, findings = [], []
-    unfit = list_unfit_scales(SCALE_ONE, report.layers)
+    sites = () if report.kv is None else report.kv.sites
     for role, name in ROLE_NAMES.items():
         if any(row.role == role and row.candidate == SCALE_ONE for row in report.layers):
-            lost = sorted({row.layer for row in unfit if row.role == role})
-            findings.append(_describe_needs(name, lost))
+            unfit = {row.layer for row in report.diagnosis if row.site in sites and _has(row, role)}
+            findings.append(_describe_needs(name, sorted(unfit)))
         chosen = sorted(
-            (row for row in report.diagnosis if row.site.endswith(f".{role}")),
+            (row for row in report.diagnosis if _has(row, role)),
             key=lambda row: row.layer,
         )
         if chosen:
@@ -84,11 +85,18 @@ def needs_section(report: VerifyReport) -> PageSection:
     )
 
 
-_LOSSES_AT_ONE = "What K and V of each layer lose at scale 1.0."
-_LOSSES_BY_KIND = (
-    "What K and V of each layer lose at scale 1.0, with one scale per tensor, and with one per "
-    "head. Lines that coincide need no scales."
+_LOSSES_AT_ONE = (
+    "What K, V and q of each layer lose at scale 1.0, and with a power of two that fits the "
+    "tensor. Where the lines coincide, no scale is needed."
 )
+_LOSSES_BY_KIND = (
+    "What K, V and q of each layer lose at scale 1.0, with a power of two that fits the tensor, "
+    "with one scale per tensor, and with one per head. Where lines coincide, no scale is needed."
+)
+
+
+def _has(row: DiagnosisResult, role: str) -> bool:
+    return row.site.endswith(f".{role}")
 
 
 def _has_one_kind(report: VerifyReport) -> bool:
@@ -105,6 +113,7 @@ def _describe_needs(name: str, lost: Sequence[int]) -> str:
 def _draw_needs(name: str, rows: Sequence[DiagnosisResult]) -> Figure:
     kinds = {
         "scale 1.0": (BASELINE, [row.unscaled_db for row in rows]),
+        "fitted power of two": (STYLES[1], [row.fitted_db for row in rows]),
         "per tensor": (STYLES[0], [row.scaled_db for row in rows]),
         "per head": (STYLES[2], [row.per_head_db for row in rows]),
     }
@@ -149,7 +158,7 @@ def positions_section(report: VerifyReport) -> PageSection:
         hover = [
             f"positions {_format_range(row.first, row.last)}, {row.tokens:,} tokens\n"
             + "\n".join(
-                f"{one.name}: {each[at]:.3g} nats"
+                f"{one.name}: {format_kld(each[at], one.by_position[at].kld_se)} nats"
                 for one, each in zip(report.candidates, klds, strict=True)
                 if at < len(each)
             )
@@ -198,7 +207,8 @@ def sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
         x_title="layer",
         y=log_axis("mean KLD, nats", klds, low=-6, high=-1),
         hover=[
-            f"layer {row.layer}: {row.kld_mean:.3g} nats, perplexity ratio {row.ppl_ratio:.4f}"
+            f"layer {row.layer}: {format_kld(row.kld_mean, row.kld_se)} nats, "
+            f"perplexity ratio {row.ppl_ratio:.4f}"
             for row in rows
         ],
     )

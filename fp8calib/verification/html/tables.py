@@ -16,6 +16,8 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
     format_db,
+    format_difference,
+    format_kld,
 )
 
 _BADGES = {
@@ -42,7 +44,7 @@ def describe_run(report: VerifyReport) -> str:
 
 def candidates_table(report: VerifyReport) -> Element:
     """Make the table of candidates."""
-    header = ("Candidate", "Verdict", "Perplexity ratio", "KLD mean", "KLD p99", "Top-1 agreement")
+    header = ("Candidate", "Verdict", "KLD mean", "Perplexity ratio", "KLD p99", "Top-1 agreement")
     rows: list[Sequence[Child]] = [
         [
             element("div", element("strong", one.name), _make_aside(one.description)),
@@ -51,8 +53,8 @@ def candidates_table(report: VerifyReport) -> Element:
                 _make_badge(one.verdict),
                 _make_aside(f"{one.verdict_why} ({one.gate} gate)"),
             ),
+            format_kld(one.kld_mean, one.kld_se),
             _format_with_error(one.ppl_ratio, one.ppl_ratio_se),
-            _format_kld(one.kld_mean),
             _format_kld(one.kld_p99),
             _format_share(one.top1_agreement),
         ]
@@ -119,14 +121,16 @@ def _mark(text: str, *, is_bad: bool) -> Child:
 
 def rules_table(rules: Sequence[RuleResult]) -> Element:
     """Make the table of scale rules, best first."""
-    header = ("Rule", "Perplexity ratio", "KLD mean")
+    header = ("Rule", "KLD mean", "Difference from the first", "Perplexity ratio")
     rows = [_rule_row(rank, row) for rank, row in enumerate(rules, start=1)]
     return make_table(header, rows, label="Scale rules", words=1)
 
 
 def _rule_row(rank: int, row: RuleResult) -> Sequence[Child]:
     name = element("div", element("strong", f"{rank}. {row.rule}"), _make_aside(row.candidate))
-    return [name, _format_with_error(row.ppl_ratio, row.ppl_ratio_se), f"{row.kld_mean:.3g}"]
+    ratio = _format_with_error(row.ppl_ratio, row.ppl_ratio_se)
+    paired = _NONE if row.against_best is None else format_difference(row.against_best)
+    return [name, format_kld(row.kld_mean, row.kld_se), paired, ratio]
 
 
 def tasks_table(tasks: Sequence[TaskResult]) -> Element:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median_high
 
+from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.report import LayerResult
 
 LEAST_DB = 15.0
@@ -12,38 +13,77 @@ LEAST_DB = 15.0
 CLIPPED = 1e-3
 """With a larger share of clipped values a scale is too small, whatever the metrics are."""
 MOST_CLIPPED = 0.01
-"""A rule may clip a few values on purpose; above this share no verdict is good."""
+"""A rule may clip a few values on purpose; above this share a tensor is damaged."""
+MOST_FLUSHED = 0.01
+"""So it is above this share of zeros that a fitted scale keeps, if they carried information."""
+LEAST_LOSS_DB = 1.0
+"""A scale that loses this against a fitted power of two adds a quarter to the noise."""
+_DOUBLED_DB = 3.0
 _LOST_DB = 6.0
 """A site this far below the median of the other sites of its kind stands out."""
 FLUSHED = 0.02
 """A tensor that spans many octaves loses this share of values however well its scale fits."""
-_CACHED = frozenset({"k", "v"})
-"""Roles that fit into the range of FP8; inputs of linears may span more."""
+KV_AND_Q = frozenset({"k", "v", "q"})
+Fits = Mapping[str, Sequence[SiteFit]]
+"""By candidate: how well its scales fit, against fitted ones on the same tensors."""
 
 
-def list_unfit_scales(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResult]:
-    """List the sites of a candidate whose scale does not fit, the most damaged first."""
+def loses(fit: SiteFit) -> bool:
+    """Whether a scale loses more than another rounding of the same values would."""
+    return fit.loss_db >= LEAST_LOSS_DB or fit.clipped > CLIPPED
+
+
+def is_damaged(fit: SiteFit) -> bool:
+    """Whether a tensor, or one head of it, is destroyed that a fitted scale keeps."""
+    if fit.clipped > MOST_CLIPPED:
+        return True
+    is_lost = fit.worst_db is not None and fit.worst_db < LEAST_DB
+    return (is_lost and fit.loss_db >= LEAST_LOSS_DB) or (
+        fit.flushed > MOST_FLUSHED and fit.loss_db >= _DOUBLED_DB
+    )
+
+
+def list_unfit_rows(candidate: str, layers: Sequence[LayerResult], fits: Fits) -> list[LayerResult]:
+    """List the sites whose scale does not fit and that no fit judges, the most damaged first.
+
+    Those are the inputs of linears and weights; K, V and q too where they were not measured beside
+    a fitted scale.
+    """
+    judged = {fit.site for fit in fits.get(candidate, ())}
     rows = [row for row in layers if row.candidate == candidate and row.sqnr_db is not None]
     return [
         row
         for row in rows
-        if row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, _usual_db(row, rows))
+        if row.site not in judged
+        and (row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, _usual_db(row, rows)))
     ]
 
 
-def find_damaged(candidate: str, layers: Sequence[LayerResult]) -> LayerResult | None:
-    """Find the first site of a candidate whose damage rules out a good verdict."""
+def describe_damage(candidate: str, layers: Sequence[LayerResult], fits: Fits) -> str:
+    """Describe the first site of a candidate that is destroyed; empty without one."""
+    damaged = sorted(filter(is_damaged, fits.get(candidate, ())), key=lambda fit: -fit.loss_db)
+    if damaged:
+        fit = damaged[0]
+        return _describe(fit.site, fit.layer, fit.worst_db, fit.clipped, fit.flushed)
+    judged = {fit.site for fit in fits.get(candidate, ())}
     rows = [row for row in layers if row.candidate == candidate]
-    damaged = (
-        row
-        for row in rows
-        if row.clipped > MOST_CLIPPED
-        or _is_lost(row)
-        or (
-            row.role in _CACHED and row.flushed > FLUSHED and _stands_out(row, _usual_db(row, rows))
-        )
+    row = next((row for row in rows if row.site not in judged and _is_destroyed(row, rows)), None)
+    return _describe(row.site, row.layer, row.sqnr_db, row.clipped, row.flushed) if row else ""
+
+
+def _describe(site: str, layer: int, sqnr_db: float | None, clipped: float, flushed: float) -> str:
+    sqnr = "" if sqnr_db is None else f"an SQNR of {sqnr_db:.1f} dB, "
+    return (
+        f"{site} (layer {layer}) is destroyed: {sqnr}{clipped:.1%} clipped, {flushed:.1%} flushed "
+        "to zero"
     )
-    return next(damaged, None)
+
+
+def _is_destroyed(row: LayerResult, rows: Sequence[LayerResult]) -> bool:
+    if row.clipped > MOST_CLIPPED or _is_lost(row):
+        return True
+    is_cached = row.role in KV_AND_Q and row.flushed > FLUSHED
+    return is_cached and _stands_out(row, _usual_db(row, rows))
 
 
 def _usual_db(row: LayerResult, rows: Sequence[LayerResult]) -> float:
@@ -61,7 +101,7 @@ def _usual_db(row: LayerResult, rows: Sequence[LayerResult]) -> float:
 
 
 def _kind(row: LayerResult) -> str:
-    return "cached" if row.role in _CACHED else row.role
+    return "cached" if row.role in {"k", "v"} else row.role
 
 
 def _is_lost(row: LayerResult) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -12,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
-from fp8calib.verification.judge.damaged import find_damaged
-from fp8calib.verification.report import LayerResult, Verdict, format_error, format_kld
+from fp8calib.verification.report import Verdict, format_error, format_kld
 
 _LEAST_MARGIN = 0.01
 
@@ -115,29 +113,20 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
 
 
-def downgrade_if_misleading(
-    verdict: Verdict,
-    why: str,
-    *,
-    candidate: str,
-    kld_mean: float | None,
-    rows: Sequence[LayerResult],
-    gate: Gate,
+def correct_if_misleading(
+    verdict: Verdict, why: str, *, damage: str, kld_mean: float | None, gate: Gate
 ) -> tuple[Verdict, str]:
-    """Turn a good verdict into a warning if the perplexity ratio hides damage.
+    """Correct a verdict if the perplexity ratio hides damage.
 
-    The text may not need what is damaged, and losses may cancel out. A warning names a tensor that
-    lost most of its information, or a mean divergence above log(`fail_above`), at least log(1.05):
-    on text that the model writes itself, the divergence is the logarithm of the ratio.
-
-    The gate's own threshold on the divergence, if any, replaces this one. `rows` are the sites of
-    all candidates; `kld_mean` is in nats, None if unknown.
+    The text may not need what is damaged, and losses may cancel out. `damage` describes a tensor
+    that is destroyed: a failure of its own. A mean divergence above log(`fail_above`), at least
+    log(1.05), is a warning: on text that the model writes itself, the divergence is the logarithm
+    of the ratio. The gate's own threshold on the divergence, if any, replaces this one.
     """
+    if damage and verdict is not Verdict.FAIL:
+        return Verdict.FAIL, f"{why}, but {damage}"
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why
-    damaged = find_damaged(candidate, rows)
-    if damaged is not None:
-        return Verdict.WARN, f"{why}, but {_describe_damage(damaged)}"
     # FP8 itself has a divergence: a stricter gate on the ratio does not lower this threshold.
     most = math.log(max(gate.fail_above, GATES["kv"].fail_above))
     if gate.kld_fail_above is None and kld_mean is not None and kld_mean > most:
@@ -146,12 +135,6 @@ def downgrade_if_misleading(
             f"{why}, but the mean KLD is {format_kld(kld_mean)}: the model answers differently",
         )
     return verdict, why
-
-
-def _describe_damage(row: LayerResult) -> str:
-    sqnr = "" if row.sqnr_db is None else f"an SQNR of {row.sqnr_db:.1f} dB, "
-    lost = f"{row.clipped:.1%} clipped, {row.flushed:.1%} flushed to zero"
-    return f"{row.site} (layer {row.layer}) is damaged: {sqnr}{lost}"
 
 
 def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:

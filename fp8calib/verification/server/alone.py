@@ -9,7 +9,7 @@ import torch
 from fp8calib.data.plan import DataPlan
 from fp8calib.verification.compare.summary import bounded_exp
 from fp8calib.verification.judge.gates import Gate
-from fp8calib.verification.report import SERVER, ReferenceResult, VerifyReport
+from fp8calib.verification.report import SERVER, Decision, ReferenceResult, VerifyReport
 from fp8calib.verification.server.assess import Assessment
 from fp8calib.verification.server.row import add_server
 
@@ -33,7 +33,7 @@ def report_alone(
         reference=ReferenceResult(ppl=bounded_exp(-mean)),
         candidates=(),
         layers=(),
-        advice="",
+        decision=Decision(headline=""),
         warnings=plan.warnings,
     )
     logprobs = {"reference": assessment.reference, SERVER: assessment.logprobs}

@@ -21,7 +21,7 @@ from fp8calib.verification.server.diagnose import (
     explain,
     explain_with_faults,
     mean_square,
-    needs_layers,
+    needs_faults,
 )
 from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_variance
 from fp8calib.verification.server.faults import LayerFaults
@@ -112,6 +112,7 @@ def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> As
         lengths,
         agrees=_find_agreement(answers, evidence),
         kld_mean=None if estimates.low is None else estimates.low.value,
+        kld_se=None if estimates.low is None else estimates.low.se,
     )
     found, faults = _diagnose(answers, evidence, changes, lengths, progress)
     context = Context(
@@ -167,8 +168,12 @@ class _Estimates:
     def describe(self) -> str:
         """Describe the best of them; empty without any."""
         if self.low is not None:
-            return f"KLD {format_kld(self.low.value)}"
-        return "" if self.bound is None else f"KLD at least {format_kld(self.bound.value)}"
+            return f"KLD {format_kld(self.low.value, self.low.se)}"
+        return (
+            ""
+            if self.bound is None
+            else f"KLD at least {format_kld(self.bound.value, self.bound.se)}"
+        )
 
 
 def _estimate(
@@ -264,14 +269,19 @@ def _diagnose(
     )
     found = explain(given)
     layers = evidence.layer_faults
-    if layers is None or not layers.bases or not needs_layers(found):
+    if layers is None or not layers.bases or not needs_faults(found):
         return found, faults
     base = max(layers.bases, key=lambda name: given.fit(name).correlation or 0.0)
-    effects = layers.run(base, progress)
     few = Changes(
         server=changes[: layers.num_tokens],
         candidates={name: each[: layers.num_tokens] for name, each in given.candidates.items()},
         lengths=lengths[: layers.num_sequences],
         noise=answers.noise,
     )
+    whole = dict(layers.run_whole(base, progress))
+    if whole:
+        tried = explain_with_faults(found, few, base, whole)
+        if tried.name in whole and not needs_faults(tried):
+            return tried, {**faults, **whole}
+    effects = {**layers.run_layers(base, progress), **whole}
     return explain_with_faults(found, few, base, effects), {**faults, **effects}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +24,14 @@ from typing import Any, Self
 import httpx
 
 from fp8calib import __version__
-from fp8calib.errors import Fp8CalibError, UsageError, VerificationError, first_line, shorten
+from fp8calib.errors import Fp8CalibError, ServerError, UsageError, first_line, shorten
 
 _BUSY = frozenset({408, 429, 502, 503, 504})
+_GATEWAY = 502
+_GATEWAY_S = 30.0
+"""A proxy that answers so for longer has no server behind it."""
+_SAID_S = 30.0
+"""The shortest time between two notes on requests that are sent again."""
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 _CONNECT_S = 10.0
@@ -43,6 +49,7 @@ _SHOWN = 300
 _LEAST_KEY = 8
 """A shorter key is a placeholder such as `none`, which any message may hold."""
 _HINT_BUSY = "wait until it is free, raise --server-timeout, or lower --server-concurrency"
+_HINT_GATEWAY = "a proxy answers, and no server behind it: is the server running?"
 _HINT_LATE = "raise --server-timeout, or lower --server-concurrency"
 
 
@@ -126,6 +133,16 @@ class RequestCount:
 
     repeated: int = 0
     """Those sent again."""
+    say: Callable[[str], None] = field(default=lambda _text: None)
+    """Gets a note on requests that are sent again."""
+    _say_at: float = -math.inf
+
+    def repeat(self, why: str) -> None:
+        """Count a request that is sent again, and say why, at intervals."""
+        self.repeated += 1
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + _SAID_S
+            self.say(f"{why}; asking again")
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
@@ -204,13 +221,14 @@ class ServerClient:
         """Send a document.
 
         Raises:
-            VerificationError: no answer within the time-out, the server is busy until then, it is
+            ServerError: no answer within the time-out, the server is busy until then, it is
                 gone, or it refuses the key.
         """
         return await self._request("POST", path, body)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
         until = time.monotonic() + self._timeout_s
+        without_server: float | None = None  # since when
         delay, broken = _FIRST_DELAY_S, 0
         while True:
             wait: float | None = None
@@ -235,13 +253,18 @@ class ServerClient:
             else:
                 if answer.status not in _BUSY:
                     return self._checked(path, answer)
+                if answer.status == _GATEWAY:
+                    now = time.monotonic()
+                    without_server = without_server or now
+                    if now - without_server > _GATEWAY_S:
+                        raise self._fail(f"{path}: {why}, for {_GATEWAY_S:g} s", _HINT_GATEWAY)
             pause = min(max(delay, wait or 0.0), _LONGEST_DELAY_S) * random.uniform(0.8, 1.2)  # noqa: S311
             delay *= 2
             rest = until - self._timeout_s / _LAST_PART - time.monotonic()
             if rest <= 0:
                 raise self._fail(f"{path}: {why}, for {self._timeout_s:g} s", hint)
             pause = min(pause, rest)  # a server may be free before the time that it names
-            self._count.repeated += 1
+            self._count.repeat(f"{self.endpoint.url}{path}: {why}")
             await asyncio.sleep(pause)
 
     async def _attempt(
@@ -301,8 +324,8 @@ class ServerClient:
             return f"the answer cannot be decompressed: {self._clean(first_line(error))}"
         return f"the connection broke: {self._clean(first_line(error))}"
 
-    def _fail(self, what: str, hint: str) -> VerificationError:
-        return VerificationError(f"{self.endpoint.url}{what}", hint=hint)
+    def _fail(self, what: str, hint: str) -> ServerError:
+        return ServerError(f"{self.endpoint.url}{what}", hint=hint)
 
 
 def _find_message(body: Any) -> str:

@@ -31,7 +31,13 @@ _FAR_LESS = 8.0
 """Squared changes that are fewer than those of any candidate by this factor come from no FP8 cache,
 even if they are related: 16 bits round, too, and disturb the same tokens."""
 _CLOSE = 0.98
-"""Where a larger share is explained, faults of layers are not tried."""
+"""Where a larger share is explained, faults are not tried."""
+_ARITHMETIC = 0.1
+"""Nor where the rest is a smaller share of the squared changes of roundings: two correct engines
+in float32 leave some 8 %, so a fault that adds no more cannot be told from their arithmetic."""
+_ROUNDINGS = 0.25
+"""The most that a mix-up of scales may leave, as a share of the squared changes of all roundings.
+Another model's scales that clip in the same layers leave more: they round other values."""
 _ABOVE_NOISE = 4.0
 """Squared changes that are not this many times those of a repetition are noise."""
 _LAYERS_SHARE = 0.2
@@ -53,7 +59,7 @@ class Finding(StrEnum):
     """As a candidate, or as a candidate with a fault."""
     UNQUANTIZED = "unquantized"
     OTHER_SCALES = "other-scales"
-    """FP8, with scales of some layers that are none of the candidates'."""
+    """As a candidate, but for some layers: it has other scales there, or other weights."""
     UNKNOWN = "unknown"
     """It differs from every candidate."""
     UNLIKE = "unlike"
@@ -169,13 +175,15 @@ def explain_with_faults(
     effects = {name: fault.changes for name, fault in faults.items()}
     everything = replace(changes, candidates={**changes.candidates, **effects})
     fits = sorted(map(changes.fit, (UNQUANTIZED, *changes.candidates)), key=lambda f: f.residual)
-    tried = [n for n in faults if n in layers or not _leaves_clipping(everything, base, n)]
+    tried = [n for n in faults if n in layers or _leaves_roundings(everything, base, faults[n], n)]
+    if not tried:
+        return found
     fault = min(map(everything.fit, tried), key=lambda fit: fit.residual)
     if everything.is_less(fault.name, fits[0].name):
         judged = _judge(everything, [fault, *fits], fault)
         if judged.finding is Finding.CANDIDATE:
             found = replace(judged, fits=(fault, *found.fits))
-    if found.name in faults and found.name not in layers:
+    if (found.name in faults and found.name not in layers) or not layers:
         return found
     if found.finding is Finding.CANDIDATE and found.name in {base, *layers}:
         others = _list_other_layers(everything, base, found.name, layers)
@@ -205,7 +213,7 @@ def _list_other_layers(
     """
     own = faults[found].layer if found in faults else None
     start = changes.find(base)
-    if own is not None and _leaves_clipping(changes, base, found):
+    if own is not None and not _leaves_roundings(changes, base, faults[found], found):
         return [own]
     lost = [fault for fault in faults.values() if fault.is_lost and fault.layer != own]
     if not lost:
@@ -221,9 +229,10 @@ def _list_other_layers(
     return [*others, *([own] if own is not None and others else [])]
 
 
-def _leaves_clipping(changes: Changes, base: str, fault: str) -> bool:
-    """Tell whether a fault of `base` leaves more than roundings: the server clips otherwise."""
-    return changes.fit(fault).residual ** 2 > _LARGER * mean_square(changes.find(base))
+def _leaves_roundings(changes: Changes, base: str, fault: FaultEffect, name: str) -> bool:
+    """Tell whether a fault of `base` leaves only roundings; else the server clips otherwise."""
+    most = _LARGER if fault.mixup is None else _ROUNDINGS
+    return changes.fit(name).residual ** 2 <= most * mean_square(changes.find(base))
 
 
 def _regress(effects: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,12 +285,13 @@ def _explains_most(fit: Fit, squares: float) -> bool:
     return fit.residual**2 <= (1 - _EXPLAINED) * squares
 
 
-def needs_layers(found: Diagnosis) -> bool:
-    """Tell whether faults of layers may explain the server better."""
+def needs_faults(found: Diagnosis) -> bool:
+    """Tell whether faults may explain the server better."""
     if found.finding in {Finding.UNKNOWN, Finding.UNLIKE}:
         return True
-    is_close = found.fits[0].residual ** 2 <= (1 - _CLOSE) * found.size**2
-    return found.finding is Finding.CANDIDATE and not is_close
+    roundings = min(fit.energy for fit in found.fits if fit.name != UNQUANTIZED)
+    enough = max((1 - _CLOSE) * found.size**2, _ARITHMETIC * roundings)
+    return found.finding is Finding.CANDIDATE and found.fits[0].residual ** 2 > enough
 
 
 def _sum_of_faults(

@@ -1,8 +1,9 @@
-"""Faults of layers, on the first sequences: emulated, or stored by another machine."""
+"""Faults of scales, on the first sequences: emulated, or stored by another machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -23,7 +24,13 @@ from fp8calib.verification.server.hypotheses import (
     list_layer_faults,
     lose_kv_scales,
     lose_query_scales,
+    mix_up_scales,
 )
+
+_MOST_TIMES = 10
+"""Faults together run over at most so many times the tokens of the text..."""
+_LEAST_TOKENS = 512
+"""...unless each then has fewer tokens than it can be told by."""
 
 
 def list_faults(candidates: Sequence[Candidate]) -> dict[str, EmulatedFault]:
@@ -41,7 +48,7 @@ def changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
 
 
 class LayerFaults(Protocol):
-    """Faults of candidates with KV scales: of single layers, and of K or V in all of them."""
+    """Faults of candidates with KV scales: of single layers, and of all of them."""
 
     @property
     def bases(self) -> Sequence[str]:
@@ -55,8 +62,11 @@ class LayerFaults(Protocol):
     def num_tokens(self) -> int:
         """The number of their scored tokens."""
 
-    def run(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:
-        """Give the effects of the faults of the candidate `base`, by name."""
+    def run_whole(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:
+        """Give the effects of the faults of all layers of the candidate `base`, by name."""
+
+    def run_layers(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:
+        """Give those of the faults of single layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +86,15 @@ class FaultRunner:
 
     @cached_property
     def _batches(self) -> list[Batch]:
-        return choose_batches(self.plan, self.batch_size)
+        """Choose the first batches, as many as `_MOST_TIMES` allows."""
+        runs = max((_count_runs(self._list(base)) for base in self.bases), default=0)
+        most = max(_MOST_TIMES * sum(map(len, self.plan.sequences)) // max(runs, 1), _LEAST_TOKENS)
+        chosen: list[Batch] = []
+        for batch in choose_batches(self.plan, self.batch_size):
+            chosen.append(batch)
+            if sum(each.num_tokens for each in chosen) >= most:
+                break
+        return chosen
 
     @property
     def num_sequences(self) -> int:
@@ -90,15 +108,34 @@ class FaultRunner:
 
     def run(self, base: str, progress: Progress) -> dict[str, FaultEffect]:
         """Emulate the faults of the candidate `base`; give their effects."""
+        return self._run(self._list(base), "faults of scales", progress)
+
+    def run_whole(self, base: str, progress: Progress) -> dict[str, FaultEffect]:
+        """Emulate the faults of all layers."""
+        found = {n: each for n, each in self._list(base).items() if each.layer is None}
+        return self._run(found, "faults of all layers", progress)
+
+    def run_layers(self, base: str, progress: Progress) -> dict[str, FaultEffect]:
+        """Emulate the faults of single layers."""
+        found = {n: each for n, each in self._list(base).items() if each.layer is not None}
+        return self._run(found, f"{len(found)} faults of single layers", progress)
+
+    def _list(self, base: str) -> dict[str, EmulatedFault]:
         emulation = next(one.emulation for one in self.candidates if one.name == base)
-        faults = {
+        return {
             **dict(list_layer_faults(base, emulation, self.geometry)),
             **lose_kv_scales(base, emulation),
+            **mix_up_scales(base, emulation, self.geometry),
         }
+
+    def _run(
+        self, faults: Mapping[str, EmulatedFault], stage: str, progress: Progress
+    ) -> dict[str, FaultEffect]:
         names = list(faults)
         rounds = [names[i : i + LAYERS_AT_ONCE] for i in range(0, len(names), LAYERS_AT_ONCE)]
-        tokens = sum(batch.num_tokens for batch in self._batches)
-        progress.stage("faults of layers", tokens * (len(names) + len(rounds)), unit="tokens")
+        tokens = sum(batch.num_tokens for batch in self._batches) * _count_runs(names)
+        times = tokens / sum(map(len, self.plan.sequences))
+        progress.stage(f"{stage}, {times:.1f} times the text", tokens, unit="tokens")
         advance = advance_once(self.comparison, progress.advance)
         effects: dict[str, FaultEffect] = {}
         for some in rounds:
@@ -107,6 +144,11 @@ class FaultRunner:
             for name in some:
                 effects[name] = faults[name].with_changes(changes_of(compared, name))
         return effects
+
+
+def _count_runs(faults: Collection[str]) -> int:
+    """Count the passes over a batch: one for each fault, and the reference in each round."""
+    return len(faults) + math.ceil(len(faults) / LAYERS_AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +176,10 @@ class StoredFaults:
         first = next(iter(self.effects.values()))
         return len(next(iter(first.values())).changes)
 
-    def run(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:  # noqa: ARG002
-        """Give what is stored."""
-        return self.effects[base]
+    def run_whole(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:  # noqa: ARG002
+        """Give what is stored of all layers."""
+        return {n: each for n, each in self.effects[base].items() if each.layer is None}
+
+    def run_layers(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:  # noqa: ARG002
+        """Give what is stored of single layers."""
+        return {n: each for n, each in self.effects[base].items() if each.layer is not None}

@@ -1,9 +1,10 @@
-"""The faults that a server may have, as emulations: a scale that is lost, or too small."""
+"""The faults that a server may have, as emulations: scales that are lost, too small or mixed up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 
@@ -16,17 +17,31 @@ CLIPPING = 8
 """A scale divided by less may not clip; dividing by a larger one clips the same large values."""
 
 
+class Mixup(StrEnum):
+    """How the right scales get to the wrong place, in all layers."""
+
+    SWAPPED = "swapped"
+    """K has the scale of V, and V that of K."""
+    INVERTED = "inverted"
+    """1 / scale, as where one tool multiplies by what another divides by."""
+    NEXT = "next"
+    """A layer has the scales of the next one; the last layer has its own."""
+    PREVIOUS = "previous"
+    """A layer has the scales of the previous one; the first layer has its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A candidate with scales that are lost (1.0) or too small."""
+    """A candidate with scales that are lost (1.0), too small or mixed up."""
 
     base: str
     """The candidate's name."""
     layer: int | None
-    """None: the scales of `role` are lost in all layers."""
+    """None: the scales of all layers."""
     is_lost: bool
     role: Role | None = None
-    """None: K and V, of one layer."""
+    """None: K and V."""
+    mixup: Mixup | None = None
 
     @property
     def runs_beside(self) -> bool:
@@ -38,7 +53,12 @@ class Fault:
         base, layer, is_lost = self.base, self.layer, self.is_lost
         if layer is None:
             return FaultEffect(
-                base=base, layer=None, is_lost=is_lost, role=self.role, changes=changes
+                base=base,
+                layer=None,
+                is_lost=is_lost,
+                role=self.role,
+                mixup=self.mixup,
+                changes=changes,
             )
         return LayerEffect(base=base, layer=layer, is_lost=is_lost, changes=changes)
 
@@ -78,6 +98,49 @@ def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
     if not all(_find_scaled(emulation, role) for role in KV_ROLES):
         return {}
     return _lose_scales(name, emulation, Role.K) | _lose_scales(name, emulation, Role.V)
+
+
+def mix_up_scales(
+    name: str, emulation: Emulation, geometry: ModelGeometry
+) -> dict[str, EmulatedFault]:
+    """Give K and V the scales of other places; without those that change nothing.
+
+    A scale goes only to a place where one of the same shape is.
+    """
+    pairs = ([attention.site(role) for role in KV_ROLES] for _, attention in geometry.attentions())
+    sites = [pair for pair in pairs if all(_has_scale(emulation, site) for site in pair)]
+    scales = [[_scale(emulation, site) for site in pair] for pair in sites]
+    mixed = {
+        Mixup.SWAPPED: [pair[::-1] for pair in scales],
+        Mixup.INVERTED: [[1 / scale for scale in pair] for pair in scales],
+        Mixup.NEXT: [*scales[1:], *scales[-1:]],
+        Mixup.PREVIOUS: [*scales[:1], *scales[:-1]],
+    }
+    faults: dict[str, EmulatedFault] = {}
+    for mixup, given in mixed.items():
+        changed = {
+            site: replace(emulation.quantizers[site], scale=scale)
+            for places, pair, own in zip(sites, given, scales, strict=True)
+            for site, scale, old in zip(places, pair, own, strict=True)
+            if scale.shape == old.shape and not torch.equal(scale, old)
+        }
+        if changed:
+            faults[f"{name} with {_MIXED[mixup]}"] = EmulatedFault(
+                base=name,
+                layer=None,
+                is_lost=False,
+                mixup=mixup,
+                emulation=_change(emulation, changed),
+            )
+    return faults
+
+
+_MIXED = {
+    Mixup.SWAPPED: "k and v scales swapped",
+    Mixup.INVERTED: "reciprocals of its scales",
+    Mixup.NEXT: "the scales of the next layer",
+    Mixup.PREVIOUS: "the scales of the previous layer",
+}
 
 
 def has_kv_scales(emulation: Emulation) -> bool:
@@ -125,6 +188,17 @@ def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, Emula
         base=name, layer=None, is_lost=True, role=role, emulation=_change(emulation, lost)
     )
     return {f"{name} without its {role} scales": fault}
+
+
+def _has_scale(emulation: Emulation, site: Site) -> bool:
+    quantizer = emulation.quantizers.get(site)
+    return quantizer is not None and isinstance(quantizer.scale, torch.Tensor)
+
+
+def _scale(emulation: Emulation, site: Site) -> torch.Tensor:
+    scale = emulation.quantizers[site].scale
+    assert isinstance(scale, torch.Tensor)  # noqa: S101 -- `_has_scale`
+    return scale
 
 
 def _find_scaled(emulation: Emulation, role: Role) -> dict[Site, Quantizer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -16,8 +16,9 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from fp8calib.errors import DataError, ExportError
+from fp8calib.errors import DataError, ExportError, cut_list
 
+_NAME = "fp8calib-server-{}.partial"
 SCORES = {"logprobs": "<f4", "top_ids": "<i8", "top_logprobs": "<f4"}
 WRITTEN = {"tokens": "<i8"}
 
@@ -29,6 +30,8 @@ class KeptAnswers:
     folder: Path
     resume: bool
     """Whether to begin with what an earlier run left."""
+    warn: Callable[[str], None]
+    """Told where an earlier run left nothing to begin with."""
     paths: list[Path] = field(default_factory=list)
 
     def open(
@@ -42,11 +45,21 @@ class KeptAnswers:
             DataError: what an earlier run left cannot be read.
             ExportError: the file cannot be written.
         """
-        name = f"fp8calib-server-{hashlib.sha256(tag.encode()).hexdigest()[:12]}.partial"
+        name = _NAME.format(hashlib.sha256(tag.encode()).hexdigest()[:12])
+        if self.resume and not self.paths and not (self.folder / name).exists():
+            self._warn_of_nothing()
         opened = PartialAnswers(self.folder / name, dtypes, sizes)
         opened.open(resume=self.resume)
         self.paths.append(opened.path)
         return opened
+
+    def _warn_of_nothing(self) -> None:
+        others = cut_list(sorted(path.name for path in self.folder.glob(_NAME.format("*"))))
+        left = f"{others} is about another text, server or --server-logprobs" if others else ""
+        self.warn(
+            f"--resume: no answers of this server about this text are in {self.folder}, so the "
+            f"run starts anew{'; ' if left else ''}{left}"
+        )
 
     @property
     def has_answers(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list, shorten
+from fp8calib.errors import ModelError, ServerError, UsageError, cut_list, shorten
 from fp8calib.verification.server.client import Answer, ServerClient
 from fp8calib.verification.server.kinds.kind import ServerKind
 from fp8calib.verification.server.kinds.sglang import SglangServer
@@ -40,7 +40,7 @@ async def recognise(
     A server that is not recognised is of the `likely_kind`.
 
     Raises:
-        VerificationError: it is no server of a known kind, or it fails.
+        ServerError: it is no server of a known kind, or it fails.
         ModelError: it serves another model than the one named, or several.
     """
     models = await client.get("/v1/models")
@@ -78,7 +78,7 @@ async def _find_kind(
         return KINDS[TgiServer.name]
     if likely:
         return KINDS[likely]
-    raise VerificationError(
+    raise ServerError(
         f"{client.endpoint.url}: no vLLM, SGLang or TGI server: /v1/models answers "
         f"{models.status}: {models.text}",
         hint=f"check the URL, or name its kind with --server-kind: {', '.join(KINDS)}",
@@ -96,7 +96,7 @@ def _choose_card(
     if model is not None and not cards:
         return {}  # a server that does not list its models
     if model is None and not cards:
-        raise VerificationError(
+        raise ServerError(
             f"{client.endpoint.url}: the server lists no models",
             hint=f"name the model with {client.endpoint.option}-model",
         )
@@ -120,10 +120,10 @@ def check_length(server: Server, client: ServerClient, longest: int) -> None:
     """Refuse sequences that are too long for the server; it generates one token after each.
 
     Raises:
-        VerificationError: naming the server's option.
+        ServerError: naming the server's option.
     """
     if server.max_length is not None and longest + 1 > server.max_length:
-        raise VerificationError(
+        raise ServerError(
             f"{client.endpoint.url}: the server takes {server.max_length} tokens, and a sequence "
             f"of {longest} needs {longest + 1}",
             hint=f"use --seq-len {server.max_length - 1}, or start the server with "

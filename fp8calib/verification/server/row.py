@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fp8calib.data.plan import DataPlan
 from fp8calib.verification.compare.summary import list_figures, split_positions
-from fp8calib.verification.judge.gates import Gate, downgrade_if_misleading, judge
+from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
     SERVER,
     CandidateResult,
-    Remedy,
+    Decision,
     Verdict,
     VerifyReport,
 )
@@ -26,8 +26,8 @@ def add_server(
     if result.finding == Finding.UNKNOWN and verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
     else:
-        verdict, why = downgrade_if_misleading(
-            verdict, why, candidate=SERVER, kld_mean=summary.kld_mean, rows=(), gate=gate
+        verdict, why = correct_if_misleading(
+            verdict, why, damage="", kld_mean=summary.kld_mean, gate=gate
         )
     row = CandidateResult(
         name=SERVER,
@@ -44,9 +44,6 @@ def add_server(
         update={
             "candidates": (*others, row, *last),
             "server": result,
-            "advice": result.sentence,
-            "conclusion": result.sentence,
-            "remedy": Remedy.NONE,
-            "remedy_for": "",
+            "decision": Decision(headline=result.sentence),
         }
     )

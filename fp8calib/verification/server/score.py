@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from fp8calib.calibration import Progress
-from fp8calib.errors import Fp8CalibError, ModelError, VerificationError
+from fp8calib.errors import Fp8CalibError, ModelError, ServerError
 from fp8calib.verification.server.client import (
     Answer,
     Endpoint,
@@ -36,6 +36,8 @@ from fp8calib.verification.server.recognise import (
 from fp8calib.verification.server.written import SEED, count_given
 
 T = TypeVar("T")
+_CONNECTING_S = 60.0
+"""The longest wait for an answer before the text is sent: none of these requests runs the model."""
 _OTHER_VOCABULARY = ("vocab",)
 _TOO_LONG = (
     "context length",
@@ -85,12 +87,13 @@ def connect(
     """Find out what runs behind the URL, and refuse what cannot score `sequences`.
 
     Raises:
-        VerificationError: it is no server of a known kind, it fails, or takes only shorter text.
+        ServerError: it is no server of a known kind, it fails, or takes only shorter text.
         ModelError: it has another model.
     """
 
     async def ask() -> Server:
-        async with _open_client(options) as client:
+        timeout_s = min(options.timeout_s, _CONNECTING_S)
+        async with _open_client(replace(options, timeout_s=timeout_s)) as client:
             server = await recognise(
                 client,
                 kind=options.kind,
@@ -119,7 +122,7 @@ def score(
     """Ask a server for the log-probabilities of a text; answers are `kept`.
 
     Raises:
-        VerificationError: the server fails, or answers with something else.
+        ServerError: the server fails, or answers with something else.
         ModelError: it has another model.
     """
     most = server.kind.most_logprobs
@@ -179,7 +182,7 @@ def write(
     """Replace every sequence, but for its first tokens, by what a server writes at temperature 1.
 
     Raises:
-        VerificationError: the server fails, or cannot continue token ids.
+        ServerError: the server fails, or cannot continue token ids.
     """
     sequences = text.sequences
     given = count_given(sequences)
@@ -197,7 +200,7 @@ def write(
             _require_vocabulary(f"{where}the continuation of sequence {number}", more, text)
             return {"tokens": torch.tensor([*start, *more])}
         except AnswerError as error:
-            raise VerificationError(
+            raise ServerError(
                 f"{where}the continuation of sequence {number} {error.message}",
                 hint=error.hint or "the server's log may name the cause",
             ) from error
@@ -280,7 +283,7 @@ async def _ask(
     if not answer.is_ok:
         raise _refuse(kind, where, answer, len(ids), num_top)
     if answer.body is None:
-        raise VerificationError(
+        raise ServerError(
             f"{where}the answer is not JSON: {answer.text}",
             hint="is there a proxy before the server? name the server itself",
         )
@@ -289,7 +292,7 @@ async def _ask(
         _require_vocabulary(f"{where}the answer", scores.top_ids.flatten().tolist(), text)
         return scores
     except AnswerError as error:
-        raise VerificationError(
+        raise ServerError(
             f"{where}the answer to sequence {number} (counting from 0) {error.message}",
             hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
         ) from error
@@ -325,4 +328,4 @@ def _refuse(
         hint = f"it has no {kind.path}: name its kind with --server-kind"
     else:
         hint = "the server's log may name the cause"
-    return VerificationError(what, hint=hint)
+    return ServerError(what, hint=hint)

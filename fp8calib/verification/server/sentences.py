@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Finding, Fit
-from fp8calib.verification.server.hypotheses import Fault
+from fp8calib.verification.server.hypotheses import Fault, Mixup
 
 _CLOSE = 0.9
 """Below this correlation, the sentence says what else there may be."""
@@ -49,8 +49,10 @@ def describe(found: Diagnosis, context: Context) -> str:
             plain = _describe_plain(found, context)
             return f"the server behaves like the unquantized model: {plain}."
         case Finding.OTHER_SCALES:
-            layers = _list_layers(found)
-            return f"the server does not use the scales of {found.name}: {layers}"
+            return (
+                f"the server differs from {found.name} in {_list_layers(found)}, at least: it has "
+                "other scales there, or it serves another checkpoint."
+            )
         case _:
             return _describe_doubt(found, how, context)
 
@@ -100,6 +102,8 @@ def _describe_candidate(name: str, how: str, context: Context) -> str:
     if fault is None:
         end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
         return f"behaves like {SCALE_ONE} {how}: {end}"
+    if fault.mixup is not None:
+        return f"behaves like {name} {how}: {_MIXUPS[fault.mixup]}"
     if fault.layer is None:
         where = " in all layers" if fault.role in KV_ROLES else ""
         return f"behaves like {name} {how}: {fault.role} is quantized at scale 1.0{where}"
@@ -107,6 +111,14 @@ def _describe_candidate(name: str, how: str, context: Context) -> str:
         return f"behaves like {name} {how}: the k/v scales of layer {fault.layer} are not in use"
     clip = f"values of layer {fault.layer} clip, as its scales are too small"
     return f"behaves like {name} {how}: {clip}"
+
+
+_MIXUPS = {
+    Mixup.SWAPPED: "k is quantized with the scales of v, and v with those of k",
+    Mixup.INVERTED: "every k/v scale is 1 / scale",
+    Mixup.NEXT: "every layer has the k/v scales of the next one",
+    Mixup.PREVIOUS: "every layer has the k/v scales of the previous one",
+}
 
 
 def _describe_plain(found: Diagnosis, context: Context) -> str:
@@ -122,8 +134,5 @@ def _energy(fit: Fit) -> float:
 
 
 def _list_layers(found: Diagnosis) -> str:
-    layers = found.layers
-    shown = f"layer {layers[0]}"
-    if len(layers) > 1:
-        shown = f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
-    return f"those of {shown}, at least, are others; does it serve another checkpoint?"
+    *most, last = map(str, found.layers)
+    return f"layers {', '.join(most)} and {last}" if most else f"layer {last}"

@@ -158,7 +158,8 @@ def test_both_models_are_recorded(calibrated: Path, child: Path, tmp_path: Path)
         prints = [fingerprint_model(each.load_config(), each) for each in (base, own)]
     assert json.loads(metadata["fp8calib.measured_on"])["model"] == prints[0]
     recorded = json.loads(metadata["fp8calib.grafted"])
-    assert recorded == {"model": prints[1], "accepted": "", "replaces_scales": False}
+    expected = {"model": prints[1], "accepted": "", "unchecked": "", "replaces_scales": False}
+    assert recorded == expected
 
 
 @pytest.mark.parametrize(

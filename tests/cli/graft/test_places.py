@@ -17,11 +17,13 @@ from tests.cli.graft.grafting import (
     SHARD,
     expected_scales,
     graft,
+    name_command,
     statuses,
     stored_scales,
 )
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
+    BASE,
     WEIGHTS,
     set_method,
 )
@@ -139,3 +141,19 @@ def test_latents_have_no_place_in_any_server(tmp_path: Path) -> None:
     text = fail(7, *command, "--model", tmp_path / "child", "--out", tmp_path / "out")
     assert "no KV scale reaches multi-head latent attention in vLLM" in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_scales_that_are_not_there_are_not_replaced_in_silence(
+    calibrated: Path, child: Path, tmp_path: Path, is_quantized: bool
+) -> None:
+    model = child if is_quantized else BASE
+    says = f"--replace-scales has no effect: {model} has no KV scales"
+    warnings = graft(calibrated, model, tmp_path / "out", "--replace-scales")["warnings"]
+    assert says in warnings
+    pack = calibrated / "kv_scales.safetensors"
+    command = name_command(pack, model, tmp_path / "pack", "--replace-scales", "--json")
+    assert says in succeed(*command).json["notes"]
+    served = tmp_path / "out" / "kv-overlay"
+    again = graft(calibrated, served, tmp_path / "again", "--replace-scales")["warnings"]
+    assert not any("has no effect" in warning for warning in again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -9,20 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.stats.calibration_stats import load_stats, save_stats
 from tests.cli.graft.grafting import (
+    PLAIN,
     SHARD,
     graft,
+    name_command,
 )
-from tests.cli.program import succeed
+from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
     BASE,
     NORM,
+    QUANTIZED,
     change_config,
     change_norm,
     change_tensors,
+    save_fp4,
+    save_int,
 )
 
 Refused = Callable[..., str]
@@ -112,3 +120,94 @@ def test_options_for_a_quantized_model_are_refused_for_another(
     refused: Refused, options: tuple[object, ...]
 ) -> None:
     assert f"{options[0]}: MODEL is not quantized" in refused(2, BASE, *options)
+
+
+KV_WEIGHTS = [
+    f"model.layers.{layer}.self_attn.{role}_proj.weight" for layer in (0, 1) for role in "kv"
+]
+LINEARS = [
+    *KV_WEIGHTS,
+    *(
+        f"model.layers.{layer}.mlp.{name}_proj.weight"
+        for layer in (0, 1)
+        for name in ("up", "down")
+    ),
+]
+
+
+def _quantize_another(folder: Path, form: str, factors: dict[str, float]) -> Path:
+    """Quantize a model that has the base's norms and embeddings, and other linears."""
+    base = Path(shutil.copytree(BASE, folder / "base"))
+    change_tensors(base, lambda tensors: {n: t * factors.get(n, 1.0) for n, t in tensors.items()})
+    child = folder / "other-child"
+    if form in QUANTIZED:
+        succeed("quantize", base, *QUANTIZED[form], "--out", child)
+    elif form.startswith("int"):
+        save_int(child, int(form[3:]), group=32 if form == "int4" else None, base=base)
+    else:
+        save_fp4(child, form, base=base)
+    return child
+
+
+@pytest.mark.parametrize("form", [*QUANTIZED, "int8", "int4", "nvfp4", "modelopt", "mxfp4"])
+@pytest.mark.parametrize("factor", [64.0, 2.0, 1 / 256])
+def test_other_linears_are_refused(
+    calibrated: Path, refused: Refused, tmp_path: Path, form: str, factor: float
+) -> None:
+    """Norms and embeddings are the base's; directly, and through a pack."""
+    child = _quantize_another(tmp_path, form, dict.fromkeys(LINEARS, factor))
+    text = refused(4, child)
+    assert f"its {KV_WEIGHTS[0]} differs by " in text
+    pack = calibrated / "kv_scales.safetensors"
+    assert KV_WEIGHTS[0] in fail(4, *name_command(pack, child, tmp_path / "out"))
+
+
+def test_one_projection_that_is_another_is_refused(refused: Refused, tmp_path: Path) -> None:
+    child = _quantize_another(tmp_path, PLAIN, {KV_WEIGHTS[3]: -1.0})
+    assert f"its {KV_WEIGHTS[3]} differs by 20" in refused(4, child)
+
+
+def test_one_entry_of_the_embedding_is_compared(refused: Refused, child: Path) -> None:
+    """The first entry, by one step of bfloat16."""
+
+    def step(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = "model.embed_tokens.weight"
+        bits = tensors[name].to(torch.bfloat16).view(torch.int16).clone()
+        bits[0, 0] += 1
+        return {**tensors, name: bits.view(torch.bfloat16)}
+
+    change_tensors(child, step)
+    assert "its model.embed_tokens.weight differs" in refused(4, child)
+
+
+def test_projections_that_cannot_be_decoded_are_named(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    change_config(
+        child,
+        lambda config: config["quantization_config"].update(transform_config={"config_groups": {}}),
+    )
+    (warning,) = graft(calibrated, child, tmp_path / "out")["warnings"]
+    assert "k and v projections were not compared" in warning
+    assert "transform_config rotates" in warning
+
+
+def test_statistics_without_projections_say_so(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    """Statistics of earlier versions have hashes of a sample alone."""
+    stats = load_stats(calibrated)
+    with Checkpoint.open(BASE) as base:
+        embedding = base.read("model.embed_tokens.weight")
+    middle = embedding.float().flatten()[(embedding.numel() - 2048) // 2 :][:2048]
+    middle = torch.where(middle.abs() < 2**-14, 0.0, middle).to(torch.bfloat16)
+    digest = hashlib.sha256(f"{list(embedding.shape)}\0".encode())
+    digest.update(middle.view(torch.int16).numpy().tobytes())
+    old = {n: t for n, t in stats.header.unquantized.items() if not t.startswith("sketch:")}
+    old["model.embed_tokens.weight"] = digest.hexdigest()[:16]
+    path = tmp_path / "old" / "stats.safetensors"
+    path.parent.mkdir()
+    save_stats(replace(stats, header=stats.header.model_copy(update={"unquantized": old})), path)
+    (warning,) = graft(path.parent, child, tmp_path / "out")["warnings"]
+    assert "record of the calibrated model has no projections of K and V" in warning
+    assert not graft(path.parent, child, tmp_path / "with", "--base", BASE)["warnings"]

@@ -1,4 +1,4 @@
-"""Servers that break in many ways: one clear message each, in time, with exit code 4 or 8."""
+"""Servers that break in many ways: one clear message each, in time, with exit code 4."""
 
 from __future__ import annotations
 
@@ -133,6 +133,11 @@ def drop_rows(document: Any) -> None:
     del rows(document)[1:6]
 
 
+def cut_rows(document: Any) -> None:
+    """Answer about the beginning of the prompt only, as behind a proxy that cuts it."""
+    del rows(document)[-5:]
+
+
 def keep_sent(document: Any) -> None:
     """Keep only the tokens that were sent, as a server does that reports no others."""
     found = rows(document)
@@ -145,7 +150,7 @@ class Case:
 
     broken: Break
     says: tuple[str, ...]
-    code: int = 8
+    code: int = 4
     options: tuple[object, ...] = ()
     server: dict[str, Any] = field(default_factory=dict)
 
@@ -190,6 +195,10 @@ CASES: dict[str, Case] = {
     "too few positions": Case(
         broken=edit(drop_rows),
         says=("log-probabilities of 10 tokens, not of 15", "--no-enable-prefix-caching"),
+    ),
+    "a prompt that is cut": Case(
+        broken=edit(cut_rows),
+        says=("log-probabilities of 10 tokens, not of 15", "proxy that cuts it"),
     ),
     "too many positions": Case(
         broken=edit(lambda d: rows(d).append(rows(d)[1])), says=("of 16 tokens, not of 15",)
@@ -237,7 +246,6 @@ CASES: dict[str, Case] = {
             )
         ),
         says=("has token 200000, and the model has 128 tokens",),
-        code=4,
     ),
     "fewer likely tokens than asked for": Case(
         broken=edit(keep_sent),
@@ -263,23 +271,19 @@ CASES: dict[str, Case] = {
     "a smaller vocabulary": Case(
         broken=say(400, error("Token id 88 is out of vocabulary")),
         says=("Token id 88 is out of vocabulary", "another model"),
-        code=4,
     ),
     "another tokenizer": Case(
         broken=edit(lambda d: d.update(tokens=[9, *d["tokens"]]), "/tokenize"),
         says=("another model", "its tokenizer turns", "into 9, 2"),
-        code=4,
     ),
     "another model by name": Case(
         broken=lambda _a, r: r,
         says=("does not serve llama-70b; it has tiny",),
         options=("--server-model", "llama-70b"),
-        code=4,
     ),
     "several models": Case(
         broken=edit(lambda d: d["data"].append({"id": "other", "owned_by": "vllm"}), "/v1/models"),
         says=("serves 2 models; it has tiny, other", "--server-model"),
-        code=4,
     ),
     "an owner that is no name": Case(
         broken=edit(lambda d: d["data"][0].update(owned_by=["vllm"]), "/v1/models"),
@@ -292,7 +296,6 @@ CASES: dict[str, Case] = {
         broken=edit(lambda d: d["data"][0].update(id=KEY), "/v1/models"),
         says=("does not serve llama-70b; it has ***",),
         options=("--server-model", "llama-70b"),
-        code=4,
     ),
     "no models": Case(
         broken=edit(lambda d: d.update(data=[]), "/v1/models"),
@@ -371,7 +374,7 @@ def test_a_server_that_is_gone_is_named_at_once(model: Path, data: Path) -> None
     started = time.monotonic()
     with FakeServer(predict) as server:
         url = server.url
-    text = fail(8, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
+    text = fail(4, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
     assert "no connection" in text
     assert time.monotonic() - started < 10
 
@@ -381,7 +384,7 @@ def test_a_server_without_encryption_is_told_from_a_wrong_certificate(
 ) -> None:
     with FakeServer(predict) as server:
         url = server.url.replace("http:", "https:")
-        text = fail(8, "verify", model, "--data", data, "--server", url)
+        text = fail(4, "verify", model, "--data", data, "--server", url)
     assert "/v1/models: TLS: " in text
     assert "SSL_CERT_FILE" in text
 
@@ -399,7 +402,7 @@ def test_a_certificate_is_checked(
     both.write_bytes(key.read_bytes() + certificate.read_bytes())
     with FakeServer(predict, tokenize=tokenize, certificate=both) as server:
         ask = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
-        text = fail(8, *ask)
+        text = fail(4, *ask)
         assert "TLS: " in text
         assert "certificate verify failed" in text
         assert "SSL_CERT_FILE" in text
@@ -414,7 +417,7 @@ def test_a_server_that_never_accepts_is_tried_again_and_named(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
-        text = fail(8, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
+        text = fail(4, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
     assert "no connection within 0.2 s" in text
     assert time.monotonic() - started < 10
 
@@ -436,7 +439,7 @@ def test_what_was_scored_is_kept_and_not_asked_again(
         return die(asked, reply) if state["broken"] else reply
 
     with FakeServer(predict, broken=broken, tokenize=tokenize) as server:
-        text = fail(8, *command, "--server", server.url, *one)
+        text = fail(4, *command, "--server", server.url, *one)
         assert "2 of 3 sequences are kept: --resume continues with them" in text
         (kept,) = tmp_path.iterdir()
         assert kept.suffix == ".partial"
@@ -478,7 +481,7 @@ def test_text_and_scores_are_kept_when_the_other_server_dies(
         urls = ("--server", server.url, "--reference-server", other.url)
         command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
         options = ("--sampled", "--server-concurrency", 1)
-        text = fail(8, *command, *urls, *options)
+        text = fail(4, *command, *urls, *options)
         assert "1 of 3 sequences are kept: --resume continues with them" in text
         state["broken"] = False
         before = other.count(COMPLETIONS)
@@ -486,6 +489,70 @@ def test_text_and_scores_are_kept_when_the_other_server_dies(
         assert server.count(COMPLETIONS) == 2 * SEQUENCES  # none is asked once more
         assert other.count(COMPLETIONS) - before == SEQUENCES - 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_with_another_text_says_that_it_starts_anew(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"broken": True}
+
+    def break_late(asked: Asked, reply: Reply) -> Reply:
+        is_late = state["broken"] and asked.path == COMPLETIONS and asked.number >= 1
+        return Reply(status=500, body=error("EngineDeadError").encode()) if is_late else reply
+
+    command = ("verify", model, "--data", data, "--dtype", "float32", "--seq-len")
+    with FakeServer(predict, tokenize=tokenize, broken=break_late) as server:
+        options = ("--server", server.url, "--server-concurrency", 1)
+        fail(4, *command, 16, *options)
+        (left,) = tmp_path.iterdir()
+        state["broken"] = False
+        says = f"no answers of this server about this text are in {tmp_path}, so the run starts"
+        another = succeed(*command, 8, *options, "--resume")
+        assert f"{says} anew; {left.name} is about another text" in another.err
+        assert says not in succeed(*command, 16, *options, "--resume").err
+        assert list(tmp_path.iterdir()) == []
+        nothing = succeed(*command, 16, *options, "--resume").err
+    assert f"{says} anew\n" in nothing
+
+
+@pytest.mark.parametrize("path", ["/v1/models", COMPLETIONS])
+def test_a_proxy_without_a_server_is_named_soon(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The time-out is for a sequence that takes long, not for this."""
+    monkeypatch.setattr("fp8calib.verification.server.client._GATEWAY_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    with FakeServer(predict, broken=say(502, HTML, path), tokenize=tokenize) as server:
+        started = time.monotonic()
+        command = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
+        found = run(*command)
+        assert time.monotonic() - started < 20
+    assert found.code == 4
+    assert f"{path}: answers 502: 502 Bad Gateway, for 0.5 s" in found.err
+    assert "no server behind it" in found.err
+    again = f"{server.url}{path}: answers 502: 502 Bad Gateway; asking again"
+    assert found.err.count(again) == 1
+
+
+def test_before_the_text_a_busy_server_is_not_waited_for(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.verification.server.score._CONNECTING_S", 1.0)
+    with FakeServer(predict, broken=say(503, "", "/v1/models")) as server:
+        text = fail(4, "verify", model, "--data", data, "--server", server.url)
+    assert "answers 503: nothing, for 1 s" in text
+
+
+def test_a_dump_that_does_not_exist_is_refused_before_the_server_is_asked(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("verify", model, "--data", data, "--reference-dump")
+    (tmp_path / "no-dump").write_text("{}")
+    with FakeServer(predict) as server:
+        assert "no such file" in fail(2, *command, tmp_path / "none", "--server", server.url)
+        assert "no-dump" in fail(4, *command, tmp_path / "no-dump", "--server", server.url)
+        assert server.asked == []
 
 
 def test_a_busy_server_is_asked_again(model: Path, data: Path) -> None:
@@ -537,7 +604,7 @@ def test_a_server_that_stops_answering_is_asked_twice(
     command = ("verify", model, "--data", data, "--seq-len", 16, "--server-timeout", 1)
     with FakeServer(predict, broken=hang, tokenize=tokenize) as server:
         started = time.monotonic()
-        text = fail(8, *command, "--server", server.url, "--server-concurrency", 1)
+        text = fail(4, *command, "--server", server.url, "--server-concurrency", 1)
         assert 1 <= time.monotonic() - started < 5
         assert server.count(COMPLETIONS) == 2 + 2
     assert f"{COMPLETIONS}: no answer within 1 s" in text
@@ -558,7 +625,7 @@ def test_a_name_that_is_not_resolved_is_not_waited_for(
     monkeypatch.setattr("fp8calib.verification.server.client._RESOLVE_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     started = time.monotonic()
-    text = fail(8, "verify", model, "--data", data, "--server", "http://slow.example:8000")
+    text = fail(4, "verify", model, "--data", data, "--server", "http://slow.example:8000")
     assert time.monotonic() - started < 5
     assert "no connection: the address of slow.example was not found within 0.2 s" in text
     done.set()

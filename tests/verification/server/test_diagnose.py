@@ -17,7 +17,7 @@ from fp8calib.verification.server.diagnose import (
     Finding,
     explain,
     explain_with_faults,
-    needs_layers,
+    needs_faults,
 )
 from fp8calib.verification.server.hypotheses import (
     FaultEffect,
@@ -73,7 +73,7 @@ def test_little_changes_are_no_fp8_even_if_related() -> None:
     assert found.fits[-1].energy > 30 * found.size**2
     assert max(fit.correlation or 0.0 for fit in found.fits) > 0.35
     assert (found.finding, found.name) == (Finding.UNQUANTIZED, UNQUANTIZED)
-    assert not needs_layers(found)
+    assert not needs_faults(found)
 
 
 def test_other_changes_of_the_same_size_cannot_be_told() -> None:
@@ -155,11 +155,20 @@ def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
         assert found.layers == ((0,) if is_own else ())
 
 
+@pytest.mark.parametrize(("left", "is_enough"), [(0.3, True), (0.4, False)])
+def test_arithmetic_of_the_engine_is_not_explained_by_faults(left: float, is_enough: bool) -> None:
+    """9 % of the roundings are; where the base clips, 1.5 % of its changes are far more."""
+    given = changes(draw(1) + draw(3, left), x=draw(1), clipping=draw(2, 5.0))
+    assert needs_faults(explain(given)) is not is_enough
+    given = changes(draw(2, 4.0) + draw(3, 0.6), x=draw(1), clipping=draw(2, 4.0))
+    assert needs_faults(explain(given))
+
+
 def test_a_fault_is_named_only_beyond_doubt() -> None:
     base, more = draw(1), draw(2, 0.05)
     given = changes(base + more + draw(3, 0.7), x=base)
     found = explain(given)
-    assert needs_layers(found)
+    assert needs_faults(found)
     assert explain_with_faults(found, given, "x", {"fault": effect(0, base + more)}).name == "x"
     clear = replace(given, server=base + more * 20)
     assert (
@@ -210,7 +219,7 @@ def test_no_false_alarm_in_10_runs(folder: Path, dtype: torch.dtype) -> None:
             lengths=[64] * 6,
         )
         found = explain(given)
-        if needs_layers(found):
+        if needs_faults(found):
             ran = emulate(here, {n: f.emulation for n, f in faults.items()}, text, reference)
             tried = {n: effect(f.layer or 0, ran[n], is_lost=f.is_lost) for n, f in faults.items()}
             found = explain_with_faults(found, given, "scales", tried)
@@ -274,7 +283,7 @@ def test_k_and_v_that_lose_their_scales_are_told_apart(tmp_path: Path, seed: int
                 server=(served - reference).double(), candidates=candidates, lengths=[64] * 6
             )
             found = explain(given)
-            if needs_layers(found):
+            if needs_faults(found):
                 found = explain_with_faults(found, given, "scales", effects)
             assert (found.finding, found.name) == (Finding.CANDIDATE, expected), dtype
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import fp8calib
 from fp8calib.geometry.sites import Role, Site
 from tests.cli.program import succeed
 from tests.verification.server import planted
@@ -199,8 +201,93 @@ def test_the_scales_of_another_model(
     planted.save_model(folder / "model", seed=3, large=2)
     _, values = calibrate(folder / "model", folder / "out")
     report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
-    assert report["advice"].startswith(f"the server does not use the scales of {served.scales}: ")
-    assert report["advice"].endswith(", at least, are others; does it serve another checkpoint?")
+    assert report["advice"].startswith(f"the server differs from {served.scales} in layer")
+    assert report["advice"].endswith(
+        ", at least: it has other scales there, or it serves another checkpoint."
+    )
+
+
+MIXUPS: dict[str, tuple[Callable[[list[float]], list[float]], str]] = {
+    "k and v scales swapped": (
+        lambda each: [each[i ^ 1] for i in range(len(each))],
+        "k is quantized with the scales of v, and v with those of k.",
+    ),
+    "reciprocals of its scales": (
+        lambda each: [1 / value for value in each],
+        "every k/v scale is 1 / scale.",
+    ),
+    "the scales of the next layer": (
+        lambda each: [*each[2:], *each[-2:]],
+        "every layer has the k/v scales of the next one.",
+    ),
+    "the scales of the previous layer": (
+        lambda each: [*each[:2], *each[:-2]],
+        "every layer has the k/v scales of the previous one.",
+    ),
+}
+"""By what is found: from the scales of k and v of layer 0, then of layer 1, to those served."""
+
+
+@pytest.mark.parametrize("name", MIXUPS)
+def test_scales_in_the_wrong_place(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any], name: str
+) -> None:
+    mix, ending = MIXUPS[name]
+    sites = [
+        Site(f"model.layers.{layer}.self_attn", role)
+        for layer in range(planted.LAYERS)
+        for role in (Role.K, Role.V)
+    ]
+    values = dict(zip(sites, mix([served.values[site] for site in sites]), strict=True))
+    report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
+    assert report["server"]["explained_by"] == f"{served.scales} with {name}"
+    assert report["advice"].endswith(f": {ending}")
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_cost_of_faults_is_bounded_and_said(
+    served: Planted, runner: planted.Runner, monkeypatch: pytest.MonkeyPatch, is_right: bool
+) -> None:
+    """Right scales need none of them. There are 14 runs; a batch more than allowed may be used."""
+    monkeypatch.setattr("fp8calib.verification.server.faults._MOST_TIMES", 2)
+    monkeypatch.setattr("fp8calib.verification.server.faults._LEAST_TOKENS", 1)
+    wrong = change(served.values, planted.NEEDS_SCALES, None)
+    stages: dict[str, int] = {}
+    with FakeServer(runner.predict(runner.emulate(served.values if is_right else wrong))) as server:
+        fp8calib.verify(
+            str(served.model), str(served.scales), str(served.data), seq_len=LENGTH,
+            engine=planted.ENGINE, dtype="float32", server=server.url,
+            progress=lambda stage, _done, total: stages.update({stage: total or 0}),
+        )  # fmt: skip
+    faults = {stage: total for stage, total in stages.items() if "faults" in stage}
+    assert len(faults) == (0 if is_right else 2)
+    text = SEQUENCES * LENGTH
+    assert sum(faults.values()) <= 2 * text + 14 * LENGTH
+    for stage, total in faults.items():
+        assert stage.endswith(f", {total / text:.1f} times the text")
+
+
+def test_another_checkpoint_behind_the_same_scales(
+    served: Planted, ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    """What is said of its scales must not be false."""
+    for seed, size in enumerate((0.02, 0.1, 0.5)):
+        shutil.copytree(served.model, tmp_path / str(seed))
+        path = tmp_path / str(seed) / "model.safetensors"
+        generator = torch.Generator().manual_seed(seed)
+        changed = {
+            name: weight
+            + torch.randn(weight.shape, generator=generator)
+            * weight.std()
+            * size
+            * ("layers.0." in name and weight.ndim == 2)
+            for name, weight in load_file(path).items()
+        }
+        save_file(changed, path, {"format": "pt"})
+        other = planted.Runner(tmp_path / str(seed), torch.float32)
+        report = ask(other.predict(other.emulate(served.values)), "--scales", served.scales)
+        assert "does not use the scales" not in report["advice"]
+        assert "behaves like" not in report["advice"]
 
 
 def test_a_cache_that_is_not_fp8(

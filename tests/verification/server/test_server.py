@@ -124,8 +124,8 @@ def test_the_python_function_gives_the_same_report(
         found = asyncio.run(in_a_notebook(server.url)).model_dump(mode="json")
     assert found["server"] == expected["server"]
     assert found["candidates"] == expected["candidates"]
-    assert found["advice"] == expected["advice"]
-    with pytest.raises(fp8calib.UsageError, match="--sampled has no effect without --server"):
+    assert found["decision"] == expected["decision"]
+    with pytest.raises(fp8calib.UsageError, match="sampled=True has no effect without server="):
         fp8calib.verify(model, data=data, sampled=True)
 
 

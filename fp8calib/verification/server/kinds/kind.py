@@ -145,8 +145,12 @@ def join_positions(
     )
 
 
-def check_count(count: int, ids: Sequence[int], kind: ServerKind) -> None:
+def check_count(
+    count: int, ids: Sequence[int], kind: ServerKind, *, is_first: bool = False
+) -> None:
     """Refuse an answer about more or fewer tokens than 2..L of `ids`.
+
+    `is_first` tells that they are the first of them. A cache of prompts leaves out first ones.
 
     Raises:
         AnswerError: naming both numbers.
@@ -154,7 +158,10 @@ def check_count(count: int, ids: Sequence[int], kind: ServerKind) -> None:
     if count != len(ids) - 1:
         raise AnswerError(
             f"has log-probabilities of {count} tokens, not of {len(ids) - 1}",
-            hint=f"if the server caches prompts, start it with {kind.cache_flag}",
+            hint="they are the first ones of the prompt: is there a proxy that cuts it, or a limit "
+            "of the server? name the server itself, or use a smaller --seq-len"
+            if is_first
+            else f"if the server caches prompts, start it with {kind.cache_flag}",
         )
 
 

@@ -58,7 +58,8 @@ class SglangServer:
         rows = [_read_pair(entry) for entry in found]
         if rows and math.isnan(rows[0][1]):
             del rows[0]
-        check_count(len(rows), ids, self)
+        is_first = [token for token, _ in rows] == list(ids[1 : len(rows) + 1])
+        check_count(len(rows), ids, self, is_first=is_first)
         tops = _read_tops(body, len(rows)) if num_top else [()] * len(rows)
         last = max(ids)
         positions = [

@@ -62,7 +62,10 @@ class VllmServer:
                 "has no prompt_logprobs", hint="is it a vLLM server? name it with --server-kind"
             )
         rows = [_read_row(row) for row in found if row is not None]
-        check_count(len(rows), ids, self)
+        is_first = len(rows) < len(ids) and all(
+            token in row for row, token in zip(rows, ids[1:], strict=False)
+        )
+        check_count(len(rows), ids, self, is_first=is_first)
         positions = [
             _read_position(*pair, place)
             for place, pair in enumerate(zip(rows, ids[1:], strict=True), 1)

@@ -1,0 +1,247 @@
+"""Load a folder with the transformers that is installed, on the meta device.
+
+transformers itself chooses the class and the files, renames tensors, joins experts and compares
+names and shapes. No weight is read: what it gets from a file is an empty tensor of the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.weight_index import INDEX_NAME
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.errors import shorten
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on the meta device, and what its loading reported."""
+
+    model: torch.nn.Module
+    missing: frozenset[str]
+    """The parameters that no tensor filled."""
+    unexpected: frozenset[str]
+    """The tensors that filled no parameter, by the names that transformers gave them."""
+    read: Mapping[str, str]
+    """By tensor that filled a parameter, or a part of one: its file."""
+    files: tuple[str, ...]
+    """What transformers opened."""
+
+
+def load_on_meta(folder: ScaleFolder) -> LoadedModel:
+    """Load a folder as `from_pretrained` with `dtype="auto"` does.
+
+    Raises:
+        Refusal: transformers fails; the reason is its error.
+    """
+    opened: dict[str, _OpenFile] = {}
+    faults: list[Any] = []
+    with ExitStack() as stack:
+        stack.enter_context(_silence())
+        path = folder.path
+        if not folder.is_on_disk:
+            path = Path(stack.enter_context(TemporaryDirectory()))
+            _write_imagined(folder, path)
+        stack.enter_context(_observe(lambda file: _open(Path(file), opened), faults))
+        try:
+            model, loading = _find_class(folder.config).from_pretrained(
+                path,
+                device_map="meta",
+                dtype="auto",
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+        except Exception as error:  # whatever the engine raises is its answer
+            why = _describe_fault(faults[0]) if faults else ""
+            raise Refusal(why or _describe(error), fix=_FIX) from error
+    return LoadedModel(
+        model=model,
+        missing=frozenset(loading["missing_keys"]),
+        unexpected=frozenset(loading["unexpected_keys"]),
+        read={name: file for file, each in opened.items() for name in each.read},
+        files=tuple(opened),
+    )
+
+
+_FIX = "the reason is transformers' own error: write the checkpoint or its config again"
+
+
+def _find_class(config: Mapping[str, object]) -> Any:
+    """Find the class that loads a model: a causal language model, else the one of the config."""
+    import transformers  # noqa: PLC0415 -- slow
+    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    if config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, first, transformers.AutoModelForCausalLM)
+
+
+def _describe(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}"
+
+
+def _describe_fault(info: Any) -> str:
+    """Describe the first tensor that transformers could not load; its error names none."""
+    for name, shape, wanted in sorted(info.mismatched_keys):
+        sizes = f"{list(shape)}, the parameter {list(wanted)}"
+        return f"{shorten(name)} has shape {sizes}: size mismatch (RuntimeError)"
+    for name, why in info.conversion_errors.items():
+        last = next((line for line in reversed(why.splitlines()) if line.strip()), "").strip()
+        return f"{shorten(name)} cannot be converted (RuntimeError): {last[:300]}"
+    return ""
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Silence what transformers and compressed-tensors say while loading; the report says it."""
+    import loguru  # noqa: PLC0415 -- comes with compressed-tensors
+    from transformers.utils import logging  # noqa: PLC0415 -- slow
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    loguru.logger.disable("compressed_tensors")
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        loguru.logger.enable("compressed_tensors")
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _observe(
+    make: Callable[[str], AbstractContextManager[Any]], faults: list[Any]
+) -> Iterator[None]:
+    """Let transformers open safetensors files with another function, and note what it reports."""
+    from transformers import modeling_utils  # noqa: PLC0415 -- slow
+
+    names = ("safe_open", "log_state_dict_report")
+    originals = {name: getattr(modeling_utils, name) for name in names}
+
+    def report(*arguments: Any, **named: Any) -> None:
+        faults.append(named["loading_info"])
+        originals["log_state_dict_report"](*arguments, **named)
+
+    modeling_utils.safe_open = lambda file, *_, **__: make(file)
+    modeling_utils.log_state_dict_report = report
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(modeling_utils, name, original)
+
+
+def _open(path: Path, opened: dict[str, _OpenFile]) -> _OpenFile:
+    return opened.setdefault(path.name, _OpenFile(path))
+
+
+class _OpenFile:
+    """A file as `safetensors.safe_open` gives it, whose tensors are empty."""
+
+    def __init__(self, path: Path) -> None:
+        with TensorFile(path) as file:
+            self._tensors, self._metadata = file.tensors, file.header.metadata
+        self.read: set[str] = set()
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def metadata(self) -> Mapping[str, str] | None:
+        """Give the metadata of the header; None where it has none."""
+        return self._metadata or None
+
+    def keys(self) -> list[str]:
+        """List the tensors."""
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _Slice:
+        """Give a tensor that is made when it is read."""
+        return _Slice(self._tensors[name], lambda: self.read.add(name))
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Give an empty tensor."""
+        return self.get_slice(name)[...]
+
+
+class _Slice:
+    """A tensor of a file, as safetensors gives it before it is read."""
+
+    def __init__(self, entry: TensorEntry, note: Callable[[], None]) -> None:
+        self._entry = entry
+        self._note = note
+
+    def get_shape(self) -> list[int]:
+        """Give the shape."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Give the name of the dtype in the file."""
+        return self._entry.dtype
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        """Make the tensor, or a part of it, without numbers."""
+        self._note()
+        dtype = TORCH_DTYPES[self._entry.dtype]
+        whole = torch.empty(self._entry.shape, dtype=dtype, device="meta")
+        return whole[index]  # type: ignore[index]
+
+
+def _write_imagined(folder: ScaleFolder, path: Path) -> None:
+    """Write the config and the headers of a folder that is not on the disk."""
+    (path / CONFIG_NAME).write_text(json.dumps(folder.config))
+    if folder.has_index:
+        (path / INDEX_NAME).write_text(json.dumps(folder.index))
+    for file, tensors in folder.tensors.items():
+        _write_header(path / file, tensors)
+
+
+def _write_header(path: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Write a safetensors file whose data is a hole."""
+    start = 0
+    document: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, entry in tensors.items():
+        stop = start + entry.size_bytes
+        document[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    header = json.dumps(document).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + start)

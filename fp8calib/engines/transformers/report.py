@@ -1,0 +1,297 @@
+"""What the installed transformers does with the KV scales and the FP8 weights of a folder.
+
+Its own loader answers (`loader.py`). Read here is what it does without a word: scales that no
+attention module has a parameter for, rounding to the model's dtype, memory that nobody set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
+from fp8calib.dialects.kv.parse_names import parse_name
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.query_scales import note_unread
+from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
+from fp8calib.engines.replay.verdicts import (
+    EngineReport,
+    LayerVerdict,
+    LoadVerdict,
+    Refusal,
+    Status,
+    is_scale,
+    judge_number,
+    report_refusal,
+)
+from fp8calib.engines.transformers.loader import LoadedModel, load_on_meta
+from fp8calib.errors import shorten
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.module_paths import split_expert
+from fp8calib.geometry.sites import KV_ROLES
+
+_FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
+_CONFIG_FIX = "write the quantization_config of kv-overlay"
+_WEIGHT_FIX = "complete the checkpoint, or serve it with another engine"
+_UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
+_FNUZ = "compressed-tensors quantizes to e4m3fn, for which the scale is twice too large"
+_E5M2 = "compressed-tensors quantizes to e4m3fn with a scale that was made for e5m2"
+
+
+def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Report what `from_pretrained` with `dtype="auto"` does."""
+    del tp  # it runs in one process
+    try:
+        return _report_loaded(folder, geometry, load_on_meta(folder))
+    except Refusal as refusal:
+        verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
+        report = report_refusal(geometry, refusal)
+        entries = (entry for file in folder.tensors.values() for entry in file.values())
+        return report.model_copy(update={"weights": verdict if _have_weights(entries) else None})
+
+
+def _report_loaded(
+    folder: ScaleFolder, geometry: ModelGeometry, loaded: LoadedModel
+) -> EngineReport:
+    for fault in _list_fatal_faults(folder, loaded):
+        raise Refusal(f"{fault}: loading or the first forward pass fails", fix=_WEIGHT_FIX)
+    context = LoadContext(folder, geometry, loaded.files)
+    if SINGLE_FILE_NAME in loaded.files and folder.has_index:
+        context.problems.append(f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}")
+    layers = [
+        _judge(context, loaded, layer.index, attention)
+        for layer, attention in geometry.attentions()
+    ]
+    note_unread(context, "reported as unexpected")
+    context.problems += _note_unexpected(folder, loaded)
+    report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
+    weights = next(_list_weight_faults(context, loaded), None)
+    return report.model_copy(update={"weights": weights})
+
+
+def _judge(
+    context: LoadContext, loaded: LoadedModel, index: int, attention: Attention
+) -> LayerVerdict:
+    if attention.producer is not None:
+        context.problems.append(
+            "scales of layers that read another layer's cache are reported as unexpected: the "
+            "layer that writes the cache quantizes it"
+        )
+        index_of_cache = attention.producer
+        attention = context.geometry.layers[index_of_cache].attention or attention
+    else:
+        index_of_cache = index
+    judge = partial(_judge_role, context, loaded, attention)
+    k, v = (judge((index_of_cache, role)) for role in KV_ROLES)
+    return LayerVerdict(layer=index, k=k, v=v)
+
+
+def _judge_role(
+    context: LoadContext, loaded: LoadedModel, attention: Attention, slot: Slot
+) -> LoadVerdict:
+    leaf = f"{slot[1]}_scale"
+    parameter = _find_parameter(loaded, f"{attention.module}.{leaf}")
+    if parameter is None:
+        why = "reported as unexpected, and the cache is not quantized"
+        verdict = context.judge_absent(slot, why=why, fix=_CONFIG_FIX)
+        return verdict.model_copy(update={"value": None})
+    stored = _find_stored(context, loaded, attention, leaf)
+    if f"{attention.module}.{leaf}" in loaded.missing or stored is None:
+        verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=_CONFIG_FIX)
+        why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
+        return verdict.model_copy(update={"why": why})
+    if f"{attention.module}.{slot[1]}_zero_point" in loaded.missing:
+        why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
+        return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=_CONFIG_FIX)
+    verdict = _judge_rounded(context, stored, parameter.dtype)
+    if not _is_fp8_scheme(context.folder.config):
+        why = f"{stored}: kv_cache_scheme is not FP8"
+        return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": _CONFIG_FIX})
+    return verdict
+
+
+def _find_parameter(loaded: LoadedModel, name: str) -> torch.Tensor | None:
+    found = getattr(_find_module(loaded, name), name.rpartition(".")[2], None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _find_module(loaded: LoadedModel, name: str) -> torch.nn.Module | None:
+    """Find the module of a parameter; None where the model has none of that name."""
+    try:
+        return loaded.model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
+
+
+def _find_stored(
+    context: LoadContext, loaded: LoadedModel, attention: Attention, leaf: str
+) -> StoredScale | None:
+    """Find the tensor that filled a parameter: by its name, or without the model's root."""
+    rootless = attention.module.partition(".")[2]
+    names = (f"{path}.{leaf}" for path in (attention.checkpoint_module, rootless))
+    read = next((name for name in names if name in loaded.read), None)
+    return None if read is None else context.folder.scales[loaded.read[read]].get(read)
+
+
+def _is_fp8_scheme(config: Mapping[str, object]) -> bool:
+    section = config.get("quantization_config")
+    scheme = section.get("kv_cache_scheme") if isinstance(section, dict) else None
+    if not isinstance(scheme, dict):
+        return False
+    return (scheme.get("type", "int"), int(scheme.get("num_bits", 8))) == ("float", 8)
+
+
+def _judge_rounded(context: LoadContext, stored: StoredScale, dtype: torch.dtype) -> LoadVerdict:
+    values = torch.tensor(stored.values).to(dtype).float().tolist()
+    if dtype is not torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        context.problems.append(f"scales are rounded to the model's {name}")
+    bad = [value for value in values if not is_scale(value)]
+    source = str(stored) if len(values) == 1 else f"the largest of {len(values)} heads, {stored}"
+    return judge_number(bad[0] if bad else max(values), source)
+
+
+def _note_unexpected(folder: ScaleFolder, loaded: LoadedModel) -> Iterator[str]:
+    """Note the tensors that are left out, but for scales of K and V, which have verdicts."""
+    found = sorted(name for name in loaded.unexpected if parse_name(name) is None)
+    if found:
+        yield (
+            f"{len(found)} tensors, such as {shorten(found[0])}, have no parameter: transformers "
+            "reports them UNEXPECTED and leaves them out"
+        )
+    several = [
+        name
+        for name in loaded.read
+        if sum(name in folder.tensors.get(file, {}) for file in loaded.files) > 1
+    ]
+    if several:
+        yield (
+            f"{shorten(sorted(several)[0])} is in several of the files that transformers opens: "
+            "it keeps the last one"
+        )
+
+
+def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[LoadVerdict]:
+    """List what makes weights wrong without an error."""
+    has_weights = _have_weights(context.tensors.values())
+    missing = sorted(name for name in loaded.missing if parse_name(name) is None)
+    for name in missing if has_weights else ():
+        what = "uninitialised memory" if is_linear_scale(name) else "random numbers, or ones"
+        yield _misread(
+            f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
+        )
+    for name in sorted(loaded.unexpected):
+        if _scales_fp8(context, loaded, name):
+            yield _misread(
+                f"{shorten(name)} is reported UNEXPECTED and left out, although its weight is FP8"
+            )
+    for name in sorted(loaded.read):
+        if fault := _find_cast(context, loaded, name) or _find_spread(context, loaded, name):
+            yield _misread(fault)
+
+
+def _have_weights(entries: Iterable[TensorEntry]) -> bool:
+    """Check whether files hold more than scales: those of a model whose weights are elsewhere."""
+    return any(len(entry.shape) > 1 and 0 not in entry.shape for entry in entries)
+
+
+def _misread(why: str) -> LoadVerdict:
+    return LoadVerdict(status=Status.MISREAD, why=why, fix=_WEIGHT_FIX)
+
+
+def _scales_fp8(context: LoadContext, loaded: LoadedModel, name: str) -> bool:
+    """Tell whether a tensor is the scale of a weight in FP8 that is read."""
+    module = name.rpartition(".")[0]
+    weight = context.tensors.get(f"{module}.weight")
+    return (
+        weight is not None
+        and f"{module}.weight" in loaded.read
+        and weight.dtype in WEIGHT_FORMATS
+        and name in name_companions(f"{module}.weight").scales
+    )
+
+
+def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
+    """Say where the values of a weight are cast to others; empty where they are not."""
+    parameter = _find_parameter(loaded, name)
+    entry = context.folder.tensors[loaded.read[name]][name]
+    if parameter is None or len(entry.shape) != 2:
+        return ""
+    stored = TORCH_DTYPES[entry.dtype]
+    scheme = getattr(_find_module(loaded, name), "quantization_scheme", None)
+    is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
+    if not stored.is_floating_point and is_float:
+        return f"{shorten(name)} is {entry.dtype}: transformers takes its values for floats"
+    if stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
+        return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+    if parameter.dtype is not torch.float8_e4m3fn or stored is parameter.dtype:
+        return ""
+    if stored.itemsize > 1:
+        return f"{shorten(name)} is {entry.dtype}, but the config quantizes it: it is cast to FP8"
+    what = "transformers casts its values to float8_e4m3fn, where those above 448 are NaN"
+    return f"{shorten(name)} is {entry.dtype}: {what}"
+
+
+def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
+    """Say where the scales of blocks are spread evenly, although the last block is smaller.
+
+    transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's size
+    is that of the weight divided by the number of scales.
+    """
+    module, _, leaf = name.rpartition(".")
+    if leaf != "weight_scale_inv" or f"{module}.weight" not in loaded.read:
+        return ""
+    weight, scale = (context.tensors[each].shape for each in (f"{module}.weight", name))
+    block = _read_section(context.folder).get("weight_block_size")
+    if len(scale) != 2 or not isinstance(block, list) or len(block) != 2:
+        return ""
+    for size, number, width in zip(weight, scale, block, strict=True):
+        if number > 1 and number == -(-size // width) and size % width:
+            return f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
+    return ""
+
+
+def _read_section(folder: ScaleFolder) -> Mapping[str, object]:
+    section = folder.config.get("quantization_config")
+    return section if isinstance(section, dict) else {}
+
+
+def _list_fatal_faults(folder: ScaleFolder, loaded: LoadedModel) -> Iterator[str]:
+    """List what fails only with numbers: random ones in FP8, multiplications."""
+    dtype = getattr(loaded.model, "dtype", None)
+    for name in sorted(loaded.missing):
+        parameter = _find_parameter(loaded, name)
+        if parameter is not None and parameter.dtype in _FP8_DTYPES:
+            yield f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
+    for name, file in sorted(loaded.read.items()):
+        is_fp8 = folder.tensors[file][name].dtype in WEIGHT_FORMATS
+        if (
+            is_fp8
+            and split_expert(name)
+            and not set(name_companions(name).scales) & loaded.read.keys()
+        ):
+            yield f"{shorten(name)} has no scale beside those of the other experts"
+    for path, module in loaded.model.named_modules():
+        for role in KV_ROLES:
+            scale = getattr(module, f"{role}_scale", None)
+            if isinstance(scale, torch.Tensor) and not scale.is_floating_point():
+                yield f"{shorten(path)}.{role}_scale is {scale.dtype}, which is kept"
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, torch.nn.Linear) or not isinstance(weight, torch.Tensor):
+            continue
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if weight.dtype.itemsize == 1 and not any("scale" in leaf for leaf in leaves):
+            yield f"{shorten(path)}.weight is FP8, and its module has no scale"
+        is_kept = _read_section(folder) and weight.dtype.itemsize == 2 and weight.dtype != dtype
+        if is_kept and weight.is_floating_point():
+            yield f"{shorten(path)}.weight is {weight.dtype}, the model {dtype}"
+        inputs = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
+        size = getattr(inputs, "group_size", None)
+        if size and size > 0 and weight.shape[-1] % size:
+            yield f"{shorten(path)} has {weight.shape[-1]} inputs, no multiple of {size}"

@@ -1,0 +1,209 @@
+"""Load a checkpoint with vLLM's own classes and loaders, without reading its weights.
+
+This file runs in vLLM's environment, as a script, and imports nothing of fp8calib:
+
+    python run_loader.py FOLDER KV_CACHE_DTYPE
+
+The last line on stdout is one JSON object. Tensors of more than `_MOST_ELEMENTS` are on the meta
+device, with the shape and dtype that the file's header gives; smaller ones, such as scales, have
+their values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_MOST_ELEMENTS = 4096
+_STAGES = ("config", "model", "weights", "scales")
+
+
+def main() -> None:
+    """Print what vLLM does with a folder."""
+    folder, kv_cache_dtype = sys.argv[1:3]
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
+    answer: dict[str, Any] = {"stage": "import", "error": "", "trace": []}
+    try:
+        _load(folder, kv_cache_dtype, answer)
+    except Exception as error:  # noqa: BLE001 -- whatever vLLM raises is its answer
+        lines = str(error).splitlines()
+        answer["error"] = f"{type(error).__name__}: {' '.join(lines)[:300]}"
+        frames = traceback.extract_tb(error.__traceback__)
+        answer["trace"] = [f"{Path(each.filename).name}:{each.name}" for each in frames[-6:]]
+    print(f"\n{json.dumps(answer)}", flush=True)
+    os._exit(0)  # vLLM's threads may not end
+
+
+def _load(folder: str, kv_cache_dtype: str, answer: dict[str, Any]) -> None:
+    import torch  # noqa: PLC0415
+    import vllm  # noqa: PLC0415
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    from vllm.model_executor.model_loader import default_loader, get_model_loader  # noqa: PLC0415
+    from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
+
+    answer.update(version=vllm.__version__, stage="config", files=[])
+    arguments = EngineArgs(
+        model=folder, kv_cache_dtype=kv_cache_dtype, enforce_eager=True, skip_tokenizer_init=True
+    )
+    config = arguments.create_engine_config()
+    answer["stage"] = "model"
+    with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(
+            1, 0, f"file://{scratch}/group", 0, backend="gloo"
+        )
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+        torch.set_default_dtype(config.model_config.dtype)
+        with _make_mode():
+            model = initialize_model(config, model_config=config.model_config)
+            answer["stage"] = "weights"
+            default_loader.safetensors_weights_iterator = _make_iterator(answer["files"])
+            load = model.load_weights
+            loaded: set[str] = set()
+            model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
+            get_model_loader(config.load_config).load_weights(model, config.model_config)
+            answer["missing"] = [
+                name
+                for name, _ in model.named_parameters()
+                if loaded and name not in loaded and name.endswith((".weight", ".bias"))
+            ]
+            answer["stage"] = "scales"
+            answer["scales"] = dict(_read_scales(model))
+    answer["stage"] = "done"
+
+
+def _make_mode() -> Any:
+    """Make the mode that puts every large new tensor on the meta device."""
+    import torch  # noqa: PLC0415
+    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+
+    makers = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+    sized = {*makers}
+
+    def count(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+        size = named.get("size", arguments)
+        size = size[0] if size and isinstance(size[0], (tuple, list, torch.Size)) else size
+        number = 1
+        for each in size:
+            number *= int(each) if isinstance(each, int) else 1
+        return number
+
+    class LargeOnMeta(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = dict(kwargs or {})
+            if function in sized and count(args, kwargs) > _MOST_ELEMENTS:
+                kwargs["device"] = "meta"
+            elif function is torch.Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+                # A part of a large tensor: only its shape is known.
+                args[0].expand_as(args[1]) if args[1].shape == args[0].shape else args[1].expand_as(
+                    args[0]
+                )
+                return args[0]
+            return function(*args, **kwargs)
+
+    return LargeOnMeta()
+
+
+def _make_iterator(files: list[str]) -> Any:
+    """Make what vLLM reads safetensors files with; it notes the files that vLLM chose."""
+    import torch  # noqa: PLC0415
+    from vllm.model_executor.model_loader import weight_utils  # noqa: PLC0415
+
+    order = getattr(weight_utils, "_natural_sort_key", None)
+    dtypes = _list_dtypes()
+
+    def iterate(
+        paths: Iterable[str], *_: object, **__: object
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in sorted(paths, key=order):
+            files.append(Path(path).name)
+            data, header = _read_header(Path(path))
+            for name, entry in header.items():
+                number = 1
+                for size in entry["shape"]:
+                    number *= size
+                if number > _MOST_ELEMENTS:
+                    yield (
+                        name,
+                        torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta"),
+                    )
+                else:
+                    start, stop = (data + offset for offset in entry["data_offsets"])
+                    # Not by mmap, which needs as much address space as the file is long.
+                    raw = bytearray(_read_bytes(Path(path), start, stop))
+                    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0)
+                    dtype = dtypes[entry["dtype"]]
+                    typed = flat.view(dtype) if raw else flat.to(dtype)
+                    yield name, typed.reshape(entry["shape"])
+
+    return iterate
+
+
+def _list_dtypes() -> dict[str, Any]:
+    """Give torch's dtypes by their names in safetensors files."""
+    import torch  # noqa: PLC0415
+
+    return {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "I16": torch.int16,
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    }
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Read where a file's data starts, and the header; fail where the file is incomplete."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if path.stat().st_size != 8 + length + end:
+        raise OSError(f"{path.name} is incomplete, or has bytes that no tensor owns")
+    return 8 + length, header
+
+
+def _read_bytes(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+def _read_scales(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the scales that each attention layer multiplies K and V by."""
+    for name, module in model.named_modules():
+        if not hasattr(module, "_k_scale"):
+            continue
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+        yield name, {role: _list_numbers(getattr(module, f"_{role}_scale")) for role in "kv"}
+
+
+def _list_numbers(scale: Any) -> list[str]:
+    """Spell numbers; JSON has neither NaN nor infinity."""
+    return [str(each) for each in scale.detach().float().flatten().tolist()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""The decision of a report: what to serve or to do next, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fp8calib.errors import format_ranges
+from fp8calib.verification.damage_rows import SiteFit
+from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
+from fp8calib.verification.judge.kv_need import list_losing
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    Answer,
+    CandidateResult,
+    Decision,
+    KvNeed,
+    LayerResult,
+    PairedResult,
+    Remedy,
+    Verdict,
+    format_difference,
+    format_kld,
+)
+
+_MOST_NAMED = 6
+"""More layers are named as ranges."""
+_MOST_DESCRIBED = 3
+_LEAST_TOP1 = 0.75
+"""Below this agreement of the most likely tokens, a candidate answers like another model."""
+_CHANCE = 0.9
+"""A perplexity above vocabulary ** 0.9 is that of a model which knows next to nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What the decision is made from."""
+
+    candidates: Sequence[CandidateResult]
+    layers: Sequence[LayerResult]
+    fits: Fits
+    kv: KvNeed | None
+    paired: Mapping[tuple[str, str], PairedResult] = field(default_factory=dict)
+    """By candidate and base: of KV scales with scale 1.0, of FP8 weights with the best."""
+    refused: Collection[str] = ()
+    """The candidates that the engine cannot load."""
+    reference_ppl: float = 1.0
+    vocab_size: int = 0
+
+
+def decide(basis: Basis) -> Decision:
+    """Decide what to serve or to do next.
+
+    Nothing is recommended that fails its gate, that the text cannot judge, that is damaged, or that
+    the engine cannot load.
+    """
+    weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
+    scaled = [one for one in basis.candidates if one not in weights and one.name != SCALE_ONE]
+    weights = [one for one in weights if one.name != SCALE_ONE]
+    if (cached := decide_kv(basis)) is not None:
+        found = cached
+    elif weights:
+        found = _decide_weights(basis, weights)
+    else:
+        verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in basis.candidates)
+        found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
+    first = " ".join(_list_collapses(basis))
+    details = " ".join(
+        text
+        for one in basis.candidates
+        if one.name != SCALE_ONE and (text := _describe_unfit(one.name, basis))
+    )
+    if weights and scaled:
+        found = found.model_copy(
+            update={"headline": f"{_decide_weights(basis, weights).headline} {found.headline}"}
+        )
+    return found.model_copy(
+        update={"headline": f"{first} {found.headline}".strip(), "details": details}
+    )
+
+
+def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
+    """Whether a candidate quantizes the KV cache, and no weights or inputs."""
+    roles = {row.role for row in layers if row.candidate == name}
+    return bool(roles) and roles <= {"k", "v", "q", "p"}
+
+
+def _list_collapses(basis: Basis) -> Iterator[str]:
+    """Say first what makes every other figure meaningless."""
+    ppl, vocabulary = basis.reference_ppl, basis.vocab_size
+    if vocabulary > 1 and ppl > vocabulary**_CHANCE:
+        yield (
+            f"The unquantized model predicts no better than chance (perplexity {ppl:,.0f}, "
+            f"vocabulary {vocabulary:,}): is the model, its tokenizer or the text the right one?"
+        )
+    for one in basis.candidates:
+        if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
+            yield (
+                f"{_name(one.name)} predicts another token than the unquantized model "
+                f"{1 - one.top1_agreement:.0%} of the time."
+            )
+
+
+# --- scales that do not fit -----------------------------------------------------------------------
+
+
+def _describe_unfit(candidate: str, basis: Basis) -> str:
+    losing = list_losing(basis.fits.get(candidate, ()))
+    scales = {row.site: row.scale for row in basis.layers if row.candidate == candidate}
+    described = [_describe_fit(fit, scales.get(fit.site)) for fit in losing]
+    described += map(_describe_row, list_unfit_rows(candidate, basis.layers, basis.fits))
+    if not described:
+        return ""
+    rest = len(described) - _MOST_DESCRIBED
+    more = f", and {rest} more" if rest > 0 else ""
+    return f"{candidate}: {'; '.join(described[:_MOST_DESCRIBED])}{more}."
+
+
+def _describe_fit(fit: SiteFit, scale: float | None) -> str:
+    heads = "" if _is_of_all(fit) else " of one head"
+    what = "clip" if fit.clipped >= fit.flushed and fit.clipped else "become zero"
+    share = fit.clipped if what == "clip" else fit.flushed
+    lost = f"{_format_percent(share)} of the values{heads} {what}"
+    return _describe_scale(
+        fit.site, fit.layer, fit.role, fit.damage.amax, scale, lost, clips=what == "clip"
+    )
+
+
+def _is_of_all(fit: SiteFit) -> bool:
+    """Whether the loss of the worst head is, within a factor of two, that of the tensor."""
+    of_head = max(fit.clipped, fit.flushed)
+    return max(fit.damage.clipped_share, fit.damage.flushed_share) >= of_head / 2
+
+
+def _describe_row(row: LayerResult) -> str:
+    clips = row.clipped > row.flushed
+    if not row.clipped and not row.flushed:
+        scale = "" if row.scale is None else f", scale {row.scale:.3g}"
+        where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
+        return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
+    share = row.clipped if clips else row.flushed
+    lost = f"{_format_percent(share)} of the values {'clip' if clips else 'become zero'}"
+    return _describe_scale(row.site, row.layer, row.role, row.amax, row.scale, lost, clips=clips)
+
+
+def _describe_scale(
+    site: str, layer: int, role: str, amax: float, scale: float | None, lost: str, *, clips: bool
+) -> str:
+    shown = "" if scale is None else f", scale {scale:.3g}"
+    where = f"{site} (layer {layer}, amax {amax:.3g}{shown})"
+    verb = "clips" if clips else "underflows"
+    if role == "q" and scale == 1.0:
+        return f"{where} {verb}: there is no q_scale, so the engine uses 1.0; {lost}"
+    return f"{where} {verb}: its scale is too {'small' if clips else 'large'}, {lost}"
+
+
+def _format_percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else f"{share:.2g}"
+
+
+# --- the KV cache ---------------------------------------------------------------------------------
+
+
+def decide_kv(basis: Basis) -> Decision | None:
+    """Decide on the scales of the KV cache alone; None where no KV cache is compared."""
+    need = basis.kv
+    if need is None:
+        return None
+    others = [one for one in basis.candidates if one.name != SCALE_ONE]
+    scaled = [one for one in others if has_kv_only(one.name, basis.layers)]
+    unscaled = next(one for one in basis.candidates if one.name == SCALE_ONE)
+    if need.answer == "no":
+        return _decide_without(basis, need, unscaled, scaled)
+    losing = list_losing(basis.fits.get(SCALE_ONE, ()))
+    where = describe_losing(losing)
+    if need.answer == "cannot-tell":
+        return _leave_open(need, where)
+    needed = f"this model needs KV scales: {where} at scale 1.0{_describe_added(need, unscaled)}"
+    queries = [fit for fit in losing if fit.role == "q"]
+    fitting = [one for one in scaled if not list_losing(basis.fits.get(one.name, ()))]
+    if not fitting:
+        return _decide_unfit(basis, needed, queries, losing, scaled)
+    return _choose_scaled(basis, needed, fitting)
+
+
+def _describe_added(need: KvNeed, unscaled: CandidateResult) -> str:
+    fp8 = format_kld(need.fp8_kld, need.fp8_kld_se)
+    if need.added_by_one is None:
+        return f" (KLD {format_kld(unscaled.kld_mean, unscaled.kld_se)})"
+    added = format_difference(need.added_by_one)
+    if need.added_by_one.answer is Answer.WORSE:
+        return f", which adds KLD {added} to the {fp8} that FP8 costs with scales that fit"
+    return f", which destroys them, though the KLD of this text does not show it ({added})"
+
+
+def _leave_open(need: KvNeed, where: str) -> Decision:
+    paired = need.added_by_one
+    text = f"whether this model needs KV scales cannot be told: {where} at scale 1.0"
+    if paired is None:
+        return Decision(headline=f"{text}.")
+    more = "" if paired.tokens_to_tell is None else f"; about {_round(paired.tokens_to_tell)} would"
+    return Decision(
+        headline=f"{text}, but on this text that changes the KLD by {format_difference(paired)} "
+        f"({'too few tokens to tell' if more else 'too few sequences'}{more})."
+    )
+
+
+def _decide_without(
+    basis: Basis,
+    need: KvNeed,
+    unscaled: CandidateResult,
+    scaled: Sequence[CandidateResult],
+) -> Decision:
+    """Decide where scale 1.0 adds nothing to what FP8 costs."""
+    cost = f"FP8 itself costs KLD {format_kld(need.fp8_kld, need.fp8_kld_se)}"
+    why = "no K, V or q loses anything at scale 1.0 that another scale would keep"
+    if need.sites:
+        assert need.added_by_one is not None  # noqa: S101 -- only the divergence said no
+        losing = describe_losing(list_losing(basis.fits.get(SCALE_ONE, ())))
+        why = (
+            f"{losing} at scale 1.0, but the KLD changes by {format_difference(need.added_by_one)}"
+        )
+    text = f"this model does not need KV scales: {why}. {cost} ({unscaled.verdict_why})"
+    if others := [_compare_with_one(basis, one) for one in scaled]:
+        text = f"{text}; {'; '.join(others)}"
+    if unscaled.verdict is Verdict.FAIL:
+        text = f"{text}. That fails the {unscaled.gate} gate: leave the KV cache of some layers "
+        return Decision(
+            headline=f"{text}unquantized, or of all.",
+            remedy=Remedy.FIND_LAYERS,
+            candidate=SCALE_ONE,
+        )
+    if unscaled.verdict is Verdict.CANNOT_TELL:
+        return Decision(headline=f"{text}.")
+    if SCALE_ONE in basis.refused:
+        text = f"{text}. But the engine cannot load the model"
+        return Decision(headline=f"{text}: use another engine or format.")
+    return Decision(headline=f"{text}.", remedy=Remedy.SERVE, candidate=SCALE_ONE)
+
+
+def _compare_with_one(basis: Basis, one: CandidateResult) -> str:
+    paired = basis.paired[one.name, SCALE_ONE]
+    words = {
+        Answer.BETTER: f"{one.name} happens to round better",
+        Answer.WORSE: f"{one.name} is worse than scale 1.0",
+        Answer.NO_DIFFERENCE: f"{one.name} makes no difference",
+        Answer.CANNOT_TELL: f"{one.name} differs from scale 1.0 by less than this text can tell",
+    }
+    return f"{words[paired.answer]} (KLD {format_difference(paired)})"
+
+
+def _decide_unfit(
+    basis: Basis,
+    needed: str,
+    queries: Sequence[SiteFit],
+    losing: Sequence[SiteFit],
+    scaled: Sequence[CandidateResult],
+) -> Decision:
+    """Decide where scales are needed, and no candidate has those that fit."""
+    repaired = [one for one in scaled if _needs_query_only(one.name, basis)]
+    only_queries = len(queries) == len(losing)
+    if repaired and queries:
+        best = min(repaired, key=_kld)
+        layers = name_layers(sorted({fit.layer for fit in queries}))
+        text = f"{needed}; {best.name} has no scale for q of {layers}"
+        return Decision(headline=f"{text}.", remedy=Remedy.SCALE_QUERY, candidate=best.name)
+    if scaled:
+        worst = "; ".join(
+            f"{one.name} does not fit either: "
+            f"{describe_losing(list_losing(basis.fits.get(one.name, ())))}"
+            for one in scaled
+        )
+        return Decision(headline=f"{needed}. {worst}: calibrate.", remedy=Remedy.CALIBRATE)
+    of_query = " with --query-scale yes" if only_queries else ""
+    return Decision(headline=f"{needed}: calibrate{of_query}.", remedy=Remedy.CALIBRATE)
+
+
+def _needs_query_only(name: str, basis: Basis) -> bool:
+    """Whether all that the scales of a candidate leave unfit is q at scale 1.0."""
+    losing = list_losing(basis.fits.get(name, ()))
+    scales = {row.site: row.scale for row in basis.layers if row.candidate == name}
+    return all(fit.role == "q" and scales.get(fit.site) == 1.0 for fit in losing)
+
+
+def _choose_scaled(
+    basis: Basis,
+    needed: str,
+    fitting: Sequence[CandidateResult],
+) -> Decision:
+    loadable = [one for one in fitting if one.name not in basis.refused]
+    if not loadable:
+        named = ", ".join(one.name for one in fitting)
+        text = f"{needed}. {named} would fit, but the engine cannot load it"
+        return Decision(headline=f"{text}: use another engine or format.")
+    best = min(loadable, key=_kld)
+    klds = f"KLD {format_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
+    if best.verdict is Verdict.FAIL:
+        text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
+        return Decision(
+            headline=f"{text}layers unquantized, or of all.",
+            remedy=Remedy.FIND_LAYERS,
+            candidate=best.name,
+        )
+    if best.verdict is Verdict.CANNOT_TELL:
+        text = f"{needed}. {best.name} fits, but whether it passes cannot be told ({klds})"
+        return Decision(headline=f"{text}.")
+    removed = format_difference(basis.paired[best.name, SCALE_ONE])
+    text = f"{needed}; use {best.name}: KLD {removed} against scale 1.0 ({klds})"
+    return Decision(headline=f"{text}.", remedy=Remedy.USE, candidate=best.name)
+
+
+def describe_losing(fits: Sequence[SiteFit]) -> str:
+    """Describe where scales do not fit: `k of layer 3 clips and v of layers 5 and 7 underflows`."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for fit in fits:
+        verb = "clips" if fit.clipped and fit.clipped >= fit.flushed else "underflows"
+        found.setdefault((fit.role, verb), set()).add(fit.layer)
+    joined: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (role, verb), layers in found.items():
+        joined.setdefault((verb, tuple(sorted(layers))), []).append(role)
+    return " and ".join(
+        f"{' and '.join(roles)} of {name_layers(layers)} {verb if len(roles) == 1 else verb[:-1]}"
+        for (verb, layers), roles in joined.items()
+    )
+
+
+def name_layers(layers: Sequence[int]) -> str:
+    """Name layers in a sentence, as ranges where they are many."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if len(layers) > _MOST_NAMED:
+        return f"layers {format_ranges(layers)}"
+    shown = ", ".join(map(str, layers[:-1]))
+    return f"layers {shown} and {layers[-1]}"
+
+
+def _round(tokens: int) -> str:
+    """Round a number of tokens to two digits."""
+    return f"{float(f'{tokens:.2g}'):,.0f} tokens"
+
+
+# --- FP8 weights ----------------------------------------------------------------------------------
+
+
+def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
+    """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
+    listed = "; ".join(
+        f"{one.name}: {one.verdict} (KLD {format_kld(one.kld_mean, one.kld_se)}, {one.verdict_why}"
+        f"{'; the engine cannot load it' if one.name in basis.refused else ''})"
+        for one in found
+    )
+    loadable = [one for one in found if one.name not in basis.refused]
+    failing = (Verdict.FAIL, Verdict.CANNOT_TELL)
+    if passing := [one for one in loadable if one.verdict not in failing]:
+        best = min(passing, key=_kld)
+        choice = f"; {_prefer(best, passing, basis)}" if len(found) > 1 else ""
+        return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
+    if failed := [one for one in loadable if one.verdict is Verdict.FAIL]:
+        return Decision(
+            headline=f"{listed}; leave the most sensitive layers unquantized, or use another "
+            "scheme.",
+            remedy=Remedy.FIND_LAYERS,
+            candidate=min(failed, key=_kld).name,
+        )
+    return Decision(headline=f"{listed}.")
+
+
+def _prefer(best: CandidateResult, passing: Sequence[CandidateResult], basis: Basis) -> str:
+    """Name the candidate to use, and those that are not surely worse."""
+    equal = [
+        (one.name, paired)
+        for one in passing
+        if one is not best
+        and (paired := basis.paired.get((one.name, best.name)))
+        and paired.answer is not Answer.WORSE
+    ]
+    if not equal:
+        return f"use {best.name}"
+    listed = ", ".join(f"{name} (KLD {format_difference(paired)})" for name, paired in equal)
+    return f"use {best.name}, or, as this text does not tell them apart, {listed}"
+
+
+def _name(candidate: str) -> str:
+    return "Scale 1.0" if candidate == SCALE_ONE else candidate
+
+
+def _kld(candidate: CandidateResult) -> float:
+    """Give the mean divergence of an emulated candidate, which is always known."""
+    assert candidate.kld_mean is not None  # noqa: S101
+    return candidate.kld_mean

@@ -1,0 +1,80 @@
+"""Whether the KV cache needs scales: the sites and the paired divergences decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8calib.verification.damage_rows import SiteFit
+from fp8calib.verification.judge.damaged import is_damaged, loses
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    Answer,
+    CandidateResult,
+    KvNeed,
+    PairedResult,
+)
+
+_MEAN_LOSS_DB = 0.4
+"""Many small losses count too: this is a tenth more noise in the mean over all sites."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedScales:
+    """What FP8 costs with scales that fit: the divergence that no other scale removes."""
+
+    kld: float
+    kld_se: float | None
+    added_by_one: PairedResult
+    """Scale 1.0 against them."""
+
+
+def list_losing(fits: Sequence[SiteFit]) -> list[SiteFit]:
+    """List the sites that lose more than rounding alone varies, the largest loss first."""
+    losing = [fit for fit in fits if loses(fit)]
+    if not losing and fits and sum(fit.loss_db for fit in fits) / len(fits) >= _MEAN_LOSS_DB:
+        losing = [fit for fit in fits if fit.loss_db >= _MEAN_LOSS_DB]
+    return sorted(losing, key=lambda fit: -fit.loss_db)
+
+
+def find_fitting(candidates: Sequence[str], fits: Mapping[str, Sequence[SiteFit]]) -> str | None:
+    """Find a candidate whose scales fit every site: it shows what scales can remove."""
+    return next((name for name in candidates if name in fits and not list_losing(fits[name])), None)
+
+
+def assess_need(
+    unscaled: CandidateResult,
+    losing: Sequence[SiteFit],
+    fitted: FittedScales | None,
+    removed: Sequence[PairedResult],
+) -> KvNeed:
+    """Answer whether scales are needed.
+
+    Where no site loses at scale 1.0, they are not, whatever the divergences are. Where a site is
+    destroyed that a fitted scale keeps, they are. Else the paired divergence decides.
+    """
+    assert unscaled.kld_mean is not None  # noqa: S101 -- of an emulation it is always known
+    kld, se = unscaled.kld_mean, unscaled.kld_se
+    added = None if fitted is None else fitted.added_by_one
+    answer = {
+        None: "cannot-tell",
+        Answer.WORSE: "yes",
+        Answer.CANNOT_TELL: "cannot-tell",
+        Answer.NO_DIFFERENCE: "no",
+        Answer.BETTER: "no",
+    }[None if added is None else added.answer]
+    if not losing:
+        answer = "no"
+    elif any(map(is_damaged, losing)):
+        answer = "yes"
+    if fitted is not None:
+        kld, se = fitted.kld, fitted.kld_se
+    return KvNeed(
+        answer=answer,
+        sites=tuple(fit.site for fit in losing),
+        layers=tuple(sorted({fit.layer for fit in losing})),
+        fp8_kld=kld,
+        fp8_kld_se=se,
+        added_by_one=added,
+        removed=tuple(each for each in removed if each.base == SCALE_ONE),
+    )

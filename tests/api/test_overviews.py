@@ -1,0 +1,54 @@
+"""The results of the Python functions show one screen of themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fp8calib
+from tests.cli.program import succeed
+
+
+@pytest.fixture(scope="module")
+def results(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Get one result of each function."""
+    folder = tmp_path_factory.mktemp("overviews")
+    text = {"samples": 4, "seq_len": 16, "dtype": "float32"}
+    stats = fp8calib.calibrate(model, str(data), **text)
+    succeed("calibrate", model, "--data", data, "--samples", 4, "--out", folder / "out")
+    with pytest.warns(fp8calib.Fp8CalibWarning):
+        return {
+            "calibrate": stats,
+            "verify": fp8calib.verify(model, stats, str(data), **text),
+            "check": fp8calib.check(folder / "out" / "kv-overlay"),
+            "quantize": fp8calib.quantize(model, "w8a16", folder / "q"),
+            "auto": fp8calib.auto(model, str(data), out=folder / "auto", gate="kv", **text),
+        }
+
+
+@pytest.mark.parametrize("name", ["calibrate", "verify", "check", "quantize", "auto"])
+def test_a_result_fits_on_a_screen(results: dict[str, object], name: str) -> None:
+    for shown in (repr(results[name]), str(results[name])):
+        assert len(shown.splitlines()) <= 25
+        assert len(shown) < 2750
+
+
+@pytest.mark.parametrize("name", ["calibrate", "verify", "check", "auto"])
+def test_a_notebook_gets_a_small_table(results: dict[str, object], name: str) -> None:
+    page = results[name]._repr_html_()  # type: ignore[attr-defined]
+    assert page.count("<table>") == 1
+    assert len(page) < 6000
+
+
+def test_an_overview_has_the_figures_that_a_user_looks_for(results: dict[str, object]) -> None:
+    stats = results["calibrate"]
+    assert isinstance(stats, fp8calib.CalibrationStats)
+    title, head, first, *_ = repr(stats).splitlines()
+    assert title == "CalibrationStats: 64 tokens in 4 sequences through LlamaForCausalLM (float32)"
+    assert head.split()[:2] == ["role", "sites"]
+    largest = max(float(s.amax.max()) for site, s in stats.sites.items() if site.role == "k")
+    assert first.split()[:2] == ["k", "2"]
+    assert f"{largest:.4g}" in first.split()
+    assert "scale-1.0" in repr(results["verify"])
+    assert "vllm" in repr(results["check"])

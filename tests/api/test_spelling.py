@@ -1,0 +1,79 @@
+"""Messages to Python callers name arguments, not the options of the command line."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import fp8calib
+from fp8calib.api.spelling import spell_for_caller, spelled_for
+from fp8calib.errors import Fp8CalibWarning, UsageError
+from tests.cli.program import fail
+
+
+def spell(function: object, text: str) -> str:
+    assert callable(function)
+    with spelled_for(function, inspect.signature(function)):
+        return spell_for_caller(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--samples 4: must be 1 or more", "samples=4: must be 1 or more"),
+        ("use --seq-len 4096 or less", "use seq_len=4096 or less"),
+        ("leave out --scheme to verify", "leave out scheme= to verify"),
+        ("--scheme fp8-static needs statistics", "scheme='fp8-static' needs statistics"),
+        ("use --fp8-dtype e4m3fnuz", "use fp8_dtype='e4m3fnuz'"),
+        ("add --tasks NAME", "add tasks=NAME"),
+        ("use --no-pack, so that", "use pack=False, so that"),
+        ("leave out --resume to start", "leave out resume=True to start"),
+        ("--data x.jsonl: no such file", "data='x.jsonl': no such file"),
+        ("no --data given: using", "no data= given: using"),
+        ("--data: --rounding nearest runs", "data: --rounding nearest runs"),
+        ("see --help", "see help(fp8calib.verify)"),
+        ("`fp8calib verify --samples 4` does", "`fp8calib verify --samples 4` does"),
+        ("--c4 and vLLM's --kv-cache-dtype fp8", "--c4 and vLLM's --kv-cache-dtype fp8"),
+        ("use --device cpu", "use device='cpu'"),
+        ("--limit has no effect without --tasks", "limit= has no effect without tasks="),
+        ("use more text, more --samples, or", "use more text, more samples=, or"),
+    ],
+)
+def test_options_become_the_arguments_of_the_function(text: str, expected: str) -> None:
+    assert spell(fp8calib.verify, text) == expected
+    assert spell_for_caller(text) == text  # outside of a function
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (fp8calib.export, "formats='tgi' without model=, force=True, --scheme"),
+        (fp8calib.quantize, "dialect='tgi' without model=, force=True, scheme="),
+        (fp8calib.load_stats, "--format tgi without --model, --force, --scheme"),
+    ],
+)
+def test_each_function_has_its_own_arguments(function: object, expected: str) -> None:
+    assert spell(function, "--format tgi without --model, --force, --scheme") == expected
+
+
+def test_errors_and_warnings_of_the_functions_name_their_arguments(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"^samples: must be greater than or equal to 1"):
+        fp8calib.calibrate(model, str(data), samples=0)
+    with pytest.raises(UsageError, match="limit= has no effect without tasks="):
+        fp8calib.verify(model, limit=3)
+    with pytest.warns(Fp8CalibWarning, match="no data= given"):
+        fp8calib.calibrate(model, samples=1, seq_len=16, dtype="float32")
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "config.json").touch()
+    with pytest.raises(UsageError) as caught:
+        fp8calib.quantize(model, "w8a16", tmp_path / "q")
+    assert "force=True" in caught.value.message + caught.value.hint
+    assert "--" not in caught.value.message + caught.value.hint
+
+
+def test_the_command_line_still_names_its_options(model: Path) -> None:
+    assert "--limit has no effect without --tasks" in fail(2, "verify", model, "--limit", 3)

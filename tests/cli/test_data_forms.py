@@ -1,0 +1,96 @@
+"""Forms of data: saved datasets, named columns, and what is shown of the rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+import fp8calib
+from fp8calib.errors import DataError
+from tests.cli.conftest import write_rows
+from tests.cli.program import run, succeed
+
+QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
+TEXTS = [" ".join(f"w{i * j % 90}" for j in range(1, 40)) for i in range(12)]
+
+
+def test_a_saved_split_calibrates_like_the_same_rows_in_a_file(model: Path, tmp_path: Path) -> None:
+    saved = DatasetDict(
+        {"train": Dataset.from_dict({"body": TEXTS}), "test": Dataset.from_dict({})}
+    )
+    saved.save_to_disk(tmp_path / "saved")
+    write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    succeed("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK, "--out", tmp_path / "a")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: mine\n"
+        "data: {samples: 4, seq_len: 16, text_column: body, "
+        f"sources: [{json.dumps(f'{tmp_path}/saved:train')}]}}\n"
+    )
+    command = ("calibrate", model, "--recipe", recipe, "--dtype", "float32")
+    succeed(*command, "--out", tmp_path / "b")
+    a, b = (fp8calib.load_stats(tmp_path / out) for out in "ab")
+    assert a.header.data_fingerprint == b.header.data_fingerprint
+    assert list(a.sites) == list(b.sites)
+    assert all(torch.equal(a.sites[site].amax, b.sites[site].amax) for site in a.sites)
+
+
+def test_the_rows_used_are_shown_by_a_run_and_by_a_dry_run(model: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    command = ("calibrate", model, "--data", tmp_path / "rows.jsonl", *QUICK)
+    lines = [
+        "rows: 2 used of 2 read, 1 cut at their end",
+        "chat template: not applied, as no row is a conversation",
+        f"row 1: <s> {TEXTS[0]}",
+    ]
+    plan = succeed(*command, "--dry-run")
+    assert all(line in plan.out for line in lines)
+    run_once = succeed(*command, "--out", tmp_path / "out", "--json")
+    assert all(line in run_once.err for line in lines)
+    rows = json.loads(run_once.out)["rows"]
+    assert rows == json.loads(succeed(*command, "--dry-run", "--json").out)["plan"]["rows"]
+    assert (rows["read"], rows["used"], rows["cut"], rows["chat_template"]) == (2, 2, 1, None)
+    assert rows["examples"][0] == f"<s> {TEXTS[0]}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("calibrate",), ("verify",), ("auto",), ("quantize", "--rounding", "gptq")],
+    ids=lambda command: command[0],
+)
+def test_every_command_with_text_reads_the_column_that_is_named(
+    model: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": "w1", "bodies": "w2"}])
+    verb, *options = command
+    if verb == "quantize":
+        options += ["--scheme", "fp8-dynamic"]
+    if verb != "verify":
+        options += ["--out", str(tmp_path / "out")]
+    outcome = run(verb, model, *options, "--data", data, "--text-column", "body", *QUICK)
+    assert outcome.code == 5
+    assert "rows.jsonl:1: the column body is missing; the keys are: text, bodies" in outcome.err
+    assert "did you mean --text-column bodies?" in outcome.err
+
+
+def test_every_function_with_text_reads_the_column_that_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    data = str(write_rows(tmp_path / "rows.jsonl", [{"text": "w1"}]))
+    refused = pytest.raises(DataError, match="the column body is missing")
+    with refused:
+        fp8calib.calibrate(model, data, text_column="body")
+    with refused:
+        fp8calib.calibrate(model, [{"text": "w1"}], text_column="body")
+    with refused:
+        fp8calib.verify(model, data=data, text_column="body")
+    with refused:
+        fp8calib.auto(model, data, out=tmp_path / "auto", text_column="body")
+    with refused:
+        fp8calib.quantize(
+            model, "w8a16", tmp_path / "q", rounding="gptq", data=data, text_column="body"
+        )

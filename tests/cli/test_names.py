@@ -1,0 +1,98 @@
+"""Names that do not exist are refused with a suggestion before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fp8calib.cli.option_types import GATE_NAMES
+from fp8calib.errors import join_or, suggest
+from fp8calib.verification.judge.gates import GATES
+from tests.cli.program import succeed
+
+_PROGRAM = """
+import sys
+from fp8calib.cli.program import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "hint"),
+    [
+        ("verify x --scheme fp8", "--scheme fp8: unknown scheme", "fp8-static, fp8-dynamic or"),
+        ("quantize x --out o --scheme FP8-dynamc", "unknown scheme", "fp8-dynamic?"),
+        ("quantize x --out o --scheme w8a16 --format modelop", "unknown format", "modelopt?"),
+        (
+            "quantize x --out o --scheme w8a16 --format autofp8",
+            "--format autofp8 cannot express --scheme w8a16",
+            "w8a16 can be written as compressed-tensors",
+        ),
+        ("quantize x --out o --scheme w8a16 --rounding gpt", "must be nearest or gptq", "gptq?"),
+        (
+            "quantize x --out o --scheme w8a16 --layer-scheme a=fp8_block",
+            "--layer-scheme fp8_block: unknown scheme",
+            "fp8-block?",
+        ),
+        ("calibrate x --format rfc,kvoverlay", "--format kvoverlay: unknown", "kv-overlay?"),
+        ("calibrate x --rule percentil:99", "--rule: unknown rule", "did you mean percentile?"),
+        ("calibrate x --fp8-dtype e4m3", "must be e4m3fn or e4m3fnuz", "e4m3fn?"),
+        ("calibrate x --fallback layermax", "must be layer-max, one or refuse", "layer-max?"),
+        ("export x --format rfc --out o --fp8-dtype e5m2", "must be e4m3fn or e4m3fnuz", ""),
+        ("extract-kv-scales --quantized-model x --model x --save-path o --source-dtype fnuz",
+         "--source-dtype fnuz: must be", "e4m3fnuz?"),
+        ("check x --engine vllm --engine sglan", "--engine sglan: unknown engine", "sglang?"),
+        ("check x --engine vllm==9.x", "--engine vllm==9.x: unknown version", "known versions"),
+        ("verify x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
+        ("verify x --rules amax,ms", "unknown rule 'ms'", "did you mean mse?"),
+        ("verify x --fp8-dtype e4m3", "must be e4m3fn, e4m3fnuz or e5m2", "e4m3fn?"),
+        ("verify x --gate w8a", "--gate w8a: neither a gate (kv, w8a8) nor a file", "w8a8?"),
+        ("auto x --gate w8a", "--gate w8a: neither a gate", "w8a8?"),
+        ("auto x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
+    ],
+)  # fmt: skip
+def test_a_name_is_refused_before_torch_is_imported(command: str, message: str, hint: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *command.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    error, hinted = done.stderr.splitlines()
+    assert message in error
+    assert hint in hinted
+
+
+def test_the_gates_of_the_options_are_those_that_there_are() -> None:
+    assert set(GATE_NAMES) == set(GATES)
+
+
+@pytest.mark.parametrize("command", ["", "calibrate", "check", "show", "merge", "recipes", "auto"])
+def test_help_has_a_short_name_too(command: str) -> None:
+    short, long = (succeed(*filter(None, (command, flag))).out for flag in ("-h", "--help"))
+    assert short == long
+    assert "Usage: fp8calib" in short
+
+
+def test_choices_are_in_the_help() -> None:
+    shown = succeed("quantize", "-h").out
+    assert "--scheme fp8-static|fp8-dynamic|w8a16|fp8-block" in shown
+    assert "--rounding nearest|gptq" in shown
+
+
+def test_suggestions() -> None:
+    assert suggest("abc", ["abd", "xyz"]) == "did you mean abd?"
+    assert suggest("q", ["abd", "xyz"], what="words") == "known words: abd, xyz"
+    assert suggest("", ["abd"]) == ""
+    assert [join_or(list(text)) for text in ("", "a", "ab", "abc")] == [
+        "",
+        "a",
+        "a or b",
+        "a, b or c",
+    ]

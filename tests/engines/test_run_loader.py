@@ -1,0 +1,104 @@
+"""`check --run`: what the report takes from vLLM's own loader, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import fp8calib
+from fp8calib.errors import UsageError, VerificationError
+from tests import zoo
+from tests.engines.test_odd_scales import write_overlay
+from tests.engines.test_outliers import run
+
+
+@pytest.fixture(scope="module")
+def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    zoo.save("llama", folder / "model")
+    scales = {(layer, role): 0.0005 for layer in (0, 1) for role in "kv"}
+    return write_overlay(folder / "model", folder / "overlay", scales)
+
+
+def make_python(path: Path, **answer: object) -> Path:
+    """Write a program that answers as the script does in an environment with vLLM."""
+    whole = {"stage": "done", "error": "", "trace": [], "version": "9.9", "files": []} | answer
+    path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def hold(k: str, v: str) -> dict[str, object]:
+    return {f"model.layers.{i}.self_attn.attn": {"k": [k], "v": [v]} for i in (0, 1)}
+
+
+def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=["a"])
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
+
+    assert report.ok
+    assert "vLLM 9.9 loaded it, from a" in report.engines["vllm"].problems
+    assert not [each for each in report.engines["vllm"].problems if "defect" in each]
+
+
+@pytest.mark.parametrize(
+    ("k", "status"), [("1.0", "defaulted"), ("0.25", "used"), ("nan", "misread")]
+)
+def test_the_loader_counts_where_it_differs(
+    overlay: Path, tmp_path: Path, k: str, status: str
+) -> None:
+    python = make_python(tmp_path / "python", scales=hold(k, "0.0005"))
+
+    found = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python).engines["vllm"]
+
+    assert [(layer.k.status, layer.v.status) for layer in found.layers] == [(status, "used")] * 2
+    assert any("a defect of the replay" in each for each in found.problems)
+
+
+def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(tmp_path / "python", stage="weights", error="ValueError: no 'foo'")
+
+    found = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python).engines["vllm"]
+
+    assert {layer.k.status for layer in found.layers} == {"refused"}
+    assert "stops at the weights: ValueError: no 'foo'" in found.layers[0].k.why
+
+
+def test_an_error_of_the_build_is_unknown(overlay: Path, tmp_path: Path) -> None:
+    error = "NotImplementedError: No kernel for MXFP8 on CPU"
+    python = make_python(tmp_path / "python", stage="model", error=error)
+
+    arguments = ["check", str(overlay), "--engine", "vllm", "--run", "--engine-python", str(python)]
+    assert run(arguments) == 9
+
+
+def test_tensors_that_no_class_has_are_unknown(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    report = fp8calib.check(tmp_path / "model", engine="vllm")
+
+    assert report.cannot_judge
+    assert report.engines["vllm"].status == "unknown"
+    assert run(["check", str(tmp_path / "model"), "--engine", "vllm"]) == 9
+
+
+def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:
+    answer = {"stage": "import", "error": "ModuleNotFoundError: No module named 'vllm'"}
+    for python, kind in (
+        (make_python(tmp_path / "python", **answer), UsageError),
+        (tmp_path / "none", VerificationError),
+    ):
+        with pytest.raises(kind):
+            fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
+    with pytest.raises(UsageError, match="vLLM is not among the engines"):
+        fp8calib.check(overlay, engine="sglang", run=True, engine_python=tmp_path / "python")

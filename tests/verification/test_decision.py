@@ -1,0 +1,529 @@
+"""The decision: the scale that was broken, whether scales are needed, what is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.engines.numerics import Numerics
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
+from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
+from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
+from fp8calib.verification.emulation.damage import Damage
+from fp8calib.verification.emulation.kv import fit_kv
+from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
+from fp8calib.verification.judge.decide import Basis, decide
+from fp8calib.verification.judge.kv_need import FittedScales, assess_need, list_losing
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    Answer,
+    CandidateResult,
+    Decision,
+    KvNeed,
+    LayerResult,
+    PairedResult,
+    Remedy,
+    Verdict,
+    VerifyReport,
+)
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
+from tests import zoo
+from tests.truth.test_statistics import Silent, draw, make_plan
+from tests.verification import by_hand
+from tests.verification.by_hand import HandCache, opened, plain_forward
+
+PLAIN = Numerics(name="plain")
+SEQUENCES = draw([20] * 12)
+LAYERS = 4
+
+
+def build() -> PreTrainedModel:
+    """Build a model whose attention matters: a random one hardly looks back."""
+    model = zoo.build("llama", num_hidden_layers=LAYERS)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 40
+            layer.self_attn.o_proj.weight *= 40
+    return model
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[by_hand.Subject]:
+    with opened(build(), tmp_path_factory.mktemp("llama") / "m") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def amaxes(subject: by_hand.Subject) -> dict[Site, float]:
+    """Look at K and V of all sequences by hand."""
+    cache = HandCache(subject.model.config, dict.fromkeys(range(LAYERS), (torch.clone,) * 2))
+    plain_forward(subject.model, by_hand.make_batch([20] * 12), cache)
+    return {
+        Site(f"model.layers.{index}.self_attn", role): float(x.abs().max())
+        for index, pair in cache.seen.items()
+        for role, x in zip((Role.K, Role.V), pair, strict=True)
+    }
+
+
+def make_table(subject: by_hand.Subject, values: dict[Site, float]) -> ScaleTable:
+    """Wrap scales."""
+    return ScaleTable(
+        geometry=subject.geometry,
+        fmt=E4M3FN,
+        tp=1,
+        per_head=False,
+        scales={
+            site: Scale(values=torch.tensor([value]), source=ScaleSource.OBSERVED)
+            for site, value in values.items()
+        },
+    )
+
+
+def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport:
+    """Verify tables of KV scales, and scale 1.0 beside them."""
+    candidates = [build_kv_candidate(name, t, PLAIN, origin="test") for name, t in tables.items()]
+    unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
+    request = VerificationRequest(
+        numerics=PLAIN,
+        candidates=(*candidates, unscaled),
+        fitted=fit_kv(subject.geometry, E4M3FN, PLAIN),
+        diagnosis_of=next(iter(tables), ""),
+    )
+    asked = ReferenceModel(
+        name="tiny",
+        model=subject.model,
+        geometry=subject.geometry,
+        originals=subject.originals,
+        dtype="float32",
+        device="cpu",
+    )
+    plan = make_plan(SEQUENCES)
+    return verify(asked, request, plan, batch_size=4, progress=Silent()).report
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("role", [Role.K, Role.V])
+@pytest.mark.parametrize(
+    ("factor", "verb"), [(1 / 64, "clips: its scale is too small"), (2.0**14, "underflows")]
+)
+def test_a_broken_scale_is_the_first_thing_the_report_names(
+    subject: by_hand.Subject,
+    amaxes: dict[Site, float],
+    layer: int,
+    role: Role,
+    factor: float,
+    verb: str,
+) -> None:
+    """Divided by 64 it clips, times 2**14 it flushes to zero; whichever layer it is."""
+    good = {site: amax / 448 * 1.2 for site, amax in amaxes.items()}
+    broken = Site(f"model.layers.{layer}.self_attn", role)
+    bad = {**good, broken: good[broken] * factor}
+    report = ask(subject, {"good": make_table(subject, good), "bad": make_table(subject, bad)})
+    results = {candidate.name: candidate for candidate in report.candidates}
+    assert results["bad"].kld_mean > results["good"].kld_mean * (2 if factor < 1 else 1.02)
+    assert report.advice.startswith(f"bad: {broken} (layer {layer}, amax ")
+    assert verb in report.advice.partition(";")[0]
+    rows = [row for row in report.layers if row.candidate == "bad"]
+    assert rows[0].site == str(broken)
+    assert "good: " not in report.decision.details
+    assert results["bad"].verdict is Verdict.FAIL
+    assert f"{broken} (layer {layer}) is destroyed" in results["bad"].verdict_why
+    share = rows[0].clipped if factor < 1 else rows[0].flushed
+    assert share > 0.1
+    diagnosis = {row.site: row for row in report.diagnosis}
+    assert diagnosis[str(broken)].scaled_db == pytest.approx(
+        next(row.sqnr_db for row in report.layers if row.site == str(broken)), abs=3
+    )
+    assert all(row.per_head_db is None for row in report.diagnosis)
+    assert PER_HEAD not in diagnosis
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("role", [Role.K, Role.V])
+def test_a_scale_that_underflows_is_named_in_a_model_of_few_layers(
+    tmp_path: Path, role: Role, num_layers: int
+) -> None:
+    """One of two layers, or the only one, is half of all there is to compare with."""
+    model = zoo.build("llama", num_hidden_layers=num_layers)
+    cache = HandCache(model.config, dict.fromkeys(range(num_layers), (torch.clone,) * 2))
+    plain_forward(model, by_hand.make_batch([20] * 12), cache)
+    values = {
+        Site(f"model.layers.{index}.self_attn", role): float(x.abs().max()) / 448
+        for index, pair in cache.seen.items()
+        for role, x in zip((Role.K, Role.V), pair, strict=True)
+    }
+    broken = Site(f"model.layers.{num_layers - 1}.self_attn", role)
+    with opened(model, tmp_path / "m") as subject:
+        table = make_table(subject, {**values, broken: values[broken] * 2.0**14})
+        report = ask(subject, {"bad": table})
+    assert report.advice.startswith(f"bad: {broken} (layer {num_layers - 1}, amax ")
+    assert "underflows" in report.advice.partition(";")[0]
+    assert report.candidates[0].verdict is Verdict.FAIL
+    assert f"{broken} (layer {num_layers - 1}) is destroyed" in report.candidates[0].verdict_why
+
+
+def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(
+    amaxes: dict[Site, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """V of layers 1 and 2 is 4096 times as large, and o undoes it: the model is the same."""
+    model = build()
+    with torch.no_grad():
+        for layer in (1, 2):
+            model.model.layers[layer].self_attn.v_proj.weight *= 4096
+            model.model.layers[layer].self_attn.o_proj.weight /= 4096
+    enlarged = {Site(f"model.layers.{layer}.self_attn", Role.V) for layer in (1, 2)}
+    good = {
+        site: amax / 448 * 1.2 * (4096 if site in enlarged else 1) for site, amax in amaxes.items()
+    }
+    with opened(model, tmp_path_factory.mktemp("large") / "m") as subject:
+        report = ask(subject, {"good": make_table(subject, good)})
+        alone = ask(subject, {})
+    for found in (report, alone):
+        assert found.kv is not None
+        assert (found.kv.answer, found.kv.layers) == ("yes", (1, 2))
+        added = found.kv.added_by_one
+        assert added is not None
+        assert added.answer is Answer.WORSE
+        assert "needs KV scales: v of layers 1 and 2 clips at scale 1.0, which adds KLD +" in (
+            found.decision.headline
+        )
+    assert (report.decision.remedy, report.decision.candidate) == (Remedy.USE, "good")
+    assert alone.decision.remedy is Remedy.CALIBRATE
+    assert alone.decision.headline.endswith("with scales that fit: calibrate.")
+    one = next(c for c in report.candidates if c.name == SCALE_ONE)
+    good_one = next(c for c in report.candidates if c.name == "good")
+    assert one.kld_mean > 5 * good_one.kld_mean
+    assert [c.name for c in report.candidates] == ["good", SCALE_ONE]
+
+
+def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) -> None:
+    """Nothing is quantized: ratio 1, divergence 0, agreement 1, exactly."""
+    candidate = build_unscaled("same", subject.geometry, E4M3FN, PLAIN)
+    nothing = type(candidate)(
+        name="same", description="", emulation=type(candidate.emulation)(quantizers={})
+    )
+    asked = ReferenceModel(
+        name="tiny",
+        model=subject.model,
+        geometry=subject.geometry,
+        originals=subject.originals,
+        dtype="float32",
+        device="cpu",
+    )
+    request = VerificationRequest(numerics=PLAIN, candidates=(nothing,))
+    verified = verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
+    (result,) = verified.report.candidates
+    assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
+    assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)
+    assert result.top1_agreement == 1.0
+    assert result.verdict is Verdict.NO_DIFFERENCE
+    assert torch.equal(verified.logprobs["same"], verified.logprobs["reference"])
+    assert verified.report.tokens == 12 * 19 == len(verified.logprobs["reference"])
+
+
+# --- decisions from figures made by hand ----------------------------------------------------------
+
+HALF = Damage(signal=1000.0, noise=1.0, clipped=0.0, flushed=0.0, num_elements=100.0, amax=3.0)
+"""30 dB."""
+
+
+def fit(layer: int, role: str = "v", *, loss_db: float = 0.0, **more: Any) -> SiteFit:
+    """Make a fit that loses nothing, unless told."""
+    values: dict[str, Any] = {
+        "site": f"layers.{layer}.attn.{role}",
+        "layer": layer,
+        "role": role,
+        "damage": HALF,
+        "fitted": HALF,
+        "loss_db": loss_db,
+        "worst_db": 30.0 - loss_db,
+        "clipped": 0.0,
+        "flushed": 0.0,
+    }
+    return SiteFit(**values | more)
+
+
+def candidate(
+    name: str, kld: float, verdict: Verdict = Verdict.PASS, **more: Any
+) -> CandidateResult:
+    """Make a candidate of which only the divergence matters."""
+    values: dict[str, Any] = {
+        "name": name,
+        "description": "",
+        "ppl": 10.0,
+        "ppl_ratio": 1.0,
+        "ppl_ratio_se": 0.0,
+        "kld_mean": kld,
+        "kld_se": 0.0001,
+        "kld_median": kld,
+        "kld_p99": kld,
+        "kld_max": kld,
+        "top1_agreement": 1.0,
+        "verdict": verdict,
+        "verdict_why": "why",
+        "gate": "kv",
+        "by_position": (),
+    }
+    return CandidateResult(**values | more)
+
+
+def row(name: str, role: str = "v", **more: Any) -> LayerResult:
+    values: dict[str, Any] = {
+        "candidate": name,
+        "site": f"layers.3.attn.{role}",
+        "layer": 3,
+        "role": role,
+        "sqnr_db": 31.0,
+        "clipped": 0.0,
+        "flushed": 0.0,
+        "amax": 3.0,
+        "scale": 0.01,
+    }
+    return LayerResult(**values | more)
+
+
+def pair(name: str, base: str, difference: float, answer: Answer, **more: Any) -> PairedResult:
+    values: dict[str, Any] = {"se": 0.0005, "margin": 0.001}
+    return PairedResult(
+        candidate=name, base=base, difference=difference, answer=answer, **values | more
+    )
+
+
+CLIPS = fit(3, loss_db=28.0, worst_db=2.0, clipped=0.8)
+UNDERFLOWS = fit(5, "k", loss_db=2.0, worst_db=28.0, flushed=0.004)
+QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, flushed=0.9)
+
+
+def need(answer: Answer | None, *losing: SiteFit) -> KvNeed:
+    """Assess the need where scale 1.0 against fitted scales is `answer`."""
+    fitted = None
+    if answer is not None:
+        added = pair(SCALE_ONE, "scales that fit", 0.002, answer, tokens_to_tell=123_456)
+        fitted = FittedScales(kld=0.004, kld_se=0.0002, added_by_one=added)
+    return assess_need(candidate(SCALE_ONE, 0.006), losing, fitted, [])
+
+
+@pytest.mark.parametrize(
+    ("losing", "answer", "expected"),
+    [
+        ((), None, "no"),
+        ((), Answer.WORSE, "no"),  # no site loses: the texts round differently by chance
+        ((UNDERFLOWS,), Answer.WORSE, "yes"),
+        ((UNDERFLOWS,), Answer.CANNOT_TELL, "cannot-tell"),
+        ((UNDERFLOWS,), Answer.NO_DIFFERENCE, "no"),
+        ((UNDERFLOWS,), Answer.BETTER, "no"),
+        ((UNDERFLOWS,), None, "cannot-tell"),
+        ((CLIPS,), Answer.CANNOT_TELL, "yes"),
+        ((UNDERFLOWS, QUERY), Answer.NO_DIFFERENCE, "yes"),
+    ],
+)
+def test_sites_and_divergence_decide_together(
+    losing: tuple[SiteFit, ...], answer: Answer | None, expected: str
+) -> None:
+    found = need(answer, *losing)
+    assert found.answer == expected
+    assert found.sites == tuple(each.site for each in losing)
+
+
+@pytest.mark.parametrize(
+    ("one", "is_losing", "is_destroyed"),
+    [
+        (fit(0), False, False),
+        (fit(0, loss_db=0.99), False, False),
+        (fit(0, loss_db=1.01), True, False),
+        (fit(0, clipped=0.0011), True, False),
+        (fit(0, clipped=0.011), True, True),
+        (fit(0, loss_db=0.5, worst_db=3.0), False, False),  # no scale of the tensor helps that head
+        (fit(0, loss_db=1.1, worst_db=14.9), True, True),
+        (fit(0, loss_db=2.9, flushed=0.5), True, False),
+        (fit(0, loss_db=3.1, flushed=0.011), True, True),
+        (fit(0, loss_db=3.1, flushed=0.009), True, False),
+        (fit(0, loss_db=0.4, flushed=0.033), False, False),  # small values without energy
+    ],
+)
+def test_what_a_fitted_scale_would_keep_is_a_loss(
+    one: SiteFit, is_losing: bool, is_destroyed: bool
+) -> None:
+    assert loses(one) is is_losing
+    assert is_damaged(one) is is_destroyed
+    assert bool(describe_damage("it", [], {"it": [fit(1), one]})) is is_destroyed
+
+
+def test_many_small_losses_count_together() -> None:
+    assert not list_losing([fit(layer, loss_db=0.3) for layer in range(8)])
+    assert len(list_losing([fit(layer, loss_db=0.5) for layer in range(8)])) == 8
+    assert not list_losing([fit(0, loss_db=0.9), *(fit(layer) for layer in range(1, 8))])
+
+
+def conclude(
+    found: KvNeed,
+    *scaled: CandidateResult,
+    fits: dict[str, list[SiteFit]] | None = None,
+    one: CandidateResult | None = None,
+    **more: Any,
+) -> Decision:
+    """Decide on candidates with KV scales beside scale 1.0."""
+    unscaled = one or candidate(SCALE_ONE, 0.006)
+    paired = {
+        (each.name, SCALE_ONE): pair(each.name, SCALE_ONE, -0.002, Answer.BETTER) for each in scaled
+    }
+    losing = [each for each in (CLIPS, UNDERFLOWS, QUERY) if each.site in found.sites]
+    return decide(
+        Basis(
+            candidates=(*scaled, unscaled),
+            layers=[row(each.name) for each in (*scaled, unscaled)],
+            fits={each.name: [fit(3)] for each in scaled} | {SCALE_ONE: losing} | (fits or {}),
+            kv=found,
+            paired=paired,
+            **more,
+        )
+    )
+
+
+def test_scale_one_that_loses_nothing_is_served() -> None:
+    found = conclude(need(None), candidate("mine", 0.004))
+    assert (found.remedy, found.candidate) == (Remedy.SERVE, SCALE_ONE)
+    assert found.headline == (
+        "this model does not need KV scales: no K, V or q loses anything at scale 1.0 that another "
+        "scale would keep. FP8 itself costs KLD 0.0060 ± 0.0001 (why); mine happens to round "
+        "better (KLD -0.0020 ± 0.0005)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "refused", "remedy", "end"),
+    [
+        (Verdict.WARN, (), Remedy.SERVE, "(why)."),
+        (Verdict.FAIL, (), Remedy.FIND_LAYERS, "unquantized, or of all."),
+        (Verdict.CANNOT_TELL, (), Remedy.NONE, "(why)."),
+        (Verdict.PASS, (SCALE_ONE,), Remedy.NONE, "use another engine or format."),
+    ],
+)
+def test_what_fails_or_cannot_be_judged_is_not_served(
+    verdict: Verdict, refused: tuple[str, ...], remedy: Remedy, end: str
+) -> None:
+    found = conclude(need(None), one=candidate(SCALE_ONE, 0.006, verdict), refused=refused)
+    assert found.remedy is remedy
+    assert found.headline.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "refused", "remedy", "end"),
+    [
+        (Verdict.PASS, (), Remedy.USE, "use mine: KLD -0.0020 ± 0.0005 against scale 1.0"),
+        (Verdict.WARN, (), Remedy.USE, "use mine: "),
+        (Verdict.FAIL, (), Remedy.FIND_LAYERS, "With mine it still fails"),
+        (Verdict.CANNOT_TELL, (), Remedy.NONE, "whether it passes cannot be told"),
+        (Verdict.PASS, ("mine",), Remedy.NONE, "the engine cannot load it"),
+    ],
+)
+def test_scales_that_fit_are_used_only_if_they_pass(
+    verdict: Verdict, refused: tuple[str, ...], remedy: Remedy, end: str
+) -> None:
+    found = conclude(need(Answer.WORSE, CLIPS), candidate("mine", 0.004, verdict), refused=refused)
+    assert found.remedy is remedy
+    assert end in found.headline
+    start = "this model needs KV scales: v of layer 3 clips at scale 1.0, which adds KLD +0.0020"
+    assert found.headline.startswith(start)
+
+
+def test_scales_that_do_not_fit_are_not_recommended() -> None:
+    found = conclude(need(Answer.WORSE, CLIPS), candidate("mine", 0.004), fits={"mine": [CLIPS]})
+    assert found.remedy is Remedy.CALIBRATE
+    assert "mine does not fit either: v of layer 3 clips: calibrate." in found.headline
+    assert found.details.startswith("mine: layers.3.attn.v (layer 3, amax 3, scale 0.01) clips")
+
+
+def test_q_is_told_from_k_and_v() -> None:
+    """Scales of K and V do not change q: they fix layer 3, and leave layer 7."""
+    found = decide(
+        Basis(
+            candidates=(candidate("mine", 0.004), candidate(SCALE_ONE, 0.1)),
+            layers=[
+                row("mine"),
+                row("mine", "q", site=QUERY.site, layer=7, scale=1.0),
+                row(SCALE_ONE),
+            ],
+            fits={"mine": [QUERY], SCALE_ONE: [CLIPS, QUERY]},
+            kv=need(Answer.WORSE, CLIPS, QUERY),
+        )
+    )
+    assert (found.remedy, found.candidate) == (Remedy.SCALE_QUERY, "mine")
+    assert "v of layer 3 clips and q of layer 7 underflows at scale 1.0" in found.headline
+    assert found.headline.endswith("mine has no scale for q of layer 7.")
+
+
+def test_a_loss_below_the_noise_says_how_much_text_would_tell() -> None:
+    found = conclude(need(Answer.CANNOT_TELL, UNDERFLOWS), candidate("mine", 0.004))
+    assert found.remedy is Remedy.NONE
+    assert found.headline == (
+        "whether this model needs KV scales cannot be told: k of layer 5 underflows at scale 1.0, "
+        "but on this text that changes the KLD by +0.0020 ± 0.0005 (too few tokens to tell; about "
+        "120,000 tokens would)."
+    )
+
+
+def test_what_makes_the_figures_meaningless_is_said_first() -> None:
+    found = conclude(need(None), reference_ppl=51_443.0, vocab_size=49_152)
+    assert found.headline.startswith(
+        "The unquantized model predicts no better than chance (perplexity 51,443, vocabulary "
+        "49,152)"
+    )
+    assert conclude(need(None), reference_ppl=900.0, vocab_size=49_152).headline.startswith("this")
+    lost = candidate(SCALE_ONE, 3.0, Verdict.FAIL, top1_agreement=0.5)
+    assert conclude(need(None), one=lost).headline.startswith(
+        "Scale 1.0 predicts another token than the unquantized model 50% of the time."
+    )
+
+
+def weights(*found: CandidateResult, refused: tuple[str, ...] = (), **answers: Answer) -> Decision:
+    """Decide between candidates with FP8 weights; `answers` are those against the best."""
+    best = min(found, key=lambda each: each.kld_mean or 0.0)
+    return decide(
+        Basis(
+            candidates=(*found, candidate(SCALE_ONE, 0.006)),
+            layers=[row(each.name, "weight") for each in found],
+            fits={},
+            kv=None,
+            paired={
+                (name, best.name): pair(name, best.name, 0.001, answer)
+                for name, answer in answers.items()
+            },
+            refused=refused,
+        )
+    )
+
+
+def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
+    a, b = candidate("a", 0.03), candidate("b", 0.02)
+    failed, unknown = candidate("c", 0.01, Verdict.FAIL), candidate("c", 0.01, Verdict.CANNOT_TELL)
+    found = weights(a, b, a=Answer.WORSE)
+    assert found.headline.endswith("; use b.")
+    assert (found.remedy, found.candidate) == (Remedy.USE, "b")
+    found = weights(a, b, a=Answer.CANNOT_TELL)
+    assert found.headline.endswith(
+        "; use b, or, as this text does not tell them apart, a (KLD +0.0010 ± 0.0005)."
+    )
+    assert weights(a, b, refused=("b",)).candidate == "a"
+    assert weights(failed).remedy is Remedy.FIND_LAYERS
+    for other in (failed, unknown):
+        assert weights(a, b, other).candidate == "b"
+    assert weights(unknown).remedy is Remedy.NONE
+    assert weights(failed, refused=("c",)).remedy is Remedy.NONE
+
+
+def test_weights_that_are_not_what_they_were_are_named() -> None:
+    bad = row("mine", "weight", sqnr_db=12.0, scale=None)
+    found = decide(Basis(candidates=[candidate("mine", 0.1)], layers=[bad], fits={}, kv=None))
+    assert found.details == (
+        "mine: layers.3.attn.weight (layer 3, amax 3) is distorted: its SQNR is 12.0 dB."
+    )
+    assert describe_damage("mine", [bad], {})
+    assert not describe_damage("mine", [row("mine", "weight", sqnr_db=26.0)], {})

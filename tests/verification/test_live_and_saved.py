@@ -1,0 +1,163 @@
+"""Statistics of a model in memory, verified on its folder, and the reverse: the same figures."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import fp8calib
+from fp8calib.errors import ModelError, VerificationError
+from fp8calib.verification.emulation.emulate import EmulationHooks
+from tests import zoo
+from tests.architectures.test_vision_language import MODELS
+
+ROWS = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def _without_notes() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp8calib.Fp8CalibWarning)
+        yield
+
+
+@pytest.mark.parametrize("family", ["llava", "llama4", "qwen3_5", "internvl"])
+def test_a_multimodal_model_in_memory_and_its_folder_are_one_model(
+    family: str, tmp_path: Path
+) -> None:
+    """The text decoder has another path where it is loaded alone."""
+    text, vision, *_ = MODELS[family]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    live = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    live.save_pretrained(tmp_path / "m")
+    folder = str(tmp_path / "m")
+    found = {}
+    for name, source in (("live", live), ("folder", folder)):
+        options = {} if source is live else {"dtype": "float32"}
+        stats = fp8calib.calibrate(source, ROWS, recipe="w8a8-static", seq_len=32, **options)
+        for target in (live, folder):
+            more = {} if target is live else {"dtype": "float32"}
+            for scheme in (None, "fp8-static"):
+                report = fp8calib.verify(target, stats, ROWS, scheme=scheme, seq_len=32, **more)
+                kld = report.candidates[0].kld_mean
+                assert kld is not None
+                assert kld > 0
+                found[name, target is live, scheme] = kld
+    for scheme in (None, "fp8-static"):
+        klds = {kld for (_, _, asked), kld in found.items() if asked == scheme}
+        assert max(klds) == pytest.approx(min(klds), rel=1e-3)
+
+
+def test_an_emulation_that_meets_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("llama")
+    monkeypatch.setattr(EmulationHooks, "on_kv", lambda _self, _attention, key, value: (key, value))
+    monkeypatch.setattr(EmulationHooks, "on_query", lambda _self, _attention, query: query)
+    with pytest.raises(VerificationError, match=r"scale-1.0: nothing was quantized"):
+        fp8calib.verify(model, (), ROWS, engine="reference", seq_len=32)
+
+
+def test_statistics_of_another_shape_are_refused() -> None:
+    """The fingerprint is the same, but a layer is missing."""
+    model = zoo.build("llama")
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32)
+    geometry = stats.geometry.model_copy(update={"layers": stats.geometry.layers[:1]})
+    header = stats.header.model_copy(update={"geometry": geometry})
+    broken = type(stats)(
+        header=header, sites=stats.sites, text_hashes=stats.text_hashes, shard=stats.shard
+    )
+    with pytest.raises(ModelError, match="the statistics are of 1 layers, and the model has 2"):
+        fp8calib.verify(model, broken, ROWS, seq_len=32)
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_model_without_an_output_head_is_refused(kind: str) -> None:
+    import transformers  # noqa: PLC0415 -- one of many classes
+
+    model = getattr(transformers, kind)(zoo.build("llama").config).eval()
+    with pytest.raises(ModelError, match=f"{kind} has no output head"):
+        fp8calib.verify(model, (), ROWS, seq_len=32)
+
+
+@pytest.mark.parametrize("part", ["layers", "self_attn", "mlp", "model", "wrapped mlp"])
+def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
+    """Hooks see q and the inputs of linears, and the model is compiled afterwards as before."""
+
+    def measure(model: Any) -> tuple[int, float | None]:
+        stats = fp8calib.calibrate(model, ROWS, recipe="w8a8-static", seq_len=32)
+        report = fp8calib.verify(model, stats, ROWS, scheme="fp8-static", seq_len=32)
+        return len(stats.sites), report.candidates[0].kld_mean
+
+    expected = measure(zoo.build("llama"))
+    model = zoo.build("llama")
+    compiled = []
+    for layer in model.model.layers:
+        if part == "wrapped mlp":
+            layer.mlp = torch.compile(layer.mlp, backend="eager")
+        elif part != "model":
+            compiled.append(layer if part == "layers" else getattr(layer, part))
+    for module in [model.model] if part == "model" else compiled:
+        module.compile(backend="eager")
+    assert measure(model) == expected
+    assert all(module._compiled_call_impl is not None for module in compiled)
+
+
+def measure_all(model: Any) -> tuple[Any, ...]:
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32)
+    report = fp8calib.verify(model, stats, ROWS, seq_len=32)
+    amax = {site: found.amax.tolist() for site, found in stats.sites.items()}
+    return amax, [one.kld_mean for one in report.candidates]
+
+
+def test_autocast_of_the_caller_changes_no_figure() -> None:
+    expected = measure_all(zoo.build("llama"))
+    model = zoo.build("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert measure_all(model) == expected
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_the_default_dtype_of_the_caller_changes_no_figure() -> None:
+    expected = measure_all(zoo.build("llama"))
+    model = zoo.build("llama")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert measure_all(model) == expected
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_live_model_is_left_as_it_was() -> None:
+    """Long factors of longrope are written into a buffer; captured outputs leave hooks behind."""
+    model = zoo.build(
+        "phi3",
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+            "factor": 4.0,
+        },
+        original_max_position_embeddings=16,
+    )
+    model.config.output_hidden_states = True
+
+    def take() -> Any:
+        state = {}
+        for path, module in model.named_modules():
+            known = {n: v for n, v in vars(module).items() if n not in {"_modules", "_parameters"}}
+            buffers = known.pop("_buffers")
+            state[path] = repr(known)
+            state[f"{path} buffers"] = {n: b.tolist() for n, b in buffers.items()}
+        return state
+
+    before = take()
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32)
+    assert take() == before
+    fp8calib.verify(model, stats, ROWS, seq_len=32)
+    assert take() == before
