@@ -96,9 +96,10 @@ def calibrate(
         if share.journal is None
         else share.journal.header
     )
+    kept = hash_unquantized(checkpoint.stored) if share.is_first else {}
     skipped = tuple(list_skipped(prepared, recipe, sites))
     return CalibrationStats(
-        header=header.model_copy(update={"skipped": skipped}),
+        header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
         sites=sites,
         text_hashes=text_hashes_of(plan),
         shard=_make_shard(share.shard, plan, batch_size),
@@ -114,7 +115,7 @@ def make_header(
     *,
     compute_dtype: str | None = None,
 ) -> StatsHeader:
-    """Make the header of a run's statistics, without the skipped sites, which the run finds.
+    """Make the header of a run's statistics; `calibrate` adds skipped sites and hashes of tensors.
 
     `prepared` may be without weights. `compute_dtype` is the dtype that the model computes in; None
     means the dtype of `prepared`.
@@ -133,7 +134,6 @@ def make_header(
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
         skipped=(),
         versions=versions(),
-        unquantized=hash_unquantized(checkpoint.stored),
         measured_quantized=checkpoint.form,
     )
 

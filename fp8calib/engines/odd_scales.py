@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
+from torch.nn.functional import interpolate
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -167,10 +168,23 @@ def _estimate(
 
 
 def _read(folder: ScaleFolder, located: Mapping[str, str], name: str) -> torch.Tensor | None:
-    """Read a tensor; None where it does not exist, or holds no floats of 16 bits or more."""
-    file = located.get(name)
-    if file is None or folder.tensors[file][name].dtype not in PLAIN_DTYPES:
+    """Read floats or FP8 with its scale; None where a tensor is missing or has another dtype."""
+    entry = folder.tensors[located[name]][name] if name in located else None
+    if entry is None or entry.dtype not in (*PLAIN_DTYPES, *WEIGHT_FORMATS):
         return None
+    values = _read_floats(folder, located[name], name)
+    if entry.dtype in PLAIN_DTYPES:
+        return values
+    scales = [each for each in name_companions(name).scales if each in located]
+    if len(scales) != 1 or values.ndim != 2:
+        return None
+    scale = _read_floats(folder, located[scales[0]], scales[0])
+    rows, columns = (scale.numel(), 1) if scale.ndim < 2 else (scale.shape[0], scale[0].numel())
+    # Where blocks do not divide a weight, this moves their borders a little: good for an estimate.
+    return values * interpolate(scale.reshape(1, 1, rows, columns), values.shape)[0, 0]
+
+
+def _read_floats(folder: ScaleFolder, file: str, name: str) -> torch.Tensor:
     with TensorFile(folder.path / file) as opened:
         return opened.read(name).float()
 

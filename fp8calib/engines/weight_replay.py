@@ -186,13 +186,16 @@ class WeightReplay:
         if is_vllm and report.weights is None:
             reasons = (self._opens_consolidated, self._surplus)
             report = report.doubt(*(f"weights: {each}{_RUN_HINT}" for each in reasons if each))
-        notes += [self._unusual] if self._unusual else []
         if self._problem and report.weights is None:
             report = report.doubt(f"weights: {self._problem}{_RUN_HINT if is_vllm else ''}")
         notes += self._index_problems
         if engine.make_linear_loader is None and self._weights is not None:
             notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
+        report = self._suspect(report)
         return report.add_problems(*(f"weights: {why}" for why in notes))
+
+    def _suspect(self, report: EngineReport) -> EngineReport:
+        return report.suspect(f"weights: {self._unusual}") if self._unusual else report
 
     def _amend_judged(self, report: EngineReport) -> EngineReport:
         """Add what an engine's loader does not look at: the numbers of scales, the index."""
@@ -205,8 +208,8 @@ class WeightReplay:
             report = report.model_copy(update={"weights": verdict})
         if report.weights is None and self._odd is not None:
             report = report.model_copy(update={"weights": self._odd})
-        notes = [*([self._unusual] if self._unusual else []), *self._index_problems]
-        return report.add_problems(*(f"weights: {why}" for why in notes))
+        report = self._suspect(report)
+        return report.add_problems(*(f"weights: {why}" for why in self._index_problems))
 
 
 def _describe_surplus(tensors: Mapping[str, TensorEntry], geometry: ModelGeometry) -> str:

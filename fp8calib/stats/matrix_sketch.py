@@ -18,7 +18,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 
 _SIZE = 32
-_ELEMENTS_AT_ONCE = 2**20
+_ELEMENTS_AT_ONCE = 2**18
 _SEED = 0
 
 

@@ -29,7 +29,7 @@ _SAMPLE_ELEMENTS = 2048
 _HASH_DIGITS = 16
 _WHOLE_DIGITS = 32
 """Of the hash of a whole embedding, which is told from the hash of a sample by its length."""
-_ELEMENTS_AT_ONCE = 2**20
+_ELEMENTS_AT_ONCE = 2**18
 _SKETCH = "sketch:"
 _DTYPES = frozenset({"BF16", "F16", "F32"})
 _NORM = re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE)

@@ -94,7 +94,7 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     assert "KV cache: 256 bytes per token now, 64 with FP8" in text
     assert f"written to {out}: " in text
     assert f"serve with vLLM:\n    vllm serve {out}\n" in text
-    assert "`check --engine NAME` says why" in text
+    assert "limits in" not in text
     able, unable = "tensorrt-llm, vllm-tpu, vllm-gaudi, atom", "lmdeploy"
     assert f"other engines: served by {able}; not by {unable} (`check --engine NAME`" in text
     assert "ATOM" not in text

@@ -13,9 +13,11 @@ PRELUDE = """
 import io, json, sys, zipfile
 from pathlib import Path
 import numpy as np
+from transformers import AutoModelForCausalLM, LlamaForCausalLM  # what its loader imports late
 from fp8calib.cli.show.scales import show_scales
 from fp8calib.cli.show.tables import TableOptions
 from fp8calib.engines.check import check_folder
+from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.dialects.read import read_scales
 from fp8calib.errors import Fp8CalibError
@@ -56,7 +58,7 @@ def ask(file):
     for question in (
         lambda: read_scales(file, geometry),
         lambda: show_scales(file, TableOptions(), as_json=True),
-        lambda: check_folder(open_folder(file.parent), geometry, ["vllm", "sglang", "tgi"], 1),
+        lambda: check_folder(open_folder(file.parent), geometry, list_defaults(), 1),
     ):
         try:
             question()

@@ -226,6 +226,24 @@ def test_no_input_exceeds_the_bound(llama: Path) -> None:
         assert ranges[layer, Role.V].most == pytest.approx(8 * 2**0.5 * reached)
 
 
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block", "w8a16"])
+def test_fp8_weights_give_the_estimate_of_the_weights_they_were_made_of(
+    llama: Path, scheme: str, tmp_path: Path
+) -> None:
+    out = tmp_path / scheme
+    fp8calib.quantize(str(llama), scheme, out, allow_unservable=True)
+
+    first, second = (
+        estimate_ranges(folder, read_geometry(folder.path, folder.config))
+        for folder in map(open_folder, (llama, out))
+    )
+
+    assert len(first) == 2 * NUM_LAYERS
+    assert second.keys() == first.keys()
+    for slot, each in second.items():
+        assert each.most == pytest.approx(first[slot].most, rel=0.05)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "gemma3n_text", "phi3"])
 def test_k_that_a_norm_limits_is_not_estimated(family: str, tmp_path: Path) -> None:
     if family in zoo.ZOO:
@@ -276,9 +294,11 @@ def test_reciprocal_scales_of_fp8_weights(
     assert f".{suffix} (" in verdict.why
     assert "looks like a reciprocal" in verdict.why
     report = fp8calib.check(tmp_path / "q", engine="vllm")
-    named = [each for each in report.engines["vllm"].problems if "look like reciprocals" in each]
+    suspicious = report.engines["vllm"].suspicious
+    named = [each for each in suspicious if "weights of up to" in each]
     assert bool(named) == (amax_role == "weight")
-    assert report.ok
+    assert all("look like reciprocals" in each for each in named)
+    assert report.ok == (amax_role == "input")
 
 
 @pytest.mark.parametrize(
