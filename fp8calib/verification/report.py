@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     """The ratio's standard error is unknown, or larger than the gate's margin."""
 
 
-class Answer(StrEnum):
+class PairedAnswer(StrEnum):
     """What a paired comparison of two candidates tells."""
 
     BETTER = "better"
@@ -79,7 +79,7 @@ class PairedResult(_Model):
     """Clustered by sequence; None if unknown."""
     margin: float
     """A difference inside ± this counts as none."""
-    answer: Answer
+    answer: PairedAnswer
     tokens_to_tell: int | None = None
     """About how many tokens would tell a difference as large as the margin, in four texts of five;
     None if they do already, or if the standard error is unknown."""

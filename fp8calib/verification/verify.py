@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -153,8 +154,9 @@ def verify(
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    scalable = [s for s, q in request.fitted.items() if not isinstance(q.scale, torch.Tensor)]
-    measurements = MeasurementHooks(_list_scale_kinds(request), scalable)
+    names = [candidate.name for candidate in request.candidates]
+    sites = [s for s, q in request.fitted.items() if not isinstance(q.scale, torch.Tensor)]
+    measurements = MeasurementHooks(_list_scale_kinds(request), set(product(names, sites)))
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
     emulations = list_emulations(request)
@@ -364,7 +366,8 @@ def _build_report(
         reference_ppl=ppl,
         vocab_size=int(reference.model.config.get_text_config(decoder=True).vocab_size),
     )
-    if need is not None and (cached := decide_kv(basis)) is not None:
+    cached = decide_kv(basis)
+    if need is not None and cached is not None:
         need = need.model_copy(update={"why": cached.headline})
     return VerifyReport(
         model=reference.name,
@@ -380,7 +383,7 @@ def _build_report(
         reference=ReferenceResult(ppl=ppl),
         candidates=results,
         layers=layers,
-        decision=decide(basis),
+        decision=decide(basis, cached),
         kv=need,
         comparisons=pairs,
         diagnosis=diagnose(

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from fp8calib.api.auto import decide
 from fp8calib.verification.report import (
     SCALE_ONE,
-    Answer,
     CandidateResult,
     Decision,
     KvNeed,
+    PairedAnswer,
     PairedResult,
     ReferenceResult,
     Verdict,
@@ -317,7 +317,7 @@ def make_report(*candidates: CandidateResult, need: KvNeed | None = None) -> Ver
             difference=(difference := (one.kld_mean or 0.0) - (base.kld_mean or 0.0)),
             se=0.0001,
             margin=0.0001,
-            answer=Answer.WORSE if difference > 0 else Answer.BETTER,
+            answer=PairedAnswer.WORSE if difference > 0 else PairedAnswer.BETTER,
         )
         for one in candidates
         for base in candidates

@@ -19,15 +19,15 @@ from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.kv import fit_kv
 from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
-from fp8calib.verification.judge.decide import Basis, decide
+from fp8calib.verification.judge.decide import Basis, decide, decide_kv
 from fp8calib.verification.judge.kv_need import FittedScales, assess_need, list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
-    Answer,
     CandidateResult,
     Decision,
     KvNeed,
     LayerResult,
+    PairedAnswer,
     PairedResult,
     Remedy,
     Verdict,
@@ -42,6 +42,10 @@ from tests.verification.by_hand import HandCache, opened, plain_forward
 PLAIN = Numerics(name="plain")
 SEQUENCES = draw([20] * 12)
 LAYERS = 4
+
+
+def settle(basis: Basis) -> Decision:
+    return decide(basis, decide_kv(basis))
 
 
 def build() -> PreTrainedModel:
@@ -190,7 +194,7 @@ def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(
         assert (found.kv.answer, found.kv.layers) == ("yes", (1, 2))
         added = found.kv.added_by_one
         assert added is not None
-        assert added.answer is Answer.WORSE
+        assert added.answer is PairedAnswer.WORSE
         assert "needs KV scales: v of layers 1 and 2 clips at scale 1.0, which adds KLD +" in (
             found.decision.headline
         )
@@ -289,7 +293,9 @@ def row(name: str, role: str = "v", **more: Any) -> LayerResult:
     return LayerResult(**values | more)
 
 
-def pair(name: str, base: str, difference: float, answer: Answer, **more: Any) -> PairedResult:
+def pair(
+    name: str, base: str, difference: float, answer: PairedAnswer, **more: Any
+) -> PairedResult:
     values: dict[str, Any] = {"se": 0.0005, "margin": 0.001}
     return PairedResult(
         candidate=name, base=base, difference=difference, answer=answer, **values | more
@@ -301,7 +307,7 @@ UNDERFLOWS = fit(5, "k", loss_db=2.0, worst_db=28.0, flushed=0.004)
 QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, flushed=0.9)
 
 
-def need(answer: Answer | None, *losing: SiteFit) -> KvNeed:
+def need(answer: PairedAnswer | None, *losing: SiteFit) -> KvNeed:
     """Assess the need where scale 1.0 against fitted scales is `answer`."""
     fitted = None
     if answer is not None:
@@ -314,18 +320,18 @@ def need(answer: Answer | None, *losing: SiteFit) -> KvNeed:
     ("losing", "answer", "expected"),
     [
         ((), None, "no"),
-        ((), Answer.WORSE, "no"),  # no site loses: the texts round differently by chance
-        ((UNDERFLOWS,), Answer.WORSE, "yes"),
-        ((UNDERFLOWS,), Answer.CANNOT_TELL, "cannot-tell"),
-        ((UNDERFLOWS,), Answer.NO_DIFFERENCE, "no"),
-        ((UNDERFLOWS,), Answer.BETTER, "no"),
+        ((), PairedAnswer.WORSE, "no"),  # no site loses: the texts round differently by chance
+        ((UNDERFLOWS,), PairedAnswer.WORSE, "yes"),
+        ((UNDERFLOWS,), PairedAnswer.CANNOT_TELL, "cannot-tell"),
+        ((UNDERFLOWS,), PairedAnswer.NO_DIFFERENCE, "no"),
+        ((UNDERFLOWS,), PairedAnswer.BETTER, "no"),
         ((UNDERFLOWS,), None, "cannot-tell"),
-        ((CLIPS,), Answer.CANNOT_TELL, "yes"),
-        ((UNDERFLOWS, QUERY), Answer.NO_DIFFERENCE, "yes"),
+        ((CLIPS,), PairedAnswer.CANNOT_TELL, "yes"),
+        ((UNDERFLOWS, QUERY), PairedAnswer.NO_DIFFERENCE, "yes"),
     ],
 )
 def test_sites_and_divergence_decide_together(
-    losing: tuple[SiteFit, ...], answer: Answer | None, expected: str
+    losing: tuple[SiteFit, ...], answer: PairedAnswer | None, expected: str
 ) -> None:
     found = need(answer, *losing)
     assert found.answer == expected
@@ -372,10 +378,11 @@ def conclude(
     """Decide on candidates with KV scales beside scale 1.0."""
     unscaled = one or candidate(SCALE_ONE, 0.006)
     paired = {
-        (each.name, SCALE_ONE): pair(each.name, SCALE_ONE, -0.002, Answer.BETTER) for each in scaled
+        (each.name, SCALE_ONE): pair(each.name, SCALE_ONE, -0.002, PairedAnswer.BETTER)
+        for each in scaled
     }
     losing = [each for each in (CLIPS, UNDERFLOWS, QUERY) if each.site in found.sites]
-    return decide(
+    return settle(
         Basis(
             candidates=(*scaled, unscaled),
             layers=[row(each.name) for each in (*scaled, unscaled)],
@@ -427,7 +434,9 @@ def test_what_fails_or_cannot_be_judged_is_not_served(
 def test_scales_that_fit_are_used_only_if_they_pass(
     verdict: Verdict, refused: tuple[str, ...], remedy: Remedy, end: str
 ) -> None:
-    found = conclude(need(Answer.WORSE, CLIPS), candidate("mine", 0.004, verdict), refused=refused)
+    found = conclude(
+        need(PairedAnswer.WORSE, CLIPS), candidate("mine", 0.004, verdict), refused=refused
+    )
     assert found.remedy is remedy
     assert end in found.headline
     start = "this model needs KV scales: v of layer 3 clips at scale 1.0, which adds KLD +0.0020"
@@ -435,7 +444,9 @@ def test_scales_that_fit_are_used_only_if_they_pass(
 
 
 def test_scales_that_do_not_fit_are_not_recommended() -> None:
-    found = conclude(need(Answer.WORSE, CLIPS), candidate("mine", 0.004), fits={"mine": [CLIPS]})
+    found = conclude(
+        need(PairedAnswer.WORSE, CLIPS), candidate("mine", 0.004), fits={"mine": [CLIPS]}
+    )
     assert found.remedy is Remedy.CALIBRATE
     assert "mine does not fit either: v of layer 3 clips: calibrate." in found.headline
     assert found.details.startswith("mine: layers.3.attn.v (layer 3, amax 3, scale 0.01) clips")
@@ -443,7 +454,7 @@ def test_scales_that_do_not_fit_are_not_recommended() -> None:
 
 def test_q_is_told_from_k_and_v() -> None:
     """Scales of K and V do not change q: they fix layer 3, and leave layer 7."""
-    found = decide(
+    found = settle(
         Basis(
             candidates=(candidate("mine", 0.004), candidate(SCALE_ONE, 0.1)),
             layers=[
@@ -452,7 +463,7 @@ def test_q_is_told_from_k_and_v() -> None:
                 row(SCALE_ONE),
             ],
             fits={"mine": [QUERY], SCALE_ONE: [CLIPS, QUERY]},
-            kv=need(Answer.WORSE, CLIPS, QUERY),
+            kv=need(PairedAnswer.WORSE, CLIPS, QUERY),
         )
     )
     assert (found.remedy, found.candidate) == (Remedy.SCALE_QUERY, "mine")
@@ -461,7 +472,7 @@ def test_q_is_told_from_k_and_v() -> None:
 
 
 def test_a_loss_below_the_noise_says_how_much_text_would_tell() -> None:
-    found = conclude(need(Answer.CANNOT_TELL, UNDERFLOWS), candidate("mine", 0.004))
+    found = conclude(need(PairedAnswer.CANNOT_TELL, UNDERFLOWS), candidate("mine", 0.004))
     assert found.remedy is Remedy.NONE
     assert found.headline == (
         "whether this model needs KV scales cannot be told: k of layer 5 underflows at scale 1.0, "
@@ -483,10 +494,12 @@ def test_what_makes_the_figures_meaningless_is_said_first() -> None:
     )
 
 
-def weights(*found: CandidateResult, refused: tuple[str, ...] = (), **answers: Answer) -> Decision:
+def weights(
+    *found: CandidateResult, refused: tuple[str, ...] = (), **answers: PairedAnswer
+) -> Decision:
     """Decide between candidates with FP8 weights; `answers` are those against the best."""
     best = min(found, key=lambda each: each.kld_mean or 0.0)
-    return decide(
+    return settle(
         Basis(
             candidates=(*found, candidate(SCALE_ONE, 0.006)),
             layers=[row(each.name, "weight") for each in found],
@@ -504,10 +517,10 @@ def weights(*found: CandidateResult, refused: tuple[str, ...] = (), **answers: A
 def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
     a, b = candidate("a", 0.03), candidate("b", 0.02)
     failed, unknown = candidate("c", 0.01, Verdict.FAIL), candidate("c", 0.01, Verdict.CANNOT_TELL)
-    found = weights(a, b, a=Answer.WORSE)
+    found = weights(a, b, a=PairedAnswer.WORSE)
     assert found.headline.endswith("; use b.")
     assert (found.remedy, found.candidate) == (Remedy.USE, "b")
-    found = weights(a, b, a=Answer.CANNOT_TELL)
+    found = weights(a, b, a=PairedAnswer.CANNOT_TELL)
     assert found.headline.endswith(
         "; use b, or, as this text does not tell them apart, a (KLD +0.0010 ± 0.0005)."
     )
@@ -521,7 +534,7 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
 
 def test_weights_that_are_not_what_they_were_are_named() -> None:
     bad = row("mine", "weight", sqnr_db=12.0, scale=None)
-    found = decide(Basis(candidates=[candidate("mine", 0.1)], layers=[bad], fits={}, kv=None))
+    found = settle(Basis(candidates=[candidate("mine", 0.1)], layers=[bad], fits={}, kv=None))
     assert found.details == (
         "mine: layers.3.attn.weight (layer 3, amax 3) is distorted: its SQNR is 12.0 dB."
     )

@@ -252,7 +252,7 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
             make_unscaled_table(subject.geometry, E4M3FN), find_emulated("vllm")[1]
         )
         keep = {site: q for site, q in unscaled.items() if site.role is not Role.P}
-        looking = MeasurementHooks({SCALE_ONE: keep}, keep)
+        looking = MeasurementHooks({SCALE_ONE: keep}, {(SCALE_ONE, site) for site in keep})
         emulate(subject, Emulation(), *BATCHES, hooks=looking)
         tensors = keep_tensors(subject)
     fits = measure_fits(looking.found, SCALE_ONE, index_layers(subject.geometry))
@@ -331,7 +331,7 @@ def test_another_rounding_is_no_loss() -> None:
     x[..., 1:] *= torch.randn(1, 1, 64, 7, generator=torch.Generator().manual_seed(2))
     site = Site("layers.0.attn", Role.K)
     quantizers = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(0.03))}
-    hooks = MeasurementHooks({"mine": quantizers}, [site])
+    hooks = MeasurementHooks({"mine": quantizers}, [("mine", site)])
     hooks._is_measured = True
     hooks._measure(site, x)
     hooks.end_batch()

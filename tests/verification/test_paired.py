@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.verification.compare.paired import MARGIN, compare_paired
-from fp8calib.verification.report import Answer, PairedResult, format_difference, format_kld
+from fp8calib.verification.report import PairedAnswer, PairedResult, format_difference, format_kld
 
 T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 15: 2.131, 31: 2.040}
 """Two-sided 95 %, from printed tables."""
@@ -34,28 +34,28 @@ def test_the_interval_is_that_of_students_t(sequences: int) -> None:
     noise = np.linspace(-1, 1, sequences)
     error = math.sqrt((noise**2).sum() / (sequences - 1) / sequences)
     width = T_QUANTILES[sequences - 1] * error
-    for factor, answer in ((0.99, Answer.CANNOT_TELL), (1.01, Answer.WORSE)):
+    for factor, answer in ((0.99, PairedAnswer.CANNOT_TELL), (1.01, PairedAnswer.WORSE)):
         base = np.full(sequences, 0.01)
         found = compare(base + noise + width * factor, base, [2] * sequences)
         assert found.se == pytest.approx(error, rel=1e-5)
         assert found.answer is answer
     found = compare(base - noise - width * 1.01, base, [2] * sequences)
-    assert found.answer is Answer.BETTER
+    assert found.answer is PairedAnswer.BETTER
 
 
 def test_a_small_difference_that_is_sure_is_none() -> None:
     """Of a divergence of 1, the margin is 0.1: 0.05 ± 0.001 is inside of it, though not 0."""
     noise = 0.001 * np.repeat([-1.0, 1.0], 50)
     base = np.ones(100)
-    assert compare(base + 0.05 + noise, base, [11] * 10).answer is Answer.NO_DIFFERENCE
-    assert compare(base + 0.15 + noise, base, [11] * 10).answer is Answer.WORSE
-    assert compare(base, base, [11] * 10).answer is Answer.NO_DIFFERENCE
-    assert compare(np.zeros(100), np.zeros(100), [11] * 10).answer is Answer.NO_DIFFERENCE
+    assert compare(base + 0.05 + noise, base, [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
+    assert compare(base + 0.15 + noise, base, [11] * 10).answer is PairedAnswer.WORSE
+    assert compare(base, base, [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
+    assert compare(np.zeros(100), np.zeros(100), [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
 
 
 def test_the_same_text_over_and_over_tells_nothing() -> None:
     found = compare(np.full(8, 2.0), np.ones(8), [5, 5])
-    assert (found.se, found.answer, found.tokens_to_tell) == (None, Answer.CANNOT_TELL, None)
+    assert (found.se, found.answer, found.tokens_to_tell) == (None, PairedAnswer.CANNOT_TELL, None)
     assert format_difference(found) == "+1.0000, error unknown"
 
 
@@ -67,7 +67,7 @@ def test_one_text_in_twenty_is_wrong_where_there_is_no_difference() -> None:
         level = random.lognormal(0, 0.5, (16, 1))
         mine, base = (level * random.lognormal(-5, 1.5, (16, 63)) for _ in range(2))
         found = compare(mine.ravel(), base.ravel(), [64] * 16)
-        wrong += found.answer in {Answer.BETTER, Answer.WORSE}
+        wrong += found.answer in {PairedAnswer.BETTER, PairedAnswer.WORSE}
     assert wrong <= 400 * 0.08
 
 
@@ -80,13 +80,15 @@ def test_the_text_that_would_tell_does_tell() -> None:
         mine = base + random.normal(0, 0.01, base.shape) + shift
         return compare(mine.ravel(), base.ravel(), [64] * sequences)
 
-    first = next(f for f in (draw(8, 0.0) for _ in range(50)) if f.answer is Answer.CANNOT_TELL)
+    first = next(
+        f for f in (draw(8, 0.0) for _ in range(50)) if f.answer is PairedAnswer.CANNOT_TELL
+    )
     assert first.tokens_to_tell is not None
     asked = round(float(np.median([draw(8, 0.0).tokens_to_tell or 0 for _ in range(50)])) / 63)
-    told = [draw(asked, 2 * first.margin).answer is Answer.WORSE for _ in range(100)]
+    told = [draw(asked, 2 * first.margin).answer is PairedAnswer.WORSE for _ in range(100)]
     assert sum(told) >= 95
     at_margin = [draw(asked, first.margin).answer for _ in range(200)]
-    assert 0.65 < sum(each is Answer.WORSE for each in at_margin) / 200 < 0.95
+    assert 0.65 < sum(each is PairedAnswer.WORSE for each in at_margin) / 200 < 0.95
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fp8calib.api.auto.report import Decision
+from fp8calib.api.auto.report import AnsweredQuestion
 from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import SCHEMES, InputScaling
 from fp8calib.verification.report import (
     SCALE_ONE,
-    Answer,
     CandidateResult,
+    PairedAnswer,
     PairedResult,
     Verdict,
     VerifyReport,
@@ -29,7 +29,7 @@ class KvChoice:
     """The scales of the KV cache that are worth writing; None: it stays in 16 bits."""
 
     name: str | None
-    decisions: tuple[Decision, ...]
+    decisions: tuple[AnsweredQuestion, ...]
     closest: str
     """The candidate with the smallest loss, and its verdict."""
     is_unknown: bool
@@ -68,7 +68,7 @@ def choose_kv(
     found = {each.name: each for each in report.candidates}
     scaled = [found[name] for name in _KV if name in found]
     need = report.kv
-    needs = Decision(
+    needs = AnsweredQuestion(
         question="does the model need KV scales?",
         answer="unknown" if need is None or need.answer == "cannot-tell" else need.answer,
         why=_explain_need(report, written=not unused),
@@ -81,7 +81,7 @@ def choose_kv(
         return KvChoice(
             name=wanted.name, decisions=(needs, queries), closest=closest, is_unknown=False
         )
-    left = Decision(
+    left = AnsweredQuestion(
         question="which KV scales are written?",
         answer="none",
         why=f"the KV cache stays in 16 bits: {unused or _describe(wanted)}",
@@ -103,20 +103,20 @@ def _decide_query(
     report: VerifyReport,
     found: Mapping[str, CandidateResult],
     unfit_queries: Mapping[int, float],
-) -> Decision:
+) -> AnsweredQuestion:
     question = "does q need scales?"
     if not unfit_queries or KV_AND_Q_SCALES not in found:
         why = "in no layer does q clip or underflow at scale 1.0"
-        return Decision(question=question, answer="no", why=why)
+        return AnsweredQuestion(question=question, answer="no", why=why)
     paired = find_pair(report, KV_AND_Q_SCALES, KV_SCALES)
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit_queries.items()], 6)
     figures = f"KLD {format_difference(paired)} with q scales against without"
     where = f"q clips or underflows at scale 1.0 (layer and amax: {layers}); {figures}"
     # Where the text cannot tell, a scale that fits cannot be worse than one that clips.
-    if paired.answer in {Answer.BETTER, Answer.CANNOT_TELL}:
-        return Decision(question=question, answer="yes", why=where)
+    if paired.answer in {PairedAnswer.BETTER, PairedAnswer.CANNOT_TELL}:
+        return AnsweredQuestion(question=question, answer="yes", why=where)
     why = f"q has unusual magnitudes (layer and amax: {layers}), but they change nothing: {figures}"
-    return Decision(question=question, answer="no", why=why)
+    return AnsweredQuestion(question=question, answer="no", why=why)
 
 
 def find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
@@ -126,29 +126,27 @@ def find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
     )
 
 
+def _list_usable(report: VerifyReport, refused: Mapping[str, str]) -> list[CandidateResult]:
+    return [each for each in report.candidates if each.name in SCHEMES and each.name not in refused]
+
+
 def rank_schemes(report: VerifyReport, refused: Mapping[str, str]) -> list[CandidateResult]:
     """List the schemes that pass, those with FP8 inputs first, each kind by its loss.
 
     Only these multiply in FP8. `refused` says why a scheme cannot be used.
     """
-    usable = [
-        each for each in report.candidates if each.name in SCHEMES and each.name not in refused
-    ]
-    passing = sorted(filter(passes, usable), key=_loss)
+    passing = sorted(filter(passes, _list_usable(report, refused)), key=_loss)
     return sorted(passing, key=lambda each: not has_fp8_inputs(each.name))
 
 
 def describe_schemes(report: VerifyReport, refused: Mapping[str, str]) -> str:
     """Describe the figures of all schemes, and why some cannot be used."""
-    usable = [
-        each for each in report.candidates if each.name in SCHEMES and each.name not in refused
-    ]
-    ranked = sorted(usable, key=_loss)
+    ranked = sorted(_list_usable(report, refused), key=_loss)
     figures = [_describe(each) for each in ranked]
     if len(ranked) > 1:
         best, second = ranked[:2]
         paired = find_pair(report, second.name, best.name)
-        if paired.answer is not Answer.WORSE:
+        if paired.answer is not PairedAnswer.WORSE:
             told = paired.answer.value.replace("-", " ")
             figures.append(
                 f"{second.name} against {best.name}: {told} (KLD {format_difference(paired)})"
@@ -175,19 +173,13 @@ def list_combinations(
 
 def choose_fallback(report: VerifyReport, refused: Mapping[str, str]) -> str | None:
     """Name the scheme with FP8 inputs and the smallest loss, where none passes whole."""
-    usable = [
-        each
-        for each in report.candidates
-        if each.name in SCHEMES and each.name not in refused and has_fp8_inputs(each.name)
-    ]
+    usable = [each for each in _list_usable(report, refused) if has_fp8_inputs(each.name)]
     return min(usable, key=_loss).name if usable else None
 
 
 def find_closest(report: VerifyReport, refused: Mapping[str, str]) -> tuple[str, bool]:
     """Describe the scheme with the smallest loss, and tell whether none could be judged."""
-    usable = [
-        each for each in report.candidates if each.name in SCHEMES and each.name not in refused
-    ]
+    usable = _list_usable(report, refused)
     if not usable:
         return "no scheme can be used: choose another --engine", False
     is_unknown = all(each.verdict is Verdict.CANNOT_TELL for each in usable)
@@ -196,7 +188,7 @@ def find_closest(report: VerifyReport, refused: Mapping[str, str]) -> tuple[str,
 
 def choose_left_layers(
     report: VerifyReport, scheme: str, ranked: Sequence[int], counts: Sequence[int]
-) -> tuple[tuple[int, ...], Decision] | None:
+) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
     """Choose the fewest layers that must stay unquantized; None where all of `counts` fail.
 
     `ranked` are the layers, the most sensitive first; the candidates are named by their counts.
@@ -210,7 +202,7 @@ def choose_left_layers(
                 "quantized one at a time, they lose most; with them in 16 bits, "
                 f"{candidate.verdict_why}"
             )
-            return left, Decision(
+            return left, AnsweredQuestion(
                 question="which layers stay unquantized, so that FP8 inputs pass?",
                 answer=f"{', '.join(map(str, left))}, in {scheme}",
                 why=why,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES
-from fp8calib.api.auto.report import Decision
+from fp8calib.api.auto.report import AnsweredQuestion
 from fp8calib.api.models import Placement, RunModel
 from fp8calib.api.quantize.planned import open_planned, resolve_plan
 from fp8calib.api.quantize.servable import find_fault, require_servable
@@ -257,9 +257,11 @@ def list_refused(
             yield name, why
 
 
-def leave_layers(measured: Measured, scheme: str) -> tuple[tuple[int, ...], Decision] | None:
+def leave_layers(
+    measured: Measured, scheme: str
+) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
     """Find the fewest layers without which a scheme passes."""
-    names = name_layers(measured.stats)
+    names = map_layer_names(measured.stats)
     found = measured.compare(
         lambda *both: [_build_scheme(measured, scheme, scheme, (), *both)], by_layer=True
     )
@@ -287,7 +289,7 @@ def _doubling(most: int) -> Iterator[int]:
         count *= 2
 
 
-def name_layers(stats: CalibrationStats) -> dict[int, str]:
+def map_layer_names(stats: CalibrationStats) -> dict[int, str]:
     """Name the decoder layers as the checkpoint does, by index."""
     named = {layer.index: layer.checkpoint_name for layer in stats.geometry.layers}
     return {index: name for index, name in named.items() if name is not None}

@@ -21,7 +21,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Decision(_Record):
+class AnsweredQuestion(_Record):
     """One question, its answer, and the figures that decided it."""
 
     question: str
@@ -96,7 +96,7 @@ class AutoReport(WithOverview, Outcome):
     reference: ReferenceResult
     candidates: tuple[CandidateResult, ...]
     """Emulated before anything was written."""
-    decisions: tuple[Decision, ...]
+    decisions: tuple[AnsweredQuestion, ...]
     command: str = ""
     provenance: RunProvenance | None = None
     warnings: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from fp8calib.api.auto.measure import (
     require_usable,
     warn_of_few,
 )
-from fp8calib.api.auto.report import AutoReport, Decision, Outcome
+from fp8calib.api.auto.report import AnsweredQuestion, AutoReport, Outcome
 from fp8calib.api.auto.writing import write_combination
 from fp8calib.api.calibrate import (
     IF_QUANTIZED,
@@ -188,8 +188,8 @@ def plan_auto(task: AutoTask) -> dict[str, Any]:
         mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
         pass_s = None if mode.plan is None else mode.plan.expected_s
         candidates = 1 + (len(SCHEMES) if task.gate == "w8a8" else 0)
+        compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1
         tokens = opened.calibration.num_tokens
-        passes = 2 + candidates + 3  # reference and scale 1.0, candidates, what is read back
         return {
             "plan": {
                 "model": task.model,
@@ -209,12 +209,14 @@ def plan_auto(task: AutoTask) -> dict[str, Any]:
                 **mode.as_json(),
                 "expected_s": None
                 if pass_s is None
-                else pass_s * (1 + passes * held_out / max(tokens, 1)),
+                else pass_s * (1 + (compared + read_back) * held_out / max(tokens, 1)),
             }
         }
 
 
 STEPS = 4
+_NUM_BESIDE = 2
+"""What each comparison runs beside its candidates: the unquantized model and scale 1.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,9 +308,9 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
     refused = dict(list_refused(task, model, stats, SCHEMES)) if task.gate == "w8a8" else {}
     tell(f"step 2 of {STEPS}: compare candidates on {measured.held_out.num_tokens:,} tokens")
     found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
-    decisions: list[Decision] = []
+    decisions: list[AnsweredQuestion] = []
 
-    def note(*made: Decision) -> None:
+    def note(*made: AnsweredQuestion) -> None:
         for decision in made:
             tell(f"{decision.question} {decision.answer}")
         decisions.extend(made)
@@ -336,7 +338,7 @@ def _list_choices(
     refused: Mapping[str, str],
     ranked: Sequence[CandidateResult],
     kv: KvChoice,
-    note: Callable[[Decision], None],
+    note: Callable[[AnsweredQuestion], None],
 ) -> Iterator[Combination]:
     """List what to write: schemes with FP8 inputs, whole or without layers, then the others.
 
@@ -364,7 +366,7 @@ def _describe_scheme(
     refused: Mapping[str, str],
     ranked: Sequence[CandidateResult],
     tried: Sequence[Outcome],
-) -> Decision:
+) -> AnsweredQuestion:
     written = tried[-1].written if tried else None
     answer = "none" if written is None or written.scheme is None else written.scheme
     reasons = [decide.describe_schemes(found, refused)]
@@ -376,7 +378,7 @@ def _describe_scheme(
     if failed:
         reasons.insert(0, f"tried before, and not passing as a whole: {'; '.join(failed)}")
     question = "which scheme is written?"
-    return Decision(question=question, answer=answer, why="; ".join(reasons))
+    return AnsweredQuestion(question=question, answer=answer, why="; ".join(reasons))
 
 
 def _join(
@@ -401,7 +403,10 @@ def _join(
 
 
 def _make_report(
-    measured: Measured, found: VerifyReport, decisions: tuple[Decision, ...], outcome: Outcome
+    measured: Measured,
+    found: VerifyReport,
+    decisions: tuple[AnsweredQuestion, ...],
+    outcome: Outcome,
 ) -> AutoReport:
     task = measured.task
     return AutoReport(

@@ -13,7 +13,7 @@ from fp8calib.api.auto.measure import (
     AutoTask,
     Measured,
     drop_kv,
-    name_layers,
+    map_layer_names,
 )
 from fp8calib.api.auto.report import Attempt, Checked, Outcome, WrittenResult
 from fp8calib.api.check import check
@@ -27,7 +27,7 @@ from fp8calib.verification.report import CandidateResult, Verdict
 def write_combination(measured: Measured, folder: Path, choice: Combination) -> Outcome:
     """Write one combination, read it back, verify and check it; remove it if it does not pass."""
     name = choice.scheme or OVERLAY
-    ignore = [name_layers(measured.stats)[layer] for layer in choice.left]
+    ignore = [map_layer_names(measured.stats)[layer] for layer in choice.left]
     has_query = choice.kv == KV_AND_Q_SCALES
     model = str(measured.model.source.folder)
     if choice.scheme is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fp8calib.verification.compare.summary import count_clusters, standard_error
-from fp8calib.verification.report import Answer, PairedResult
+from fp8calib.verification.report import PairedAnswer, PairedResult
 
 MARGIN = 0.1
 """Differences of less than this share of the base's divergence do not matter."""
@@ -39,12 +39,12 @@ def compare_paired(
             difference=mean,
             se=None,
             margin=margin,
-            answer=Answer.CANNOT_TELL,
+            answer=PairedAnswer.CANNOT_TELL,
         )
     width = _t_quantile(count_clusters(tokens, lengths) - 1) * se
     answer = _answer(mean, width, margin)
     more = None
-    if answer is Answer.CANNOT_TELL and margin:
+    if answer is PairedAnswer.CANNOT_TELL and margin:
         more = math.ceil(tokens * ((_TWO_SIDED_95 + _POWER_80) * se / margin) ** 2)
     return PairedResult(
         candidate=candidate,
@@ -57,13 +57,13 @@ def compare_paired(
     )
 
 
-def _answer(mean: float, width: float, margin: float) -> Answer:
+def _answer(mean: float, width: float, margin: float) -> PairedAnswer:
     """Judge the interval mean ± width; one inside the margin is no difference, 0 in it or not."""
     if abs(mean) + width <= margin:
-        return Answer.NO_DIFFERENCE
+        return PairedAnswer.NO_DIFFERENCE
     if abs(mean) <= width:
-        return Answer.CANNOT_TELL
-    return Answer.BETTER if mean < 0 else Answer.WORSE
+        return PairedAnswer.CANNOT_TELL
+    return PairedAnswer.BETTER if mean < 0 else PairedAnswer.WORSE
 
 
 def _t_quantile(degrees: int) -> float:

@@ -311,15 +311,15 @@ SEQUENCE_STRIDE = 4
 class MeasurementHooks(EmulationHooks):
     """Measures kinds of scales on the same K, V and q, which stay unquantized.
 
-    At `scalable` sites each scale is measured beside the fitted one: itself times the smallest
-    power of two with which nothing clips. The two round alike every value that neither clips nor
-    underflows, so what differs is what the scale loses.
+    A `scalable` scale, by kind and site, is measured beside the fitted one: itself times the
+    smallest power of two with which nothing clips. The two round alike every value that neither
+    clips nor underflows, so what differs is what the scale loses.
     """
 
     def __init__(
         self,
         kinds: Mapping[str, Mapping[Site, Quantizer]],
-        scalable: Collection[Site] = frozenset(),
+        scalable: Collection[tuple[str, Site]] = frozenset(),
     ) -> None:
         super().__init__({})
         self._kinds = kinds
@@ -375,7 +375,7 @@ class MeasurementHooks(EmulationHooks):
                 if heads.device.type != "cpu":
                     mine = mine.to(heads.device)
                 pair = [_measure_heads(mine, heads)] * 2
-                fitted = mine.fitted_to(heads) if site in self._scalable else mine
+                fitted = mine.fitted_to(heads) if (kind, site) in self._scalable else mine
                 if not fitted.is_same(mine):
                     pair[1] = _measure_heads(fitted, heads)
                 self._batch.setdefault((kind, site), []).append(torch.stack(pair))

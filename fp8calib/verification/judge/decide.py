@@ -11,11 +11,11 @@ from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
 from fp8calib.verification.judge.kv_need import list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
-    Answer,
     CandidateResult,
     Decision,
     KvNeed,
     LayerResult,
+    PairedAnswer,
     PairedResult,
     Remedy,
     Verdict,
@@ -48,8 +48,8 @@ class Basis:
     vocab_size: int = 0
 
 
-def decide(basis: Basis) -> Decision:
-    """Decide what to serve or to do next.
+def decide(basis: Basis, cached: Decision | None) -> Decision:
+    """Decide what to serve or to do next; `cached` is the decision about the KV cache.
 
     Nothing is recommended that fails its gate, that the text cannot judge, that is damaged, or that
     the engine cannot load.
@@ -57,7 +57,7 @@ def decide(basis: Basis) -> Decision:
     weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
     scaled = [one for one in basis.candidates if one not in weights and one.name != SCALE_ONE]
     weights = [one for one in weights if one.name != SCALE_ONE]
-    if (cached := decide_kv(basis)) is not None:
+    if cached is not None:
         found = cached
     elif weights:
         found = _decide_weights(basis, weights)
@@ -188,7 +188,7 @@ def _describe_added(need: KvNeed, unscaled: CandidateResult) -> str:
     if need.added_by_one is None:
         return f" (KLD {format_kld(unscaled.kld_mean, unscaled.kld_se)})"
     added = format_difference(need.added_by_one)
-    if need.added_by_one.answer is Answer.WORSE:
+    if need.added_by_one.answer is PairedAnswer.WORSE:
         return f", which adds KLD {added} to the {fp8} that FP8 costs with scales that fit"
     return f", which destroys them, though the KLD of this text does not show it ({added})"
 
@@ -241,10 +241,12 @@ def _decide_without(
 def _compare_with_one(basis: Basis, one: CandidateResult) -> str:
     paired = basis.paired[one.name, SCALE_ONE]
     words = {
-        Answer.BETTER: f"{one.name} happens to round better",
-        Answer.WORSE: f"{one.name} is worse than scale 1.0",
-        Answer.NO_DIFFERENCE: f"{one.name} makes no difference",
-        Answer.CANNOT_TELL: f"{one.name} differs from scale 1.0 by less than this text can tell",
+        PairedAnswer.BETTER: f"{one.name} happens to round better",
+        PairedAnswer.WORSE: f"{one.name} is worse than scale 1.0",
+        PairedAnswer.NO_DIFFERENCE: f"{one.name} makes no difference",
+        PairedAnswer.CANNOT_TELL: (
+            f"{one.name} differs from scale 1.0 by less than this text can tell"
+        ),
     }
     return f"{words[paired.answer]} (KLD {format_difference(paired)})"
 
@@ -261,7 +263,7 @@ def _decide_unfit(
     only_queries = len(queries) == len(losing)
     if repaired and queries:
         best = min(repaired, key=_kld)
-        layers = name_layers(sorted({fit.layer for fit in queries}))
+        layers = _join_layers(sorted({fit.layer for fit in queries}))
         text = f"{needed}; {best.name} has no scale for q of {layers}"
         return Decision(headline=f"{text}.", remedy=Remedy.SCALE_QUERY, candidate=best.name)
     if scaled:
@@ -319,12 +321,12 @@ def describe_losing(fits: Sequence[SiteFit]) -> str:
     for (role, verb), layers in found.items():
         joined.setdefault((verb, tuple(sorted(layers))), []).append(role)
     return " and ".join(
-        f"{' and '.join(roles)} of {name_layers(layers)} {verb if len(roles) == 1 else verb[:-1]}"
+        f"{' and '.join(roles)} of {_join_layers(layers)} {verb if len(roles) == 1 else verb[:-1]}"
         for (verb, layers), roles in joined.items()
     )
 
 
-def name_layers(layers: Sequence[int]) -> str:
+def _join_layers(layers: Sequence[int]) -> str:
     """Name layers in a sentence, as ranges where they are many."""
     if len(layers) == 1:
         return f"layer {layers[0]}"
@@ -372,7 +374,7 @@ def _prefer(best: CandidateResult, passing: Sequence[CandidateResult], basis: Ba
         for one in passing
         if one is not best
         and (paired := basis.paired.get((one.name, best.name)))
-        and paired.answer is not Answer.WORSE
+        and paired.answer is not PairedAnswer.WORSE
     ]
     if not equal:
         return f"use {best.name}"

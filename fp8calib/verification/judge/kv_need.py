@@ -9,9 +9,9 @@ from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.judge.damaged import is_damaged, loses
 from fp8calib.verification.report import (
     SCALE_ONE,
-    Answer,
     CandidateResult,
     KvNeed,
+    PairedAnswer,
     PairedResult,
 )
 
@@ -48,7 +48,7 @@ def assess_need(
     fitted: FittedScales | None,
     removed: Sequence[PairedResult],
 ) -> KvNeed:
-    """Answer whether scales are needed.
+    """PairedAnswer whether scales are needed.
 
     Where no site loses at scale 1.0, they are not, whatever the divergences are. Where a site is
     destroyed that a fitted scale keeps, they are. Else the paired divergence decides.
@@ -58,10 +58,10 @@ def assess_need(
     added = None if fitted is None else fitted.added_by_one
     answer = {
         None: "cannot-tell",
-        Answer.WORSE: "yes",
-        Answer.CANNOT_TELL: "cannot-tell",
-        Answer.NO_DIFFERENCE: "no",
-        Answer.BETTER: "no",
+        PairedAnswer.WORSE: "yes",
+        PairedAnswer.CANNOT_TELL: "cannot-tell",
+        PairedAnswer.NO_DIFFERENCE: "no",
+        PairedAnswer.BETTER: "no",
     }[None if added is None else added.answer]
     if not losing:
         answer = "no"
