@@ -141,6 +141,9 @@ class Plan(MemoryPlan):
     linears: NotRequired[int]
     output_size_bytes: NotRequired[int]
     work_disk_bytes: NotRequired[int]
+    expected_fitted_s: NotRequired[float | None]
+    """`verify`: the time of a comparison with scales that fit, which runs where scale 1.0 loses
+    values and no given scales fit."""
 
 
 class PlanOutput(Output):

@@ -21,6 +21,7 @@ _TITLES = {
     "device_peak_bytes": "peak memory of the GPU",
     "scratch_bytes": "scratch disk",
     "expected_s": "expected time",
+    "expected_fitted_s": "more if no given scales fit",
 }
 """Titles of rows whose JSON key is not plain English."""
 _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}

@@ -122,7 +122,7 @@ def format_static(found: Mapping[str, Mapping[str, Candidate]], static: Mapping[
     """Compare the static checkpoints' KL divergence, as stored and as an engine loads them."""
     titles = [f"KLD, {title}" for title in ENGINES.values()]
     rows = [
-        [name, *(f"{found[engine][name]['kld_mean']:.5f}" for engine in ENGINES)] for name in static
+        [name, *(_format_kld(found[engine][name], 5) for engine in ENGINES)] for name in static
     ]
     peers = [name for name in PEERS if name in static]
     for name in OURS if peers else ():
@@ -148,8 +148,12 @@ def format_schemes(
         size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1e6
         ratio = f"{each['ppl_ratio']:.4f} ± {each['ppl_ratio_se']:.4f}"
         agreement = f"{each['top1_agreement']:.1%}"
-        rows.append([scheme, f"{size:.0f} MB", ratio, f"{each['kld_mean']:.4f}", agreement])
+        rows.append([scheme, f"{size:.0f} MB", ratio, _format_kld(each, 4), agreement])
     return format_table(["scheme", "weights", "perplexity ratio", "KLD", "top-1"], rows)
+
+
+def _format_kld(candidate: Candidate, digits: int) -> str:
+    return f"{candidate['kld_mean']:.{digits}f} ± {candidate['kld_se']:.{digits}f}"
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -216,4 +216,5 @@ def test_a_dry_run_of_verify_shows_the_plan_alone(wide: Path, data: Path) -> Non
     assert plan["streamed"]
     assert plan["candidates"] == ["scale-1.0"]
     assert plan["expected_s"] > 0
+    assert plan["expected_fitted_s"] == plan["expected_s"]  # two models again
     assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]

@@ -33,6 +33,8 @@ _SHOWN_SITES = 8
 
 def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, Any]:
     """Describe the planned run: the JSON output of --dry-run."""
+    expected_s = None if mode.plan is None else mode.plan.expected_s
+    num_models = 2 + len(job.opened)  # the unquantized one, and scale 1.0
     return {
         "plan": {
             "model": job.name,
@@ -49,6 +51,7 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
             "data": list(job.plan.sources),
             "tasks": list(job.options.tasks),
             **mode.as_json(),
+            "expected_fitted_s": None if expected_s is None else expected_s * 2 / num_models,
         }
     }
 
