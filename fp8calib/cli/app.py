@@ -233,22 +233,6 @@ def _show(
         bool, typer.Option("--all", help="Print every table instead of what stands out.")
     ] = False,
     kv: Annotated[bool, typer.Option("--kv", help="Print the table of K, V and q.")] = False,
-    layer: Annotated[
-        list[int] | None,
-        typer.Option("--layer", metavar="N", min=0, help="Only this layer; repeat for more."),
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            "--sort", metavar="layer|amax|scale", help="Order of the rows; amax: largest first."
-        ),
-    ] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            "--top", metavar="N", min=1, help="Only the first N rows, by default of --sort amax."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print what stands out in a file of statistics or scales, or tables of it.
@@ -258,11 +242,12 @@ def _show(
     require_path(path, hint="name statistics or scales")
     with sign_of_life(), _heavy_imports():
         from fp8calib.cli.show.run import run_show  # noqa: PLC0415
-        from fp8calib.cli.show.tables import TableOptions  # noqa: PLC0415
-    options = TableOptions(
-        everything=everything, kv=kv, layers=tuple(layer or ()), sort=sort, top=top
-    )
-    run_show(path, options, as_json=as_json)
+        from fp8calib.cli.show.tables import Tables  # noqa: PLC0415
+        from fp8calib.errors import UsageError  # noqa: PLC0415
+    if everything and kv:
+        raise UsageError("--all prints every row: leave out --kv")
+    tables = Tables.ALL if everything else Tables.KV if kv else Tables.NONE
+    run_show(path, tables, as_json=as_json)
 
 
 @app.command("recipes")

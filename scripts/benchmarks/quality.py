@@ -121,9 +121,7 @@ def name_tokens(part: str) -> Path:
 def format_static(found: Mapping[str, Mapping[str, Candidate]], static: Mapping[str, Path]) -> str:
     """Compare the static checkpoints' KL divergence, as stored and as an engine loads them."""
     titles = [f"KLD, {title}" for title in ENGINES.values()]
-    rows = [
-        [name, *(_format_kld(found[engine][name], 5) for engine in ENGINES)] for name in static
-    ]
+    rows = [[name, *(_format_kld(found[engine][name], 5) for engine in ENGINES)] for name in static]
     peers = [name for name in PEERS if name in static]
     for name in OURS if peers else ():
         ratios = [compare_divergence(found[engine], name, peers) for engine in ENGINES]

@@ -160,7 +160,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     ("arguments", "suggestion"),
     [
         (("calibrate", "m", "--smaples", "3"), "--samples"),
-        (("show", "x", "--topp", "3"), "--top"),
+        (("show", "x", "--jsn"), "--json"),
         (("calibrat", "m"), "calibrate"),
     ],
 )

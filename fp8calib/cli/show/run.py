@@ -8,23 +8,22 @@ from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.cli.console import warn
 from fp8calib.cli.show.scales import show_scales
 from fp8calib.cli.show.stats import show_stats
-from fp8calib.cli.show.tables import TableOptions
+from fp8calib.cli.show.tables import Tables
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
 
 
-def run_show(path: Path, options: TableOptions, *, as_json: bool) -> None:
+def run_show(path: Path, tables: Tables, *, as_json: bool) -> None:
     """Print a file, or what a folder holds.
 
     Raises:
         ModelError: it holds neither statistics nor scales, or cannot be read.
     """
-    if as_json and options.given:
-        has = "has" if len(options.given) == 1 else "have"
-        warn(f"--json prints everything: {', '.join(options.given)} {has} no effect")
+    if as_json and tables is not Tables.NONE:
+        warn(f"--json prints everything: {tables.value} has no effect")
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
-        show_stats(load_stats(path, accepts_shard=True), options, as_json=as_json)
+        show_stats(load_stats(path, accepts_shard=True), tables, as_json=as_json)
     else:
-        show_scales(path, options, as_json=as_json)
+        show_scales(path, tables, as_json=as_json)

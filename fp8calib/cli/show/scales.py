@@ -14,7 +14,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.cli.show.summary import TABLES_HINT, summarize_scales
-from fp8calib.cli.show.tables import TableOptions
+from fp8calib.cli.show.tables import Tables
 from fp8calib.dialects.kv.rank_files import list_arrays, read_number
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import ModelError, shorten
@@ -30,7 +30,7 @@ ScaleRow = tuple[str, list[float] | str]
 """A scale's name, and its values or a description of them."""
 
 
-def show_scales(path: Path, options: TableOptions, *, as_json: bool) -> None:
+def show_scales(path: Path, tables: Tables, *, as_json: bool) -> None:
     """Print what stands out among the scales of a file, or a table of them, exactly as stored.
 
     Raises:
@@ -42,15 +42,14 @@ def show_scales(path: Path, options: TableOptions, *, as_json: bool) -> None:
     if as_json:
         print_json({"scales": {name: _make_json(values) for name, values in rows}})
         return
-    if options.is_summary:
+    if tables is Tables.NONE:
         print_text(f"{shorten(str(path))}: {len(rows):,} scales")
         for text in summarize_scales(rows):
             print_text(text)
         print_text(TABLES_HINT)
         return
-    if options.kv:
+    if tables is Tables.KV:
         rows = [row for row in rows if row[0].endswith(_KV_SUFFIXES)]
-    rows = options.choose(rows, layer=_find_layer, size=_find_size)
     shown = [[shorten(name), _format_values(values)] for name, values in rows]
     print_table(shorten(str(path)), ["scale", "value"], shown)
 
@@ -102,16 +101,6 @@ def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
         raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
     if isinstance(document, dict) and any(keys[0] in document for keys in list_json_keys()):
         yield from _list_numbers(document)
-
-
-def _find_layer(row: ScaleRow) -> int | None:
-    """Find the layer in a scale's name: its first number."""
-    return next((int(part) for part in row[0].split(".") if _INDEX.fullmatch(part)), None)
-
-
-def _find_size(row: ScaleRow) -> float:
-    finite = [value for value in row[1] if isinstance(value, float) and math.isfinite(value)]
-    return max(finite, default=-math.inf)
 
 
 def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:

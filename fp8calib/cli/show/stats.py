@@ -9,8 +9,8 @@ import torch
 
 from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.cli.show.summary import TABLES_HINT, summarize_briefly, summarize_layers
-from fp8calib.cli.show.tables import TableOptions
-from fp8calib.errors import UsageError, cut_list
+from fp8calib.cli.show.tables import Tables
+from fp8calib.errors import cut_list
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
@@ -31,7 +31,7 @@ _LINEAR_COLUMNS = ("linear", "input amax", "input scale", "weight amax", "weight
 _Rows = list[dict[str, Any]]
 
 
-def show_stats(stats: CalibrationStats, options: TableOptions, *, as_json: bool) -> None:
+def show_stats(stats: CalibrationStats, tables: Tables, *, as_json: bool) -> None:
     """Print what stands out in statistics, or tables of K, V, q, inputs and weights."""
     layers, linears = _list_layers(stats), _list_linears(stats)
     if as_json:
@@ -53,14 +53,14 @@ def show_stats(stats: CalibrationStats, options: TableOptions, *, as_json: bool)
             }
         )
         return
-    if options.is_summary:
+    if tables is Tables.NONE:
         for text in describe_stats(stats):
             print_text(text)
         print_text(TABLES_HINT)
-    elif options.everything:
-        _print_everything(stats, layers, linears, options)
+    elif tables is Tables.ALL:
+        _print_everything(stats, layers, linears)
     else:
-        _print_tables(layers, linears, options)
+        _print_kv(layers)
 
 
 def describe_stats(stats: CalibrationStats) -> Iterator[str]:
@@ -96,9 +96,7 @@ def describe_skipped(stats: CalibrationStats) -> Iterator[str]:
         yield f"not observed: {cut_list(sites, 3)}: {why}"
 
 
-def _print_everything(
-    stats: CalibrationStats, layers: _Rows, linears: _Rows, options: TableOptions
-) -> None:
+def _print_everything(stats: CalibrationStats, layers: _Rows, linears: _Rows) -> None:
     for text in _describe_run(stats):
         print_text(text)
     header = stats.header
@@ -108,7 +106,8 @@ def _print_everything(
     by_position = compute_position_saturation(stats)
     if by_position is not None:
         print_text(by_position.describe())
-    _print_tables(layers, linears, options)
+    _print_kv(layers)
+    print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
     if by_position is not None:
         _print_positions(stats, by_position)
     for name, counts in stats.expert_counts.items():
@@ -121,26 +120,8 @@ def _print_everything(
         print_text(f"not observed: {item.site}: {item.why}")
 
 
-def _print_tables(layers: _Rows, linears: _Rows, options: TableOptions) -> None:
-    layers = options.choose(layers, layer=lambda row: int(row["layer"]), size=_find_size)
-    if options.layers and not layers:
-        raise UsageError(f"--layer {options.layers[0]}: there is no such layer")
+def _print_kv(layers: _Rows) -> None:
     print_table("K, V and q", _KV_COLUMNS, [_format_cells(row) for row in layers])
-    if not options.kv:
-        linears = options.choose(linears, layer=_find_layer, size=_find_size)
-        print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
-
-
-def _find_size(row: Mapping[str, Any]) -> float:
-    """Give the largest amax of a row: of a linear, that of its input."""
-    values = [row[name] for name in row if name.endswith(" amax") and name != "weight amax"]
-    known = [value for value in values if value is not None]
-    return max(known, default=row.get("weight amax") or 0.0)
-
-
-def _find_layer(row: Mapping[str, Any]) -> int | None:
-    parts = str(row["linear"]).split(".")
-    return next((int(part) for part in parts if part.isdecimal()), None)
 
 
 def _list_layers(stats: CalibrationStats) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from fp8calib.errors import cut_list, format_ranges, shorten
 FAR = 8.0
 """A value this many times larger or smaller than the median of its kind is an outlier."""
 _SHOWN_OUTLIERS = 3
-TABLES_HINT = "tables: --all, --kv, --layer N, --sort amax, --top N"
+TABLES_HINT = "tables: --all, --kv"
 
 
 @dataclass(frozen=True, slots=True)
