@@ -69,7 +69,7 @@ from fp8calib.verification.report import (
 from fp8calib.verification.sensitivity import measure_sensitivity
 from fp8calib.verification.server.assess import Evidence, ServerAnswers, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
-from fp8calib.verification.server.hypotheses import EmulatedFault, Fault
+from fp8calib.verification.server.hypotheses import EmulatedFault
 from fp8calib.verification.server.row import add_server
 
 
@@ -112,8 +112,6 @@ class VerificationRequest:
     """None: each candidate's own."""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
-    stores_faults: bool = False
-    """Whether faults, those of layers too, are part of the result."""
     sensitivity_of: Candidate | None = None
     histograms: tuple[HistogramResult, ...] = ()
     refused: Collection[str] = ()
@@ -130,8 +128,6 @@ class VerificationResult:
     """`reference` and the candidates by name: fp32 [N], sequences in order."""
     data: str
     """The fingerprint of the text."""
-    faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Those of `logprobs` that are faults; those of K, V and layers for the first tokens alone."""
 
 
 def verify(
@@ -213,16 +209,7 @@ def verify(
         gate = request.gate or GATES[request.candidates[0].default_gate]
         report = add_server(report, assessment, gate, plan)
         logprobs[SERVER] = assessment.logprobs
-    faults: dict[str, Fault] = {}
-    if request.stores_faults:
-        logprobs |= {name: compared.candidates[name].logprobs for name in request.faults}
-        effects = {n: e for base in runner.bases for n, e in runner.run(base, progress).items()}
-        first = compared.reference.logprobs[: runner.num_tokens]
-        logprobs |= {name: (first + one.changes).float() for name, one in effects.items()}
-        faults = {**request.faults, **effects}
-    return VerificationResult(
-        report=report, logprobs=logprobs, data=plan.fingerprint, faults=faults
-    )
+    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
 
 
 def _gather(

@@ -29,7 +29,7 @@ def spell(function: object, text: str) -> str:
         ("use --fp8-dtype e4m3fnuz", "use fp8_dtype='e4m3fnuz'"),
         ("add --tasks NAME", "add tasks=NAME"),
         ("use --no-pack, so that", "use pack=False, so that"),
-        ("leave out --resume to start", "leave out resume=True to start"),
+        ("leave out --sampled to start", "leave out sampled=True to start"),
         ("--data x.jsonl: no such file", "data='x.jsonl': no such file"),
         ("no --data given: using", "no data= given: using"),
         ("--data: --rounding nearest runs", "data: --rounding nearest runs"),

@@ -20,7 +20,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.server.assess import ServerAnswers
-from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.tasks.task_files import Tasks
 
 AskServer = Callable[[DataPlan, LoadedModel | None, Progress], tuple[DataPlan, ServerAnswers]]
@@ -44,7 +43,6 @@ class ServerRequest:
     reference: str | None = None
     """The URL of a server of the unquantized model."""
     reference_model: str | None = None
-    kept: KeptAnswers
     tokenizer: Any = None
     """None: that in the model's folder."""
     say: Callable[[str], None]
@@ -69,8 +67,6 @@ class VerifyOptions:
     limit: int | None = None
     with_faults: bool = False
     """Whether faults of a server are candidates too."""
-    stores_faults: bool = False
-    """Whether faults, those of layers too, are part of the result."""
     writes_text: bool = False
     """Whether the model writes the text."""
     with_histograms: bool = False

@@ -57,7 +57,6 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         faults=list_faults(candidates) if job.options.with_faults else {},
-        stores_faults=job.options.stores_faults,
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
         refused=job.refused,

@@ -27,7 +27,6 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, SERVER, VerifyReport
-from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.tasks.task_files import require_harness
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
@@ -63,7 +62,6 @@ def verify(
     sampled: bool = False,
     reference_server: str | None = None,
     reference_server_model: str | None = None,
-    resume: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     device_map: str | None = None,
@@ -105,7 +103,6 @@ def verify(
         sampled: let the unquantized model continue the beginning of every sequence, and score that.
         reference_server: URL of a server of the unquantized model.
         reference_server_model: the model's name there, if it has several.
-        resume: continue an interrupted scoring of the server.
         device: as for `calibrate`, like the following options.
         dtype: of the forward pass.
         device_map: `auto` spreads the model over all GPUs.
@@ -128,7 +125,6 @@ def verify(
         "--server-kind": server_kind,
         "--sampled": sampled,
         "--reference-server": reference_server,
-        "--resume": resume,
     }
     require_server(server, of_server)
     require_server(
@@ -159,7 +155,6 @@ def verify(
         tokenizer=tokenizer,
     )
     placement = Placement(device=device, dtype=dtype, device_map=device_map, memory=memory)
-    kept = KeptAnswers(folder=Path.cwd(), resume=resume, warn=lambda text: warn_each([text]))
     request = (
         None
         if server is None
@@ -173,7 +168,6 @@ def verify(
             is_sampled=sampled,
             reference=reference_server,
             reference_model=reference_server_model,
-            kept=kept,
             tokenizer=tokenizer,
             say=lambda text: warn_each([text]),
         )
@@ -194,7 +188,6 @@ def verify(
             report = run_alone(job, gather_alone(job.plan, None), reports).report
         else:
             report = run_verify_job(job, mode, reports).report
-    kept.remove()
     warn_each(report.warnings)
     return report
 
@@ -232,7 +225,6 @@ def resolve_options(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     with_faults: bool = False,
-    stores_faults: bool = False,
     writes_text: bool = False,
     with_histograms: bool = False,
     scratch: Path | None = None,
@@ -260,7 +252,6 @@ def resolve_options(
         tasks=tuple(tasks),
         limit=limit,
         with_faults=with_faults,
-        stores_faults=stores_faults,
         writes_text=writes_text,
         with_histograms=with_histograms,
         scratch=scratch or Path.cwd(),

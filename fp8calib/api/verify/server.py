@@ -71,11 +71,10 @@ class _Servers:
                 hint="name a server of the unquantized model, or --reference-server-model",
             )
 
-    def make_text(self, sequences: tuple[torch.Tensor, ...], fingerprint: str) -> ServerText:
+    def make_text(self, sequences: tuple[torch.Tensor, ...]) -> ServerText:
         """Make what is sent to a server."""
         return ServerText(
             sequences=sequences,
-            fingerprint=fingerprint,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
         )
@@ -158,8 +157,8 @@ def _write_sampled(
         return plan
     if job.reference is not None:
         one = job.reference
-        text = job.make_text(plan.sequences, plan.fingerprint)
-        written = write(one.options, one.server, text, progress, kept=job.request.kept)
+        text = job.make_text(plan.sequences)
+        written = write(one.options, one.server, text, progress)
         return replace_sequences(plan, written)
     assert model is not None  # noqa: S101 -- the plan holds it whole
     return replace_sequences(plan, write_text(model, plan.sequences, progress))
@@ -179,8 +178,8 @@ def _ask_servers(
     plan = _write_sampled(job, plan, model, progress)
 
     def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
-        text = job.make_text(sequences, f"{plan.fingerprint} {stage} {len(sequences)}")
-        return score(one.options, one.server, text, progress, kept=job.request.kept, stage=stage)
+        text = job.make_text(sequences)
+        return score(one.options, one.server, text, progress, stage=stage)
 
     every = plan.sequences
     return plan, ServerAnswers(

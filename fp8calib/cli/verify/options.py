@@ -40,8 +40,7 @@ def resolve_settings(settings: VerifySettings) -> VerifyOptions:
         gate=settings.gate,
         tasks=settings.tasks,
         limit=settings.limit,
-        with_faults=settings.server is not None or settings.dump_faults,
-        stores_faults=settings.dump_faults,
+        with_faults=settings.server is not None,
         writes_text=settings.sampled and settings.reference_server is None,
         with_histograms=settings.report is not None,
         scratch=outputs[0].absolute().parent if outputs else None,
@@ -55,11 +54,8 @@ def _check_server_options(settings: VerifySettings) -> None:
         "--sampled": settings.sampled,
         "--reference-server": settings.reference_server,
         "--reference-dump": settings.reference_dump,
-        "--resume": settings.resume,
     }
     require_server(settings.server, named)
-    if settings.dump_faults and settings.dump is None:
-        raise UsageError("--dump-faults has no effect without --dump", hint="add --dump FILE")
     of_reference = {"--reference-server-model": settings.reference_server_model}
     require_server(settings.reference_server, of_reference, "--reference-server")
     if settings.reference_dump is None:
@@ -72,7 +68,6 @@ def _check_server_options(settings: VerifySettings) -> None:
         "--tasks": settings.tasks,
         "--sensitivity": settings.sensitivity,
         "--rules": settings.rules,
-        "--dump-faults": settings.dump_faults,
         "--dry-run": settings.dry_run,
         "--sampled": settings.sampled,
     }

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 from fp8calib.api.models import open_run_model
 from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
@@ -26,10 +22,9 @@ from fp8calib.cli.verify.show import (
     show_verification,
     suggest_command,
 )
-from fp8calib.errors import CANNOT_TELL, RESUMABLE, VerificationError
+from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.verification.html.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport
-from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -39,7 +34,6 @@ def run_verify(settings: VerifySettings) -> int:
     options = resolve_settings(settings)
     if settings.tasks:
         say(f"loading tasks: {', '.join(settings.tasks)}")
-    kept = KeptAnswers(folder=Path.cwd(), resume=settings.resume, warn=warn)
     text = VerificationText(
         specs=settings.data or (),
         text_column=settings.text_column,
@@ -47,17 +41,14 @@ def run_verify(settings: VerifySettings) -> int:
         seq_len=settings.seq_len,
         pack=not settings.no_pack,
     )
-    with (
-        _noting_answers(kept),
-        open_run_model(
-            settings.model,
-            make_placement(settings),
-            revision=settings.revision,
-            trust_remote_code=settings.trust_remote_code,
-            if_quantized=if_quantized(settings.model),
-        ) as model,
-    ):
-        job = open_verify_job(model, options, text, server=_make_request(settings, kept))
+    with open_run_model(
+        settings.model,
+        make_placement(settings),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        if_quantized=if_quantized(settings.model),
+    ) as model:
+        job = open_verify_job(model, options, text, server=_make_request(settings))
         for note in (*job.plan.warnings, *job.warnings):
             warn(note)
         mode = None
@@ -67,7 +58,7 @@ def run_verify(settings: VerifySettings) -> int:
                 job, reference=reference, warn=warn, expects_duration=settings.dry_run
             )
         if mode is None:
-            return _finish(settings, _run_alone(job, settings), kept)
+            return _finish(settings, _run_alone(job, settings))
         if settings.dry_run:
             described = describe_verification_plan(job, mode)
             show_plan(described, "plan (nothing was run)", as_json=settings.as_json)
@@ -80,35 +71,23 @@ def run_verify(settings: VerifySettings) -> int:
         for note in verified.report.warnings:
             if note not in (*job.plan.warnings, *job.warnings):
                 warn(note)
-    return _finish(settings, verified, kept)
+    return _finish(settings, verified)
 
 
-@contextmanager
-def _noting_answers(kept: KeptAnswers) -> Iterator[None]:
-    """Note on an interruption that a later run can continue, where a server has answered."""
-    try:
-        yield
-    except KeyboardInterrupt as interruption:
-        if kept.has_answers:
-            interruption.add_note(RESUMABLE)
-        raise
-
-
-def _finish(settings: VerifySettings, verified: VerificationResult, kept: KeptAnswers) -> int:
+def _finish(settings: VerifySettings, verified: VerificationResult) -> int:
     """Write the outputs, print the report and return the exit code."""
     try:
         _write(settings, verified)
     except Exception:
         show_verification(verified.report, settings)  # the run may have taken hours
         raise
-    kept.remove()
     if settings.as_json:
         print_json(describe_report(verified.report, settings))
     show_verification(verified.report, settings)
     return _exit_code(settings, verified.report)
 
 
-def _make_request(settings: VerifySettings, kept: KeptAnswers) -> ServerRequest | None:
+def _make_request(settings: VerifySettings) -> ServerRequest | None:
     """Make the request to the server of --server; None where none is asked."""
     if settings.server is None or settings.dry_run:
         return None
@@ -122,7 +101,6 @@ def _make_request(settings: VerifySettings, kept: KeptAnswers) -> ServerRequest 
         is_sampled=settings.sampled,
         reference=settings.reference_server,
         reference_model=settings.reference_server_model,
-        kept=kept,
         say=say,
     )
 
@@ -130,11 +108,6 @@ def _make_request(settings: VerifySettings, kept: KeptAnswers) -> ServerRequest 
 def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
     """Compare the server with a dump or an unquantized server, without running the model."""
     evidence = gather_alone(job.plan, settings.reference_dump)
-    if evidence.has_scales and evidence.layer_faults is None:
-        warn(
-            f"{settings.reference_dump} has no faults of single layers, so none are tried: "
-            "write it with --dump-faults"
-        )
     with Bar() as bar:
         return run_alone(job, evidence, bar)
 

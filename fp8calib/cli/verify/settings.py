@@ -106,14 +106,6 @@ class VerifySettings:
             "--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."
         ),
     ] = None
-    dump_faults: Annotated[
-        bool,
-        typer.Option(
-            "--dump-faults",
-            help="Also write to --dump what faults of a server would change, for "
-            "--reference-dump: emulates two faults of every layer, and six of all layers.",
-        ),
-    ] = False
     force: Annotated[
         bool, typer.Option("--force", help="Replace the files of --report and --dump.")
     ] = False
@@ -210,10 +202,6 @@ class VerifySettings:
             help="What --dump wrote of the same text on another machine; nothing is computed here.",
         ),
     ] = None
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an interrupted scoring of the server."),
-    ] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     device_map: DeviceMapOption = None

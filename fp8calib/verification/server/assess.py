@@ -24,7 +24,7 @@ from fp8calib.verification.server.diagnose import (
     needs_faults,
 )
 from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_variance
-from fp8calib.verification.server.faults import LayerFaults
+from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.sentences import Context, describe
@@ -80,8 +80,8 @@ class Evidence:
     """Whether one of them has scales that the server should use."""
     faults: Mapping[str, Fault]
     """What those of `candidates` are that are no candidates of the report."""
-    layer_faults: LayerFaults | None = None
-    """Of layers; None where they are not known."""
+    layer_faults: FaultRunner | None = None
+    """None where nothing is emulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Faults of scales, on the first sequences: emulated, or stored by another machine."""
+"""Faults of scales, emulated on the first sequences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Protocol
 
 import torch
 
@@ -47,31 +45,9 @@ def changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
     return (compared.candidates[name].logprobs - compared.reference.logprobs).double()
 
 
-class LayerFaults(Protocol):
-    """Faults of candidates with KV scales: of single layers, and of all of them."""
-
-    @property
-    def bases(self) -> Sequence[str]:
-        """The names of the candidates."""
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences that faults are known on."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of their scored tokens."""
-
-    def run_whole(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:
-        """Give the effects of the faults of all layers of the candidate `base`, by name."""
-
-    def run_layers(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:
-        """Give those of the faults of single layers."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FaultRunner:
-    """Emulates them."""
+    """Emulates faults of candidates with KV scales: of single layers, and of all of them."""
 
     comparison: Comparison
     geometry: ModelGeometry
@@ -105,10 +81,6 @@ class FaultRunner:
     def num_tokens(self) -> int:
         """The number of their scored tokens."""
         return sum(batch.num_tokens for batch in self._batches) - self.num_sequences
-
-    def run(self, base: str, progress: Progress) -> dict[str, FaultEffect]:
-        """Emulate the faults of the candidate `base`; give their effects."""
-        return self._run(self._list(base), "faults of scales", progress)
 
     def run_whole(self, base: str, progress: Progress) -> dict[str, FaultEffect]:
         """Emulate the faults of all layers."""
@@ -149,37 +121,3 @@ class FaultRunner:
 def _count_runs(faults: Collection[str]) -> int:
     """Count the passes over a batch: one for each fault, and the reference in each round."""
     return len(faults) + math.ceil(len(faults) / LAYERS_AT_ONCE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFaults:
-    """Reads them from what another machine stored."""
-
-    effects: Mapping[str, Mapping[str, FaultEffect]]
-    """By candidate, then by name; all on the same tokens."""
-    lengths: Sequence[int]
-    """Scored tokens of every sequence of the text."""
-
-    @property
-    def bases(self) -> Sequence[str]:
-        """The candidates whose faults are stored."""
-        return list(self.effects)
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences that the faults ran on."""
-        return list(accumulate(self.lengths)).index(self.num_tokens) + 1
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of their scored tokens."""
-        first = next(iter(self.effects.values()))
-        return len(next(iter(first.values())).changes)
-
-    def run_whole(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:  # noqa: ARG002
-        """Give what is stored of all layers."""
-        return {n: each for n, each in self.effects[base].items() if each.layer is None}
-
-    def run_layers(self, base: str, progress: Progress) -> Mapping[str, FaultEffect]:  # noqa: ARG002
-        """Give what is stored of single layers."""
-        return {n: each for n, each in self.effects[base].items() if each.layer is not None}

@@ -43,11 +43,6 @@ class Fault:
     """None: K and V."""
     mixup: Mixup | None = None
 
-    @property
-    def runs_beside(self) -> bool:
-        """Whether it runs beside the candidates, on all sequences."""
-        return self.role is Role.Q
-
     def with_changes(self, changes: torch.Tensor) -> FaultEffect:
         """Join it with what the candidate changes with it."""
         base, layer, is_lost = self.base, self.layer, self.is_lost

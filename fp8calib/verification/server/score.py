@@ -1,9 +1,9 @@
-"""Let a server score sequences: several at once, each kept as soon as it is answered."""
+"""Let a server score sequences, several at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -26,7 +26,6 @@ from fp8calib.verification.server.kinds.kind import (
     ServerKind,
     ServerScores,
 )
-from fp8calib.verification.server.partial import SCORES, WRITTEN, KeptAnswers, PartialAnswers
 from fp8calib.verification.server.recognise import (
     Server,
     check_length,
@@ -73,8 +72,6 @@ class ServerText:
 
     sequences: Sequence[torch.Tensor]
     """Token ids: 1-D int64."""
-    fingerprint: str
-    """Identifies them."""
     tokenizer: Any | None
     """Of the model; None if it has none."""
     vocab_size: int
@@ -116,10 +113,9 @@ def score(
     text: ServerText,
     progress: Progress,
     *,
-    kept: KeptAnswers,
     stage: str,
 ) -> ServerScores:
-    """Ask a server for the log-probabilities of a text; answers are `kept`.
+    """Ask a server for the log-probabilities of a text.
 
     Raises:
         ServerError: the server fails, or answers with something else.
@@ -127,33 +123,18 @@ def score(
     """
     most = server.kind.most_logprobs
     num_top = options.num_top if most is None else min(options.num_top, most)
-    tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, str(num_top)))
     progress.stage(stage, sum(map(len, text.sequences)), unit="tokens")
 
-    async def ask(client: ServerClient, number: int) -> dict[str, torch.Tensor]:
-        scores = await _ask(client, server, text, number, num_top)
-        return {name: getattr(scores, name).flatten() for name in SCORES}
+    async def ask(client: ServerClient, number: int) -> SequenceScores:
+        return await _ask(client, server, text, number, num_top)
 
-    sizes = [
-        {name: (len(ids) - 1) * (1 if name == "logprobs" else num_top) for name in SCORES}
-        for ids in text.sequences
-    ]
     with hidden_key(options.endpoint):
-        found = _ask_each(options, kept.open(tag, SCORES, sizes), text.sequences, ask, progress)
+        found = _ask_each(options, text.sequences, ask, progress)
     return ServerScores(
         url=options.endpoint.url,
         kind=server.kind.name,
         model=server.model,
-        sequences=tuple(
-            SequenceScores(
-                logprobs=arrays["logprobs"],
-                top_ids=arrays["top_ids"].reshape(-1, num_top)
-                if num_top
-                else torch.zeros(len(arrays["logprobs"]), 0, dtype=torch.int64),
-                top_logprobs=arrays["top_logprobs"].reshape(len(arrays["logprobs"]), num_top),
-            )
-            for arrays in found
-        ),
+        sequences=tuple(found),
     )
 
 
@@ -176,8 +157,6 @@ def write(
     server: Server,
     text: ServerText,
     progress: Progress,
-    *,
-    kept: KeptAnswers,
 ) -> tuple[torch.Tensor, ...]:
     """Replace every sequence, but for its first tokens, by what a server writes at temperature 1.
 
@@ -188,7 +167,7 @@ def write(
     given = count_given(sequences)
     progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
 
-    async def ask(client: ServerClient, number: int) -> dict[str, torch.Tensor]:
+    async def ask(client: ServerClient, number: int) -> torch.Tensor:
         start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
         kind, where = server.kind, f"{options.endpoint.url}{server.kind.path}: "
         try:
@@ -198,18 +177,15 @@ def write(
                 raise AnswerError(f"is {answer.status}: {answer.text}")
             more = kind.read_written(answer.body, count)
             _require_vocabulary(f"{where}the continuation of sequence {number}", more, text)
-            return {"tokens": torch.tensor([*start, *more])}
+            return torch.tensor([*start, *more])
         except AnswerError as error:
             raise ServerError(
                 f"{where}the continuation of sequence {number} {error.message}",
                 hint=error.hint or "the server's log may name the cause",
             ) from error
 
-    tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, "written"))
-    sizes = [dict.fromkeys(WRITTEN, len(ids)) for ids in sequences]
     with hidden_key(options.endpoint):
-        found = _ask_each(options, kept.open(tag, WRITTEN, sizes), sequences, ask, progress)
-    return tuple(arrays["tokens"] for arrays in found)
+        return tuple(_ask_each(options, sequences, ask, progress))
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -229,19 +205,17 @@ def _run_here(work: Coroutine[Any, Any, T]) -> T:
 
 def _ask_each(
     options: ServerOptions,
-    partial: PartialAnswers,
     sequences: Sequence[torch.Tensor],
-    ask: Callable[[ServerClient, int], Awaitable[Mapping[str, torch.Tensor]]],
+    ask: Callable[[ServerClient, int], Awaitable[T]],
     progress: Progress,
-) -> list[Mapping[str, torch.Tensor]]:
-    """Ask about the sequences that `partial` lacks, several at once; the first error ends all."""
-    left = (number for number in range(len(sequences)) if number not in partial.found)
-    for number in partial.found:
-        progress.advance(len(sequences[number]))
+) -> list[T]:
+    """Ask about every sequence, several at once; the first error ends all."""
+    numbers = iter(range(len(sequences)))
+    found: dict[int, T] = {}
 
     async def work(client: ServerClient) -> None:
-        for number in left:
-            partial.add(number, await ask(client, number))
+        for number in numbers:
+            found[number] = await ask(client, number)
             progress.advance(len(sequences[number]))
 
     async def run() -> None:
@@ -252,15 +226,8 @@ def _ask_each(
     try:
         _run(run())
     except ExceptionGroup as group:
-        error = group.exceptions[0]
-        if isinstance(error, Fp8CalibError) and partial.found:
-            what = f"{len(partial.found)} of {len(sequences)} sequences are kept"
-            what += ": --resume continues with them"
-            error.hint = f"{error.hint}; {what}" if error.hint else what
-        raise error from None
-    finally:
-        partial.close()
-    return [partial.found[number] for number in range(len(sequences))]
+        raise group.exceptions[0] from None
+    return [found[number] for number in range(len(sequences))]
 
 
 def _open_client(options: ServerOptions) -> ServerClient:

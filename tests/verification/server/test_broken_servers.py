@@ -422,100 +422,6 @@ def test_a_server_that_never_accepts_is_tried_again_and_named(
     assert time.monotonic() - started < 10
 
 
-def test_what_was_scored_is_kept_and_not_asked_again(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def die(asked: Asked, reply: Reply) -> Reply:
-        is_late = asked.path == COMPLETIONS and asked.number >= 2
-        return Reply(status=500, body=error("EngineDeadError").encode()) if is_late else reply
-
-    command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
-    one = ("--server-concurrency", 1)
-    state = {"broken": True}
-
-    def broken(asked: Asked, reply: Reply) -> Reply:
-        return die(asked, reply) if state["broken"] else reply
-
-    with FakeServer(predict, broken=broken, tokenize=tokenize) as server:
-        text = fail(4, *command, "--server", server.url, *one)
-        assert "2 of 3 sequences are kept: --resume continues with them" in text
-        (kept,) = tmp_path.iterdir()
-        assert kept.suffix == ".partial"
-        whole_lines = kept.read_bytes()
-        for old, new in (
-            (b'"sequence": 1', b'"sequence": 99'),
-            (b'"logprobs": "', b'"logprobs": "AAAA'),
-        ):
-            kept.write_bytes(whole_lines.replace(old, new))
-            text = fail(5, *command, "--server", server.url, *one, "--resume")
-            assert f"{kept}: damaged" in text
-        kept.write_bytes(whole_lines + b'{"sequence": 2, "top"')  # killed while writing
-        state["broken"] = False
-        before = server.count(COMPLETIONS)
-        resumed = succeed(*command, "--server", server.url, *one, "--resume", "--json")
-        assert server.count(COMPLETIONS) - before == 1 + SEQUENCES  # all are scored twice
-        whole = succeed(*command, "--server", server.url, *one, "--json")
-    assert list(tmp_path.iterdir()) == []
-    assert resumed.json["candidates"] == whole.json["candidates"]
-
-
-def test_text_and_scores_are_kept_when_the_other_server_dies(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The unquantized server writes all text, and dies when it is to score it."""
-    monkeypatch.chdir(tmp_path)
-    state = {"broken": True}
-
-    def broken(asked: Asked, reply: Reply) -> Reply:
-        is_late = asked.path == COMPLETIONS and asked.number >= SEQUENCES + 1
-        if is_late and state["broken"]:
-            return Reply(status=500, body=error("EngineDeadError").encode())
-        return reply
-
-    with (
-        FakeServer(predict, tokenize=tokenize) as server,
-        FakeServer(predict, tokenize=tokenize, broken=broken) as other,
-    ):
-        urls = ("--server", server.url, "--reference-server", other.url)
-        command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
-        options = ("--sampled", "--server-concurrency", 1)
-        text = fail(4, *command, *urls, *options)
-        assert "1 of 3 sequences are kept: --resume continues with them" in text
-        state["broken"] = False
-        before = other.count(COMPLETIONS)
-        succeed(*command, *urls, *options, "--resume")
-        assert server.count(COMPLETIONS) == 2 * SEQUENCES  # none is asked once more
-        assert other.count(COMPLETIONS) - before == SEQUENCES - 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_resumed_run_with_another_text_says_that_it_starts_anew(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    state = {"broken": True}
-
-    def break_late(asked: Asked, reply: Reply) -> Reply:
-        is_late = state["broken"] and asked.path == COMPLETIONS and asked.number >= 1
-        return Reply(status=500, body=error("EngineDeadError").encode()) if is_late else reply
-
-    command = ("verify", model, "--data", data, "--dtype", "float32", "--seq-len")
-    with FakeServer(predict, tokenize=tokenize, broken=break_late) as server:
-        options = ("--server", server.url, "--server-concurrency", 1)
-        fail(4, *command, 16, *options)
-        (left,) = tmp_path.iterdir()
-        state["broken"] = False
-        says = f"no answers of this server about this text are in {tmp_path}, so the run starts"
-        another = succeed(*command, 8, *options, "--resume")
-        assert f"{says} anew; {left.name} is about another text" in another.err
-        assert says not in succeed(*command, 16, *options, "--resume").err
-        assert list(tmp_path.iterdir()) == []
-        nothing = succeed(*command, 16, *options, "--resume").err
-    assert f"{says} anew\n" in nothing
-
-
 @pytest.mark.parametrize("path", ["/v1/models", COMPLETIONS])
 def test_a_proxy_without_a_server_is_named_soon(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
@@ -609,7 +515,6 @@ def test_a_server_that_stops_answering_is_asked_twice(
         assert server.count(COMPLETIONS) == 2 + 2
     assert f"{COMPLETIONS}: no answer within 1 s" in text
     assert "raise --server-timeout" in text
-    assert "2 of 3 sequences are kept: --resume continues with them" in text
 
 
 def test_a_name_that_is_not_resolved_is_not_waited_for(
@@ -705,8 +610,6 @@ def test_a_url_that_is_none_is_refused(model: Path, data: Path, url: str, says: 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--resume",), "--resume has no effect without --server"),
-        (("--dump-faults",), "--dump-faults has no effect without --dump"),
         (
             ("--server", "http://localhost", "--reference-server-model", "m"),
             "--reference-server-model has no effect without --reference-server",

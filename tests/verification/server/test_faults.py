@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fp8calib
@@ -123,26 +121,6 @@ def test_one_layer_at_one(served: Planted, runner: planted.Runner, ask: Callable
     assert report["advice"].endswith(": the k/v scales of layer 1 are not in use.")
 
 
-def test_one_layer_at_one_without_the_model(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Another machine emulated the faults; one without them is named."""
-    predict = runner.predict(runner.emulate(change(served.values, planted.NEEDS_SCALES, None)))
-    expected = ask(predict, "--scales", served.scales)
-    found = []
-    for number, more in enumerate(((), ("--dump-faults",))):
-        dump = tmp_path / f"{number}.safetensors"
-        command = ("verify", served.model, "--data", served.data, *OPTIONS, *ENGINE)
-        succeed(*command, "--scales", served.scales, "--dump", dump, *more)
-        with FakeServer(predict) as server:
-            options = ("--server", server.url, "--reference-dump", dump, "--json")
-            found.append(succeed(*command, *options))
-    assert "has no faults of single layers, so none are tried" in found[0].err
-    assert "no faults" not in found[1].err
-    assert found[1].json["advice"] == expected["advice"]
-    assert found[0].json["advice"] != expected["advice"]
-
-
 @pytest.mark.parametrize("role", [Role.K, Role.V])
 def test_k_or_v_at_one_in_all_layers(
     served: Planted, runner: planted.Runner, ask: Callable[..., Any], role: Role
@@ -153,42 +131,6 @@ def test_k_or_v_at_one_in_all_layers(
         f"the server behaves like {served.scales} without its {role} scales (correlation 1.00): "
         f"{role} is quantized at scale 1.0 in all layers."
     )
-
-
-def test_k_or_v_at_one_without_the_model(
-    served: Planted, runner: planted.Runner, tmp_path: Path
-) -> None:
-    """Older dumps have neither these faults nor roles; those of layers are found there."""
-    command = ("verify", served.model, "--data", served.data, *OPTIONS, *ENGINE)
-    dump, older = tmp_path / "dump.safetensors", tmp_path / "older.safetensors"
-    succeed(*command, "--scales", served.scales, "--dump", dump, "--dump-faults")
-    _make_older(dump, older, str(served.scales))
-    lost = {site: 1.0 if site.role is Role.V else value for site, value in served.values.items()}
-    one_layer = change(served.values, planted.NEEDS_SCALES, None)
-    endings = {
-        (dump, "without its v scales"): lost,
-        (dump, "with layer 1 at scale 1.0"): one_layer,
-        (older, "with layer 1 at scale 1.0"): one_layer,
-    }
-    for (path, ending), values in endings.items():
-        with FakeServer(runner.predict(runner.emulate(values))) as server:
-            options = ("--server", server.url, "--reference-dump", path, "--json")
-            report = succeed(*command, *options).json
-        assert report["server"]["explained_by"] == f"{served.scales} {ending}"
-
-
-def _make_older(dump: Path, older: Path, base: str) -> None:
-    """Write a dump as before there were faults of K or V in all layers; add one of q."""
-    tensors = load_file(dump)
-    with safe_open(dump, "pt") as file:
-        metadata = file.metadata()
-    faults = json.loads(metadata["faults"])
-    for name in [name for name, fault in faults.items() if fault.pop("role") is not None]:
-        del faults[name], tensors[name]
-    lost_q = f"{base} without its q scales"
-    faults[lost_q] = {"base": base, "layer": None, "is_lost": True}
-    tensors[lost_q] = tensors["reference"] * 2
-    save_file(tensors, older, {**metadata, "faults": json.dumps(faults)})
 
 
 def test_the_scales_of_another_model(
