@@ -32,23 +32,27 @@ if TYPE_CHECKING:
     from fp8calib.api.quantize.run import Quantized, quantize
     from fp8calib.api.stats import CalibrationStats, load_stats
     from fp8calib.api.verify.run import verify
+    from fp8calib.commands.extract import extract_kv_scales
+    from fp8calib.results.extract import ExtractResult
 
 __version__ = "0.2.0"
 
 _PLACES = {
-    "auto": "auto.run",
-    "AutoReport": "auto.report",
-    "calibrate": "calibrate",
-    "Card": "card.page",
-    "card": "card.page",
-    "CalibrationStats": "stats",
-    "check": "check",
-    "export": "export.run",
-    "Exported": "export.run",
-    "load_stats": "stats",
-    "quantize": "quantize.run",
-    "Quantized": "quantize.run",
-    "verify": "verify.run",
+    "auto": "api.auto.run",
+    "AutoReport": "api.auto.report",
+    "calibrate": "api.calibrate",
+    "Card": "api.card.page",
+    "card": "api.card.page",
+    "CalibrationStats": "api.stats",
+    "check": "api.check",
+    "export": "api.export.run",
+    "Exported": "api.export.run",
+    "extract_kv_scales": "commands.extract",
+    "ExtractResult": "results.extract",
+    "load_stats": "api.stats",
+    "quantize": "api.quantize.run",
+    "Quantized": "api.quantize.run",
+    "verify": "api.verify.run",
 }
 
 __all__ = [
@@ -59,6 +63,7 @@ __all__ = [
     "DataError",
     "ExportError",
     "Exported",
+    "ExtractResult",
     "Fp8CalibError",
     "Fp8CalibWarning",
     "ModelError",
@@ -72,6 +77,7 @@ __all__ = [
     "card",
     "check",
     "export",
+    "extract_kv_scales",
     "load_stats",
     "quantize",
     "verify",
@@ -81,7 +87,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.api.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -287,35 +287,6 @@ class ExportOutput(Output):
     other_engines: NotRequired[list[FormatBriefServing]]
 
 
-class ExtractedLayer(TypedDict):
-    """The scales of a layer as written: one number, or one for each rank or head."""
-
-    layer: int
-    module: str
-    k: float | list[float]
-    v: float | list[float]
-    q: NotRequired[float | list[float]]
-
-
-class ExtractOutput(Output):
-    """`extract-kv-scales --json`."""
-
-    save_path: str
-    files: list[str]
-    dialect: str
-    source_dtype: str
-    format: str
-    fp8_dtype: str
-    tp: int | list[int]
-    taken_from: list[str]
-    layers: list[ExtractedLayer]
-    notes: list[str]
-    kv_bytes_per_token: BeforeAfter
-    serving: list[ServingCommand]
-    limitations: list[Limitation]
-    other_engines: list[BriefServing]
-
-
 class MergeOutput(Output):
     """`merge --json`."""
 

@@ -14,6 +14,7 @@ from fp8calib.api.auto.report import AutoReport
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
+from fp8calib.results.extract import ExtractResult
 from fp8calib.scales.rules import AMAX
 from fp8calib.verification.report import VerifyReport
 from scripts import json_outputs as outputs
@@ -25,7 +26,6 @@ OUTPUTS: Mapping[str, Any] = {
     "engine-env": outputs.EngineEnvOutput,
     "error": outputs.ErrorOutput,
     "export": outputs.ExportOutput,
-    "extract-kv-scales": outputs.ExtractOutput,
     "merge": outputs.MergeOutput,
     "plan": outputs.PlanOutput,
     "quantize": outputs.QuantizeOutput,
@@ -46,6 +46,7 @@ def make_schemas() -> dict[str, dict[str, Any]]:
     schemas["verify"] = _describe_verify()
     schemas["auto"] = _add(_describe("auto", AutoReport), {})
     schemas["check"] = _describe_check()
+    schemas["extract-kv-scales"] = _add(_describe("extract-kv-scales", ExtractResult), {})
     schemas["recipe"] = _describe_recipe()
     return schemas
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, Any, Self
@@ -53,6 +54,27 @@ _err = _Messages(stderr=True, highlight=False, soft_wrap=True)
 
 _MAX_RICH_ROWS = 2000
 """Rows; a million of them took rich more than two minutes and two gigabytes."""
+
+
+class ConsoleReporter:
+    """Prints what a command says."""
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        warn(text)
+
+
+_prints_json = ContextVar("prints_json", default=False)
+
+
+def set_json(prints_json: bool) -> None:
+    """Set whether the result of the command that starts is printed as JSON."""
+    _prints_json.set(prints_json)
+
+
+def prints_json() -> bool:
+    """Whether the result is printed as JSON, and messages go to stderr."""
+    return _prints_json.get()
 
 
 def be_silent(is_silent: bool = True) -> None:

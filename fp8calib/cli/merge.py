@@ -8,10 +8,11 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.cli.console import print_json, print_text
+from fp8calib.cli.console import print_json, print_text, prints_json
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.requests.merge import MergeRequest
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -22,20 +23,21 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.stats.merge import merge_shards
 
 
-def run_merge(paths: Sequence[Path], out: Path, *, force: bool, as_json: bool) -> None:
-    """Join the shards and write the statistics; `force` replaces an older stats file at `out`.
+def run_merge(request: MergeRequest) -> None:
+    """Join the shards and write the statistics.
 
     Raises:
         UsageError: the shards are not those of one run, or `out` is no valid output.
         ModelError: a file is damaged.
         ExportError: the file cannot be written.
     """
-    files = [path / STATS_NAME if path.is_dir() else path for path in paths]
-    _check_output(out, files, force=force)
+    out = request.out
+    files = [path / STATS_NAME if path.is_dir() else path for path in request.shards]
+    _check_output(out, files, force=request.force)
     merged = merge_shards([(str(path), load_stats(path, accepts_shard=True)) for path in files])
     save_stats(merged, out)
     header = merged.header
-    if as_json:
+    if prints_json():
         print_json(
             {
                 "out": str(out),

@@ -6,13 +6,13 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from fp8calib.cli.option_types import GATE_NAMES, split_names
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.errors import UsageError, join_or, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, KV_FORMATS
 from fp8calib.fp8.schemes import GPTQ, NEAREST, find_scheme
+from fp8calib.requests.shared import GATE_NAMES, split_names
 from fp8calib.scales.rules import Fallback, parse_rule
 
 

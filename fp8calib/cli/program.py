@@ -18,10 +18,10 @@ from typer.main import get_command
 from fp8calib.cli.app import app
 from fp8calib.cli.command_line import remember_arguments
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
-from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
 from fp8calib.machine.launch import ProcessRank, find_process_rank
+from fp8calib.requests.shared import spread_formats
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130

@@ -9,27 +9,28 @@ from typing import Any
 
 import yaml
 
-from fp8calib.cli.console import print_json, print_table, print_text
+from fp8calib.cli.console import print_json, print_table, print_text, prints_json
 from fp8calib.recipe import Recipe, find_section, load_recipe, recipe_files
+from fp8calib.requests.recipes import RecipesRequest
 from fp8calib.scales.rules import Rule
 
 
-def run_recipes(name: str | None, *, as_json: bool) -> None:
-    """Print the recipe called `name`, or the list of all.
+def run_recipes(request: RecipesRequest) -> None:
+    """Print a recipe, or the list of all.
 
     Raises:
         RecipeError: there is no such recipe, or it is invalid.
     """
-    if name is not None:
-        recipe = _open(name)
-        if as_json:
+    if request.name is not None:
+        recipe = _open(request.name)
+        if prints_json():
             keys = _describe_fields(Recipe)
             print_json({"recipe": recipe.model_dump(mode="json"), "schema": keys})
             return
         print_text("\n".join(_write_explained(recipe)))
         return
     recipes = {key: load_recipe(key) for key in recipe_files()}
-    if as_json:
+    if prints_json():
         print_json({"recipes": {key: r.description for key, r in recipes.items()}})
         return
     print_table("recipes", ["name", "purpose"], [[k, r.description] for k, r in recipes.items()])

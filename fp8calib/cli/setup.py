@@ -31,7 +31,12 @@ _PATH_HINTS = {
     "quantized_model": "name a checkpoint folder or a file of scales",
     "stats": "calibrate writes stats.safetensors",
 }
-"""The settings that are one path, with the hint where there is none."""
+"""The fields that are one path, with the hint where there is none."""
+_LOCAL_HINTS = {
+    "file": "name statistics or scales",
+    "shards": "name the output folder of a shard, or its stats.safetensors",
+}
+"""The same of paths that are never on the Hub, one or several."""
 
 
 def refuse_missing(settings: Any) -> None:
@@ -51,6 +56,10 @@ def refuse_missing(settings: Any) -> None:
     for name, hint in _PATH_HINTS.items():
         path = getattr(settings, name, None)
         if path is not None and not may_be_on_hub(path):
+            require_path(path, hint=hint)
+    for name, hint in _LOCAL_HINTS.items():
+        found = getattr(settings, name, ())
+        for path in found if isinstance(found, list | tuple) else [found]:
             require_path(path, hint=hint)
     for each in getattr(settings, "scales", ()):
         require_path(Path(each), option="--scales")

@@ -9,9 +9,9 @@ import pytest
 from fp8calib import __version__
 from fp8calib.cli import main_inner
 from fp8calib.cli.app import app
-from fp8calib.cli.option_types import read_gib, split_names, spread_formats
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.errors import UsageError
+from fp8calib.requests.shared import read_gib, split_names, spread_formats
 from tests.cli.program import fail, run, succeed
 
 COMMANDS = [command.name for command in app.registered_commands]

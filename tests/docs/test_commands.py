@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from typer.main import get_command
 
 from fp8calib.cli.app import app
-from fp8calib.cli.option_types import spread_formats
 from fp8calib.engines.registry import ENGINES
+from fp8calib.requests.shared import spread_formats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import run, succeed

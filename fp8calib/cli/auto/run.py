@@ -8,17 +8,17 @@ from pathlib import Path
 from fp8calib.api.auto.measure import AutoTask
 from fp8calib.api.auto.report import AutoReport
 from fp8calib.api.auto.run import plan_auto, run_auto
-from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.command_line import spell_command
-from fp8calib.cli.console import Bar, print_json, print_text, say, warn
+from fp8calib.cli.console import Bar, print_json, print_text, prints_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.requests.auto import AutoRequest
 from fp8calib.verification.report import format_kld
 
 
-def run_auto_command(settings: AutoSettings) -> int:
+def run_auto_command(settings: AutoRequest) -> int:
     """Choose and write the FP8 form of a model, print why, and return the exit code."""
     quiet_libraries()
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8")
@@ -40,13 +40,13 @@ def run_auto_command(settings: AutoSettings) -> int:
         force=settings.force,
     )
     if settings.dry_run:
-        show_plan(plan_auto(task), "plan (nothing was run or written)", as_json=settings.as_json)
+        show_plan(plan_auto(task), "plan (nothing was run or written)", as_json=prints_json())
         return 0
     with Bar() as bar:
         report = run_auto(task, bar, say, command=spell_command())
     for text in report.warnings:
         warn(text)
-    if settings.as_json:
+    if prints_json():
         print_json(report.to_json())
     else:
         for text in _describe(report):

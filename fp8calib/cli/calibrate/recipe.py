@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from fp8calib.api.recipe_options import override_recipe
-from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.console import warn
-from fp8calib.cli.option_types import split_names
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
+from fp8calib.requests.calibrate import CalibrateRequest
+from fp8calib.requests.shared import split_names
 
 
-def resolve_recipe(settings: CalibrateSettings) -> Recipe:
+def resolve_recipe(settings: CalibrateRequest) -> Recipe:
     """Apply the command line to the recipe, and warn of options that have no effect.
 
     Raises:

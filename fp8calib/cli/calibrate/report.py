@@ -15,9 +15,8 @@ from fp8calib.api.resumable.job import ResumableJob
 from fp8calib.api.resumable.run import RunMeasurements
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
-from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.command_line import spell_command
-from fp8calib.cli.console import list_top_level, print_text, say, show_error, warn
+from fp8calib.cli.console import list_top_level, print_text, prints_json, say, show_error, warn
 from fp8calib.cli.serving import describe_serving_briefly
 from fp8calib.cli.show.stats import describe_briefly, describe_skipped
 from fp8calib.dialects.registry import find_dialect
@@ -25,6 +24,7 @@ from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import ExportError
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
+from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -161,10 +161,10 @@ def show_calibration_report(
     job: ResumableJob,
     stats: CalibrationStats,
     report: Mapping[str, Any],
-    settings: CalibrateSettings,
+    settings: CalibrateRequest,
 ) -> None:
     """Print the report as text; with --json, on stderr."""
-    show = say if settings.as_json else print_text
+    show = say if prints_json() else print_text
     now = report["sequences"] - report["resumed_sequences"]
     counted = f"{now} of them now, " if report["resumed_sequences"] else ""
     show(

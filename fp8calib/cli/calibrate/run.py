@@ -48,8 +48,7 @@ from fp8calib.cli.calibrate.report import (
     save_report,
     show_calibration_report,
 )
-from fp8calib.cli.calibrate.settings import CalibrateSettings
-from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.console import Bar, print_json, prints_json, say, warn
 from fp8calib.cli.plan_table import describe_rows, show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.data.shares import Share, parse_share
@@ -64,6 +63,7 @@ from fp8calib.errors import ExportError, Fp8CalibError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.recipe import Recipe
+from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.stats.calibration_stats import (
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def run_calibrate(settings: CalibrateSettings) -> int:
+def run_calibrate(settings: CalibrateRequest) -> int:
     """Calibrate a model, print the outcome, and return the exit code."""
     recipe = resolve_recipe(settings)
     for text in list_ignored(recipe, given=settings.ignorable):
@@ -94,12 +94,12 @@ def run_calibrate(settings: CalibrateSettings) -> int:
         header = make_job_header(job)
         finished = _find_finished(job, header, group)
         if finished is not None:
-            return _show_finished(job, finished, settings)
+            return _show_finished(job, finished)
         mode = choose_calibration_mode(job)
         if settings.dry_run:
             title = "plan (nothing was run or written)"
             described = describe_calibration_plan(job, mode)
-            show_plan(described, title, as_json=settings.as_json, text=job.plan)
+            show_plan(described, title, as_json=prints_json(), text=job.plan)
             return 0
         for text in describe_rows(job.plan):
             say(text)
@@ -113,8 +113,8 @@ def run_calibrate(settings: CalibrateSettings) -> int:
                     return 0
                 report = _write(job, stats, measured, work.path, bar, settings)
         if finished is not None:
-            return _show_finished(job, finished, settings)
-    if settings.as_json:
+            return _show_finished(job, finished)
+    if prints_json():
         print_json(report)
     show_calibration_report(job, stats, report, settings)
     return conclude(report)
@@ -130,18 +130,16 @@ def _find_finished(
     return found
 
 
-def _show_finished(
-    job: ResumableJob, report: Mapping[str, Any], settings: CalibrateSettings
-) -> int:
+def _show_finished(job: ResumableJob, report: Mapping[str, Any]) -> int:
     say(f"{job.out} is finished already")
-    if settings.as_json:
+    if prints_json():
         print_json(report)
     return 0
 
 
 @contextmanager
 def _open_job(
-    settings: CalibrateSettings, recipe: Recipe, shard: Share | None
+    settings: CalibrateRequest, recipe: Recipe, shard: Share | None
 ) -> Iterator[ResumableJob]:
     check_observed(recipe)
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
@@ -194,7 +192,7 @@ def _write(
     measured: RunMeasurements,
     folder: Path,
     bar: Bar,
-    settings: CalibrateSettings,
+    settings: CalibrateRequest,
 ) -> Mapping[str, Any]:
     """Write all output; where a format cannot be written, save at least the statistics."""
     try:
@@ -229,7 +227,7 @@ def _write_all(
     measured: RunMeasurements,
     folder: Path,
     bar: Bar,
-    settings: CalibrateSettings,
+    settings: CalibrateRequest,
 ) -> Mapping[str, Any]:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fp8calib.api.card.page import card
-from fp8calib.cli.card.settings import CardSettings
-from fp8calib.cli.console import print_json, print_text, warn
+from fp8calib.cli.console import print_json, print_text, prints_json, warn
 from fp8calib.cli.setup import quiet_libraries
+from fp8calib.requests.card import CardRequest
 
 
-def run_card(settings: CardSettings) -> None:
+def run_card(settings: CardRequest) -> None:
     """Write the card of a folder."""
     quiet_libraries()
     written = card(
@@ -22,7 +22,7 @@ def run_card(settings: CardSettings) -> None:
     )
     for text in written.warnings:
         warn(text)
-    if settings.as_json:
+    if prints_json():
         print_json({"path": str(written.path), "upload": written.upload})
         return
     print_text(f"written to {written.path}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fp8calib.api.check import check
-from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.check.show import show_check_report
+from fp8calib.cli.console import prints_json
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.requests.check import CheckRequest
 
 
-def run_check(settings: CheckSettings) -> int:
+def run_check(settings: CheckRequest) -> int:
     """Check, print the verdicts, and return the exit code: 8 unless every engine is ok."""
     quiet_libraries()
     report = check(
@@ -23,7 +24,7 @@ def run_check(settings: CheckSettings) -> int:
         run=settings.run,
         engine_python=settings.engine_python,
     )
-    show_check_report(report, str(settings.path), as_json=settings.as_json)
+    show_check_report(report, str(settings.path), as_json=prints_json())
     if report.cannot_judge:
         return CANNOT_TELL
     return 0 if report.ok else VerificationError.exit_code

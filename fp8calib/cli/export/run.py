@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 
 from fp8calib.api.export.run import export
-from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.cli.export.settings import ExportSettings
-from fp8calib.cli.option_types import split_names
+from fp8calib.cli.console import list_top_level, print_json, print_text, prints_json, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
+from fp8calib.requests.export import ExportRequest
+from fp8calib.requests.shared import split_names
 
 
-def run_export(settings: ExportSettings) -> None:
+def run_export(settings: ExportRequest) -> None:
     """Write every requested format from statistics alone."""
     if settings.with_weights:
         quiet_libraries()
@@ -35,7 +35,7 @@ def run_export(settings: ExportSettings) -> None:
     for note in written.warnings:
         warn(note)
     files = list(written.files)
-    if settings.as_json:
+    if prints_json():
         report = {"out": str(settings.out), "files": files, "warnings": list(written.warnings)}
         print_json({**report, **written.served})
         return

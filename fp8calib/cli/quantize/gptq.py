@@ -12,18 +12,18 @@ from fp8calib.api.resumable.memory import choose_calibration_mode
 from fp8calib.api.resumable.rounding import count_code_bytes
 from fp8calib.cli.calibrate.processes import choose_rank_device
 from fp8calib.cli.calibrate.report import describe_calibration_plan
-from fp8calib.cli.console import Bar, say, warn
+from fp8calib.cli.console import Bar, prints_json, say, warn
 from fp8calib.cli.plan_table import show_plan
-from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.run.distributed.group import open_process_group
 from fp8calib.stats.calibration_stats import load_stats
 
 
-def round_by_gptq(settings: QuantizeSettings, asked: PlanSettings) -> QuantizationOutcome | None:
+def round_by_gptq(settings: QuantizeRequest, asked: PlanSettings) -> QuantizationOutcome | None:
     """Quantize a checkpoint with weights rounded by GPTQ; None where nothing is to be printed."""
     quiet_libraries()
     rank = find_process_rank(os.environ)
@@ -63,7 +63,7 @@ def round_by_gptq(settings: QuantizeSettings, asked: PlanSettings) -> Quantizati
             return run_gptq(opened, bar, group)
 
 
-def _show_plan(opened: GptqJob, settings: QuantizeSettings) -> None:
+def _show_plan(opened: GptqJob, settings: QuantizeRequest) -> None:
     job, expected = opened.job, opened.expected
     described = describe_calibration_plan(job, choose_calibration_mode(job))["plan"]
     plan = {
@@ -78,4 +78,4 @@ def _show_plan(opened: GptqJob, settings: QuantizeSettings) -> None:
         "work_disk_bytes": count_code_bytes(expected.selection.quantized),
     }
     title = "plan (nothing was run or written)"
-    show_plan({"plan": plan}, title, as_json=settings.as_json, text=job.plan)
+    show_plan({"plan": plan}, title, as_json=prints_json(), text=job.plan)

@@ -12,17 +12,17 @@ from fp8calib.api.quantize.planned import (
     write_planned,
 )
 from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
-from fp8calib.cli.console import Bar, say, warn
+from fp8calib.cli.console import Bar, prints_json, say, warn
 from fp8calib.cli.quantization_report import show_quantization_report
-from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.machine.units import format_gib
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.quantize import count_pinned_bytes
+from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.stats.calibration_stats import load_stats
 
 
-def run_quantize(settings: QuantizeSettings) -> None:
+def run_quantize(settings: QuantizeRequest) -> None:
     """Quantize a checkpoint and print the outcome.
 
     Raises:
@@ -48,10 +48,10 @@ def run_quantize(settings: QuantizeSettings) -> None:
     else:
         outcome = _round_to_nearest(settings, asked)
     if outcome is not None:
-        show_quantization_report(build_quantization_report(outcome), as_json=settings.as_json)
+        show_quantization_report(build_quantization_report(outcome), as_json=prints_json())
 
 
-def _round_to_nearest(settings: QuantizeSettings, asked: PlanSettings) -> QuantizationOutcome:
+def _round_to_nearest(settings: QuantizeRequest, asked: PlanSettings) -> QuantizationOutcome:
     stats = None if settings.stats is None else load_stats(settings.stats)
     with open_planned(
         settings.model,

@@ -12,12 +12,12 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.console import warn
-from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.errors import UsageError
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.html.page import is_page
 
 
-def resolve_settings(settings: VerifySettings) -> VerifyOptions:
+def resolve_settings(settings: VerifyRequest) -> VerifyOptions:
     """Check the options that need no model, and resolve their names.
 
     Raises:
@@ -47,7 +47,7 @@ def resolve_settings(settings: VerifySettings) -> VerifyOptions:
     )
 
 
-def _check_server_options(settings: VerifySettings) -> None:
+def _check_server_options(settings: VerifyRequest) -> None:
     named = {
         "--server-model": settings.server_model,
         "--server-kind": settings.server_kind,
@@ -78,7 +78,7 @@ def _check_server_options(settings: VerifySettings) -> None:
         )
 
 
-def _check_outputs(settings: VerifySettings) -> None:
+def _check_outputs(settings: VerifyRequest) -> None:
     """Refuse outputs that cannot be written or would replace an input, before hours of work.
 
     Raises:

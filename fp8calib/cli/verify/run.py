@@ -11,11 +11,10 @@ from fp8calib.api.verify.memory import choose_mode_beside
 from fp8calib.api.verify.run import if_quantized
 from fp8calib.checkpoint.output_files import output_files
 from fp8calib.cli.command_line import spell_command
-from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.console import Bar, print_json, prints_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.cli.verify.options import resolve_settings
-from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.cli.verify.show import (
     describe_report,
     describe_verification_plan,
@@ -23,12 +22,13 @@ from fp8calib.cli.verify.show import (
     suggest_command,
 )
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.html.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport
 from fp8calib.verification.verify import VerificationResult
 
 
-def run_verify(settings: VerifySettings) -> int:
+def run_verify(settings: VerifyRequest) -> int:
     """Verify a model, print the outcome and return the exit code."""
     quiet_libraries()
     options = resolve_settings(settings)
@@ -61,7 +61,7 @@ def run_verify(settings: VerifySettings) -> int:
             return _finish(settings, _run_alone(job, settings))
         if settings.dry_run:
             described = describe_verification_plan(job, mode)
-            show_plan(described, "plan (nothing was run)", as_json=settings.as_json)
+            show_plan(described, "plan (nothing was run)", as_json=prints_json())
             return 0
         for note in mode.describe():
             say(note)
@@ -74,20 +74,20 @@ def run_verify(settings: VerifySettings) -> int:
     return _finish(settings, verified)
 
 
-def _finish(settings: VerifySettings, verified: VerificationResult) -> int:
+def _finish(settings: VerifyRequest, verified: VerificationResult) -> int:
     """Write the outputs, print the report and return the exit code."""
     try:
         _write(settings, verified)
     except Exception:
         show_verification(verified.report, settings)  # the run may have taken hours
         raise
-    if settings.as_json:
+    if prints_json():
         print_json(describe_report(verified.report, settings))
     show_verification(verified.report, settings)
     return _exit_code(settings, verified.report)
 
 
-def _make_request(settings: VerifySettings) -> ServerRequest | None:
+def _make_request(settings: VerifyRequest) -> ServerRequest | None:
     """Make the request to the server of --server; None where none is asked."""
     if settings.server is None or settings.dry_run:
         return None
@@ -105,14 +105,14 @@ def _make_request(settings: VerifySettings) -> ServerRequest | None:
     )
 
 
-def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
+def _run_alone(job: VerifyJob, settings: VerifyRequest) -> VerificationResult:
     """Compare the server with a dump or an unquantized server, without running the model."""
     evidence = gather_alone(job.plan, settings.reference_dump)
     with Bar() as bar:
         return run_alone(job, evidence, bar)
 
 
-def _write(settings: VerifySettings, verified: VerificationResult) -> None:
+def _write(settings: VerifyRequest, verified: VerificationResult) -> None:
     """Write both output files, or neither."""
     paths = [path for path in (settings.dump, settings.report) if path is not None]
     with output_files(paths) as places:
@@ -127,7 +127,7 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
         say(f"report written to {settings.report}")
 
 
-def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
+def _exit_code(settings: VerifyRequest, report: VerifyReport) -> int:
     failure = None if settings.gate is None else report.find_failure(strict=settings.strict)
     if failure is None:
         return 0

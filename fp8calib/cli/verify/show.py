@@ -9,9 +9,9 @@ from typing import Any
 
 from fp8calib.api.verify.job import VerifyJob
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.cli.console import print_table, print_text, say
-from fp8calib.cli.verify.settings import VerifySettings
+from fp8calib.cli.console import print_table, print_text, prints_json, say
 from fp8calib.engines.registry import find_emulated
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.report import (
@@ -56,7 +56,7 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
     }
 
 
-def describe_report(report: VerifyReport, settings: VerifySettings) -> dict[str, Any]:
+def describe_report(report: VerifyReport, settings: VerifyRequest) -> dict[str, Any]:
     """Describe the results: the JSON output."""
     return {
         "passed": report.find_failure(strict=settings.strict) is None,
@@ -66,7 +66,7 @@ def describe_report(report: VerifyReport, settings: VerifySettings) -> dict[str,
     }
 
 
-def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
+def suggest_command(report: VerifyReport, settings: VerifyRequest) -> str:
     """Spell the command that helps most; empty where none does."""
     model, candidate = shlex.quote(report.model), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
@@ -95,7 +95,7 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
     return command
 
 
-def _skip_layers(report: VerifyReport, settings: VerifySettings, stats: Path) -> str:
+def _skip_layers(report: VerifyReport, settings: VerifyRequest, stats: Path) -> str:
     """Spell the command that leaves out the layers that stand out; empty where there is none."""
     found = report.sensitivity
     if found is None or not found.flag or found.candidate != report.decision.candidate:
@@ -112,7 +112,7 @@ def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:
     return f"fp8calib quantize {shlex.quote(report.model)} --scheme {scheme}{options} --out {out}"
 
 
-def _serve(report: VerifyReport, settings: VerifySettings) -> str:
+def _serve(report: VerifyReport, settings: VerifyRequest) -> str:
     """Spell the command that serves the model, a checkpoint, or calibrate's overlay.
 
     The KV cache is served in FP8, but for a checkpoint of which none was emulated.
@@ -129,11 +129,11 @@ def _serve(report: VerifyReport, settings: VerifySettings) -> str:
     return launch.spell(str(found), has_kv="k" in roles)
 
 
-def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
+def show_verification(report: VerifyReport, settings: VerifyRequest) -> None:
     """Print the report as text, its answer first and last; with --json, the answer, on stderr."""
     command = suggest_command(report, settings)
     answer = "\n".join([*([f"next: {command}"] if command else []), report.decision.headline])
-    if settings.as_json:
+    if prints_json():
         say(answer)
         return
     print_text(report.decision.headline)

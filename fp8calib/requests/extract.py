@@ -1,34 +1,35 @@
-"""The settings of `fp8calib extract-kv-scales`: its options, not yet resolved."""
+"""The request of `fp8calib extract-kv-scales`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import (
+from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.requests.options import Option
+from fp8calib.requests.shared import (
     BaseOption,
     ForceOption,
     FormatOption,
     Fp8DtypeOption,
-    JsonOption,
     OtherWeightsOption,
     ReplaceScalesOption,
     RevisionOption,
     TrustOption,
 )
-from fp8calib.fp8.formats import KV_FORMATS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractSettings:
-    """The command line."""
+@dataclass(frozen=True, slots=True)
+class ExtractRequest:
+    """Copy the KV scales of a quantized checkpoint to its unquantized model.
+
+    Example: fp8calib extract-kv-scales --quantized-model llama-fp8 --model llama --save-path out
+    """
 
     quantized_model: Annotated[
-        Path,
-        typer.Option(
+        str | Path,
+        Option(
             "--quantized-model",
             metavar="PATH",
             help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
@@ -36,7 +37,7 @@ class ExtractSettings:
     ]
     model: Annotated[
         str,
-        typer.Option(
+        Option(
             "--model",
             metavar="MODEL",
             help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
@@ -44,21 +45,21 @@ class ExtractSettings:
         ),
     ]
     save_path: Annotated[
-        Path,
-        typer.Option(
-            "--save-path",
-            "--out",
+        str | Path,
+        Option(
+            "--save-path --out",
             metavar="DIR",
             help="Output folder: a checkpoint, or the folder of one file, by --format.",
         ),
     ]
+    _: KW_ONLY
     formats: FormatOption = None
     base: BaseOption = None
     other_weights: OtherWeightsOption = False
     replace_scales: ReplaceScalesOption = False
     source_dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--source-dtype",
             metavar="|".join(KV_FORMATS),
             help="FP8 format that the scales were made for, if the files do not state it.",
@@ -67,7 +68,7 @@ class ExtractSettings:
     fp8_dtype: Fp8DtypeOption = None
     tp: Annotated[
         list[int] | None,
-        typer.Option(
+        Option(
             "--tp",
             metavar="N",
             help="Tensor-parallel degree of the JSON formats; repeat for more. Default: that of "
@@ -77,4 +78,3 @@ class ExtractSettings:
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
     force: ForceOption = False
-    as_json: JsonOption = False

@@ -1,4 +1,4 @@
-"""Options that several commands share, and option values that typer cannot parse itself."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
-
 from fp8calib.data.specs import ACCEPTED_SUFFIXES
 from fp8calib.dialects.registry import list_format_names, list_query_format_names
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
+from fp8calib.requests.options import Option
 
 FormatOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--format",
         metavar="|".join(list_format_names()),
         help="What to write; several names, or repeat for more.",
@@ -22,13 +22,13 @@ FormatOption = Annotated[
 ]
 TpOption = Annotated[
     list[int] | None,
-    typer.Option(
+    Option(
         "--tp", metavar="N", help="Tensor-parallel degree of the JSON formats; repeat for more."
     ),
 ]
 RuleOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--rule",
         metavar="amax|percentile:P|mse|headroom:H",
         help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
@@ -37,7 +37,7 @@ RuleOption = Annotated[
 ]
 FallbackOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--fallback",
         metavar="layer-max|one|refuse",
         help="Scale of a site for which none can be computed.",
@@ -45,7 +45,7 @@ FallbackOption = Annotated[
 ]
 Fp8DtypeOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--fp8-dtype",
         metavar="|".join(KV_FORMATS),
         help=f"FP8 format; default {E4M3FN.name}.",
@@ -53,7 +53,7 @@ Fp8DtypeOption = Annotated[
 ]
 QueryScaleOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--query-scale",
         metavar="auto|yes|no",
         help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
@@ -64,35 +64,32 @@ GATE_NAMES = ("kv", "w8a8")
 """The gates of `fp8calib.verification.judge.gates`, which imports torch."""
 ForceOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
 ]
 UnquantizedModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
+    str, Option(metavar="MODEL", help="The unquantized model: folder or Hub id.")
 ]
 RunModel = Annotated[
     str,
-    typer.Argument(
+    Option(
         metavar="MODEL",
         help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
         "of compressed-tensors is dequantized while it is read.",
     ),
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
-]
 RevisionOption = Annotated[
-    str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
+    str | None, Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint."),
+    Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint."),
 ]
 
 BaseOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--base",
         metavar="MODEL",
         help="The calibrated model, where MODEL is quantized and the scales record no hashes of "
@@ -101,19 +98,19 @@ BaseOption = Annotated[
 ]
 OtherWeightsOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--other-weights",
         help="Accept a quantized MODEL with other norms or embeddings than the calibrated model "
         "(AWQ and SmoothQuant change norms).",
     ),
 ]
 ReplaceScalesOption = Annotated[
-    bool, typer.Option("--replace-scales", help="Replace the KV scales that MODEL has.")
+    bool, Option("--replace-scales", help="Replace the KV scales that MODEL has.")
 ]
 
 DataOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--data",
         metavar="SPEC",
         help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk[:SPLIT], "
@@ -122,46 +119,38 @@ DataOption = Annotated[
 ]
 TextColumnOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--text-column",
         metavar="NAME",
         help="Column of the rows to read: text, messages or token ids. Default: the first of text, "
         "messages, ... that there is.",
     ),
 ]
-SAMPLES = typer.Option(
-    "--samples", metavar="N", min=1, help="Number of sequences; default 512.", show_default=False
-)
+SAMPLES = Option("--samples", metavar="N", least=1, help="Number of sequences; default 512.")
 SeqLenOption = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--seq-len",
         metavar="L",
-        min=2,
+        least=2,
         help="Tokens per sequence; default 2048, or the model's maximum if smaller.",
     ),
 ]
-BATCH_SIZE = typer.Option(
-    "--batch-size", metavar="B", min=1, help="Sequences per batch; default 1.", show_default=False
-)
+BATCH_SIZE = Option("--batch-size", metavar="B", least=1, help="Sequences per batch; default 1.")
 NoPackOption = Annotated[
     bool,
-    typer.Option(
-        "--no-pack", help="One text per sequence, truncated or padded; padding is masked."
-    ),
+    Option("--no-pack", help="One text per sequence, truncated or padded; padding is masked."),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Device to compute on.")
+    str, Option("--device", metavar="auto|cpu|cuda[:i]", help="Device to compute on.")
 ]
 DtypeOption = Annotated[
     str,
-    typer.Option(
-        "--dtype", metavar="auto|float32|bfloat16|float16", help="Data type to compute in."
-    ),
+    Option("--dtype", metavar="auto|float32|bfloat16|float16", help="Data type to compute in."),
 ]
 DeviceMapOption = Annotated[
     str | None,
-    typer.Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
+    Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
 ]
 _UNITS_GIB = {"": 1.0, "m": 2.0**-10, "g": 1.0, "t": 2.0**10}
 _SIZE = re.compile(
@@ -173,13 +162,13 @@ def read_gib(text: str) -> float:
     """Read a size: `24`, `24GiB` and `24G` are 24 GiB, `500M` is 500 MiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise typer.BadParameter(f"{text!r} is no size such as 24, 24GiB or 500M")
+        raise UsageError(f"--memory {text}: is no size such as 24, 24GiB or 500M")
     return float(found["number"]) * _UNITS_GIB[found["unit"].lower()]
 
 
 MemoryOption = Annotated[
     float | None,
-    typer.Option(
+    Option(
         "--memory",
         metavar="GIB",
         parser=read_gib,
@@ -211,5 +200,5 @@ def split_names(values: Sequence[str] | None) -> list[str] | None:
         return None
     names = [name.strip() for value in values for name in value.split(",")]
     if not any(names):
-        raise typer.BadParameter("--format: no name given")
+        raise UsageError("--format: no name given")
     return list(dict.fromkeys(name for name in names if name))

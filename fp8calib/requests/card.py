@@ -1,4 +1,4 @@
-"""The settings of `fp8calib card`: its options, not yet resolved."""
+"""The request of `fp8calib card`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import JsonOption
+from fp8calib.requests.options import Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardSettings:
-    """The command line."""
+class CardRequest:
+    """Write a model card into a folder: figures of loss, engines, commands and hashes.
+
+    Example: fp8calib card llama-fp8/fp8-dynamic --base-model meta-llama/Llama-3.1-8B-Instruct
+    """
 
     folder: Annotated[
         Path,
-        typer.Argument(
+        Option(
             metavar="DIR", help="An FP8 checkpoint, an overlay, or a folder of files of KV scales."
         ),
     ]
     verify_reports: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--verify-report",
             metavar="JSON",
             help="What `verify --json` printed about DIR; repeat for more. The report of `auto` is "
@@ -32,7 +33,7 @@ class CardSettings:
     ] = None
     base_model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--base-model",
             metavar="ORG/NAME",
             help="Hub id of the unquantized model; default: the one in a report.",
@@ -40,21 +41,20 @@ class CardSettings:
     ] = None
     repo: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--repo", metavar="ORG/NAME", help="Hub id that DIR is published under, for commands."
         ),
     ] = None
     quantized_by: Annotated[
         str | None,
-        typer.Option("--quantized-by", metavar="NAME", help="Who made it, for the front matter."),
+        Option("--quantized-by", metavar="NAME", help="Who made it, for the front matter."),
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--model",
             metavar="MODEL",
             help="The unquantized model, whose layers are checked; files of scales need it.",
         ),
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace DIR/README.md.")] = False
-    as_json: JsonOption = False
+    force: Annotated[bool, Option("--force", help="Replace DIR/README.md.")] = False

@@ -1,4 +1,4 @@
-"""The settings of `fp8calib export`: its options, not yet resolved."""
+"""The request of `fp8calib export`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import (
+from fp8calib.requests.options import Option
+from fp8calib.requests.shared import (
     BaseOption,
     FallbackOption,
     ForceOption,
     FormatOption,
     Fp8DtypeOption,
-    JsonOption,
     OtherWeightsOption,
     QueryScaleOption,
     ReplaceScalesOption,
@@ -24,18 +22,19 @@ from fp8calib.cli.option_types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportSettings:
-    """The command line."""
+class ExportRequest:
+    """Write the scales of a calibration in other formats or for other tensor-parallel degrees.
 
-    stats: Annotated[
-        Path, typer.Argument(metavar="STATS", help="stats.safetensors of a calibration.")
-    ]
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder.")]
+    Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
+    """
+
+    stats: Annotated[Path, Option(metavar="STATS", help="stats.safetensors of a calibration.")]
+    out: Annotated[Path, Option("--out", metavar="DIR", help="Output folder.")]
     formats: FormatOption = None
     tp: TpOption = None
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--model",
             metavar="MODEL",
             help="The calibrated model, or a quantized checkpoint of it (of which an overlay keeps "
@@ -51,7 +50,7 @@ class ExportSettings:
     query_scale: QueryScaleOption = None
     with_weights: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--with-weights",
             help="With --format rfc and --model: also write the FP8 weights of every rank. MODEL "
             "may then be int4 (compressed-tensors, symmetric, one scale per tensor), and the JSON "
@@ -59,4 +58,3 @@ class ExportSettings:
         ),
     ] = False
     force: ForceOption = False
-    as_json: JsonOption = False

@@ -1,21 +1,22 @@
-"""The settings of `fp8calib verify`: its options, not yet resolved."""
+"""The request of `fp8calib verify`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import (
+from fp8calib.engines.registry import list_emulated
+from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.requests.options import Option
+from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,
     DataOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
-    JsonOption,
     MemoryOption,
     NoPackOption,
     RevisionOption,
@@ -24,31 +25,29 @@ from fp8calib.cli.option_types import (
     TextColumnOption,
     TrustOption,
 )
-from fp8calib.engines.registry import list_emulated
-from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.fp8.schemes import SCHEMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifySettings:
-    """The command line."""
+class VerifyRequest:
+    """Compare a model with its FP8 emulation on the same text.
+
+    Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
+    """
 
     model: RunModel
     scales: Annotated[
         list[str],
-        typer.Option(
+        Option(
             "--scales",
             metavar="PATH",
-            default_factory=list,
-            show_default=False,
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
-    ]
+    ] = field(default_factory=list)
     data: DataOption = None
     text_column: TextColumnOption = None
     engine: Annotated[
         str,
-        typer.Option(
+        Option(
             "--engine",
             metavar="NAME[==VERSION]",
             help=f"Engine to emulate: {', '.join(list_emulated())}.",
@@ -56,7 +55,7 @@ class VerifySettings:
     ] = "vllm"
     scheme: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--scheme",
             metavar="|".join(SCHEMES),
             help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
@@ -64,18 +63,18 @@ class VerifySettings:
     ] = None
     rule_names: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--rules",
             metavar="NAME,...",
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Also quantize one layer at a time.")
+        bool, Option("--sensitivity", help="Also quantize one layer at a time.")
     ] = False
     fp8_dtype: Annotated[
         str,
-        typer.Option(
+        Option(
             "--fp8-dtype",
             metavar="|".join(FP8_FORMATS),
             help="FP8 format for statistics and scale 1.0.",
@@ -87,31 +86,29 @@ class VerifySettings:
     no_pack: NoPackOption = False
     gate: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--gate",
             metavar="kv|w8a8|FILE",
             help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
         ),
     ] = None
-    strict: Annotated[
-        bool, typer.Option("--strict", help="With --gate, a warning exits with 8 too.")
-    ] = False
+    strict: Annotated[bool, Option("--strict", help="With --gate, a warning exits with 8 too.")] = (
+        False
+    )
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE.html", help="Write an HTML page with plots."),
+        Option("--report", metavar="FILE.html", help="Write an HTML page with plots."),
     ] = None
     dump: Annotated[
         Path | None,
-        typer.Option(
-            "--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."
-        ),
+        Option("--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."),
     ] = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the files of --report and --dump.")
-    ] = False
+    force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
+        False
+    )
     task_names: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--tasks",
             metavar="NAME,...",
             help="Also run these tasks of lm-evaluation-harness; a task may be a YAML file.",
@@ -119,13 +116,13 @@ class VerifySettings:
     ] = None
     limit: Annotated[
         int | None,
-        typer.Option(
-            "--limit", metavar="N", min=1, help="Run only the first N documents of each task."
+        Option(
+            "--limit", metavar="N", least=1, help="Run only the first N documents of each task."
         ),
     ] = None
     server: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--server",
             metavar="URL",
             help="Also score a running vLLM, SGLang or TGI server, and name the candidate that "
@@ -134,44 +131,40 @@ class VerifySettings:
     ] = None
     server_model: Annotated[
         str | None,
-        typer.Option(
-            "--server-model", metavar="NAME", help="The model's name there, if it has several."
-        ),
+        Option("--server-model", metavar="NAME", help="The model's name there, if it has several."),
     ] = None
     server_kind: Annotated[
         str | None,
-        typer.Option(
-            "--server-kind", metavar="NAME", help="vllm, sglang or tgi. Default: recognised."
-        ),
+        Option("--server-kind", metavar="NAME", help="vllm, sglang or tgi. Default: recognised."),
     ] = None
     server_logprobs: Annotated[
         int,
-        typer.Option(
+        Option(
             "--server-logprobs",
             metavar="K",
-            min=0,
+            least=0,
             help="Most likely tokens to ask for at each position; more give a better bound of the "
             "KL divergence, and longer answers.",
         ),
     ] = 1
     server_concurrency: Annotated[
         int,
-        typer.Option(
-            "--server-concurrency", metavar="N", min=1, max=256, help="Requests sent at once."
+        Option(
+            "--server-concurrency", metavar="N", least=1, most=256, help="Requests sent at once."
         ),
     ] = 4
     server_timeout: Annotated[
         float,
-        typer.Option(
+        Option(
             "--server-timeout",
             metavar="SECONDS",
-            min=1.0,
+            least=1.0,
             help="The longest wait for one sequence. After half of it, the sequence is sent again.",
         ),
     ] = 600.0
     sampled: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--sampled",
             help="Let the unquantized model continue the beginning of every sequence, and score "
             "that text: it gives estimates of the server's KL divergence.",
@@ -179,7 +172,7 @@ class VerifySettings:
     ] = False
     reference_server: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--reference-server",
             metavar="URL",
             help="A server of the unquantized model, which --server is compared with. Its API key: "
@@ -188,7 +181,7 @@ class VerifySettings:
     ] = None
     reference_server_model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--reference-server-model",
             metavar="NAME",
             help="The model's name there, if it has several.",
@@ -196,7 +189,7 @@ class VerifySettings:
     ] = None
     reference_dump: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--reference-dump",
             metavar="FILE",
             help="What --dump wrote of the same text on another machine; nothing is computed here.",
@@ -206,12 +199,11 @@ class VerifySettings:
     dtype: DtypeOption = "auto"
     device_map: DeviceMapOption = None
     memory: MemoryOption = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and exit: run nothing.")
-    ] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and exit: run nothing.")] = (
+        False
+    )
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
-    as_json: JsonOption = False
 
     @property
     def rules(self) -> tuple[str, ...]:

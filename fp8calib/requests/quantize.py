@@ -1,4 +1,4 @@
-"""The settings of `fp8calib quantize`: its options, not yet resolved."""
+"""The request of `fp8calib quantize`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import (
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.dialects.fp8.registry import list_written
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
+from fp8calib.requests.options import Option
+from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,
     DataOption,
     DtypeOption,
     ForceOption,
-    JsonOption,
     MemoryOption,
     NoPackOption,
     RevisionOption,
@@ -24,10 +26,6 @@ from fp8calib.cli.option_types import (
     TrustOption,
     UnquantizedModel,
 )
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import list_written
-from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
 
 _OF_TEXT = (
     "data",
@@ -55,13 +53,16 @@ def _describe_dialects() -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeSettings:
-    """The command line."""
+class QuantizeRequest:
+    """Write an FP8 checkpoint shard by shard, without loading the model.
+
+    Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
+    """
 
     model: UnquantizedModel
     scheme: Annotated[
         str,
-        typer.Option(
+        Option(
             "--scheme",
             metavar="|".join(SCHEMES),
             help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
@@ -69,11 +70,11 @@ class QuantizeSettings:
         ),
     ]
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Output folder of the FP8 checkpoint.")
+        Path, Option("--out", metavar="DIR", help="Output folder of the FP8 checkpoint.")
     ]
     rounding: Annotated[
         str,
-        typer.Option(
+        Option(
             "--rounding",
             metavar=f"{NEAREST}|{GPTQ}",
             help=f"How weights are rounded: {NEAREST}, or {GPTQ}, which runs text through the "
@@ -91,7 +92,7 @@ class QuantizeSettings:
     no_pack: NoPackOption = False
     stats: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--stats",
             metavar="STATS",
             help="Statistics of a calibration, for the scales of inputs, K and V.",
@@ -99,7 +100,7 @@ class QuantizeSettings:
     ] = None
     dialect: Annotated[
         str,
-        typer.Option(
+        Option(
             "--format",
             metavar="|".join(dialect.name for dialect in list_written()),
             help=f"{', '.join(_describe_dialects())}.",
@@ -107,7 +108,7 @@ class QuantizeSettings:
     ] = COMPRESSED_TENSORS.name
     layer_scheme: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--layer-scheme",
             metavar="PATTERN=SCHEME",
             help="Another scheme for the linears that a pattern like those of --ignore matches; "
@@ -116,7 +117,7 @@ class QuantizeSettings:
     ] = None
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--ignore",
             metavar="PATTERN",
             help="Leave a module and its submodules unquantized: a path, a glob, or re: and a "
@@ -126,17 +127,16 @@ class QuantizeSettings:
     ] = None
     power_of_two_scales: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--power-of-two-scales/--no-power-of-two-scales",
             help="With fp8-block: round weight scales up to powers of two, as vLLM's DeepGEMM "
             "does at load on Hopper and Blackwell. Then it need not quantize the weights again. "
             f"On with --rounding {GPTQ}, off with {NEAREST}.",
-            show_default=False,
         ),
     ] = None
     no_shared_scales: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--no-shared-scales",
             help="With scales per tensor: give q, k and v, and gate and up, a weight scale each, "
             "and every expert its own input scale.",
@@ -144,21 +144,21 @@ class QuantizeSettings:
     ] = False
     allow_unservable: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--allow-unservable",
             help="Write the checkpoint even if vLLM, SGLang, TGI and transformers cannot load it.",
         ),
     ] = False
     dequantize: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dequantize",
             help="Accept a MODEL with FP8 weights: dequantize them first.",
         ),
     ] = False
     device: Annotated[
         str,
-        typer.Option(
+        Option(
             "--device",
             metavar="auto|cpu|cuda[:i]",
             help="Device to compute on; auto is the CPU, which is faster than the disk, and with "
@@ -169,18 +169,17 @@ class QuantizeSettings:
     memory: MemoryOption = None
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the plan of --rounding gptq and exit."),
+        Option("--dry-run", help="Print the plan of --rounding gptq and exit."),
     ] = False
     resume: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--resume", help="Continue an interrupted run after its last finished shard or layer."
         ),
     ] = False
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
     force: ForceOption = False
-    as_json: JsonOption = False
 
     @property
     def layer_schemes(self) -> dict[str, str]:

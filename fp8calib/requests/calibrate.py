@@ -1,4 +1,4 @@
-"""The settings of `fp8calib calibrate`: its options, not yet resolved."""
+"""The request of `fp8calib calibrate`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import (
+from fp8calib.requests.options import Option
+from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,
     DataOption,
@@ -19,7 +18,6 @@ from fp8calib.cli.option_types import (
     ForceOption,
     FormatOption,
     Fp8DtypeOption,
-    JsonOption,
     MemoryOption,
     NoPackOption,
     QueryScaleOption,
@@ -35,15 +33,18 @@ from fp8calib.cli.option_types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateSettings:
-    """The command line."""
+class CalibrateRequest:
+    """Run calibration text through a model and write FP8 scales that engines load.
+
+    Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
+    """
 
     model: RunModel
     data: DataOption = None
     text_column: TextColumnOption = None
     recipe: Annotated[
         str,
-        typer.Option(
+        Option(
             "--recipe",
             metavar="NAME|FILE",
             help="What to observe and write; see `fp8calib recipes`.",
@@ -51,7 +52,7 @@ class CalibrateSettings:
     ] = "kv"
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8calib."),
+        Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8calib."),
     ] = None
     formats: FormatOption = None
     tp: TpOption = None
@@ -61,7 +62,7 @@ class CalibrateSettings:
     no_pack: NoPackOption = False
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="S", help="Seed for mixing weighted data specs."),
+        Option("--seed", metavar="S", help="Seed for mixing weighted data specs."),
     ] = None
     rule: RuleOption = None
     fallback: FallbackOption = None
@@ -72,14 +73,14 @@ class CalibrateSettings:
     device_map: DeviceMapOption = None
     memory: MemoryOption = None
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and exit: run and write nothing.")
+        bool, Option("--dry-run", help="Print the plan and exit: run and write nothing.")
     ] = False
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted or killed run.")
-    ] = False
+    resume: Annotated[bool, Option("--resume", help="Continue an interrupted or killed run.")] = (
+        False
+    )
     shard: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--shard",
             metavar="I/N",
             help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
@@ -89,7 +90,6 @@ class CalibrateSettings:
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
     force: ForceOption = False
-    as_json: JsonOption = False
 
     @property
     def ignorable(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The settings of `fp8calib auto`: its options, not yet resolved."""
+"""The request of `fp8calib auto`, as it is asked: nothing is resolved yet."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fp8calib.cli.option_types import (
+from fp8calib.engines.registry import list_emulated_and_replayed
+from fp8calib.requests.options import Option
+from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,
     DataOption,
@@ -16,7 +16,6 @@ from fp8calib.cli.option_types import (
     DeviceOption,
     DtypeOption,
     ForceOption,
-    JsonOption,
     MemoryOption,
     NoPackOption,
     RevisionOption,
@@ -25,19 +24,24 @@ from fp8calib.cli.option_types import (
     TrustOption,
     UnquantizedModel,
 )
-from fp8calib.engines.registry import list_emulated_and_replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoSettings:
-    """The command line."""
+class AutoRequest:
+    """Choose how a model becomes FP8 from its own figures, write it, verify and check it.
+
+    Exit code 0 only if what was written passes the gate when it is read back; else 8, or 9 where
+    there is too little text to tell.
+
+    Example: fp8calib auto HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl --engine vllm
+    """
 
     model: UnquantizedModel
     data: DataOption = None
     text_column: TextColumnOption = None
     gate: Annotated[
         str,
-        typer.Option(
+        Option(
             "--gate",
             metavar="w8a8|kv",
             help="What becomes FP8, and the gate that it has to pass: weights, inputs and KV cache "
@@ -46,7 +50,7 @@ class AutoSettings:
     ] = "w8a8"
     engine: Annotated[
         str,
-        typer.Option(
+        Option(
             "--engine",
             metavar="NAME[==VERSION]",
             help=f"The engine that has to serve it: {', '.join(list_emulated_and_replayed())}.",
@@ -54,7 +58,7 @@ class AutoSettings:
     ] = "vllm"
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8."),
+        Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8."),
     ] = None
     samples: Annotated[int, SAMPLES] = 512
     seq_len: SeqLenOption = None
@@ -66,11 +70,10 @@ class AutoSettings:
     memory: MemoryOption = None
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan; run and write nothing.")
-    ] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")] = (
+        False
+    )
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run from its statistics.")
+        bool, Option("--resume", help="Continue an interrupted run from its statistics.")
     ] = False
     force: ForceOption = False
-    as_json: JsonOption = False

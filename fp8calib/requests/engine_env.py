@@ -1,0 +1,23 @@
+"""The request of `fp8calib engine-env`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.requests.options import Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEnvRequest:
+    """Make an environment with an engine for check --run, and print the path of its Python.
+
+    Example: fp8calib engine-env vllm==0.32
+    """
+
+    engine: Annotated[str, Option(metavar="ENGINE==VERSION", help="Such as vllm==0.32, for CPU.")]
+    folder: Annotated[
+        Path | None,
+        Option("--dir", metavar="DIR", help="Where environments are kept; default a cache."),
+    ] = None

@@ -1,0 +1,24 @@
+"""The request of `fp8calib merge`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.requests.options import Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRequest:
+    """Join the statistics of all shards of a calibration.
+
+    Example: fp8calib merge one/stats.safetensors two/stats.safetensors --out stats.safetensors
+    """
+
+    shards: Annotated[
+        list[Path],
+        Option(metavar="STATS...", help="stats.safetensors of every shard, or its output folder."),
+    ]
+    out: Annotated[Path, Option("--out", metavar="STATS", help="Output file.")]
+    force: Annotated[bool, Option("--force", help="Replace older statistics.")] = False

@@ -1,0 +1,29 @@
+"""The request of `fp8calib show`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.requests.options import Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowRequest:
+    """Print what stands out in a file of statistics or scales, or tables of it.
+
+    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors --kv
+    """
+
+    file: Annotated[
+        Path,
+        Option(
+            metavar="STATS|SCALES",
+            help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
+        ),
+    ]
+    everything: Annotated[
+        bool, Option("--all", help="Print every table instead of what stands out.")
+    ] = False
+    kv: Annotated[bool, Option("--kv", help="Print the table of K, V and q.")] = False

@@ -1,0 +1,64 @@
+"""What `extract-kv-scales` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
+from fp8calib.overview import Overview, WithOverview
+
+Numbers = float | tuple[float, ...]
+"""One number, or one for each rank or head."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExtractedLayer(_Record):
+    """The scales of a layer as written."""
+
+    layer: int
+    module: str
+    k: Numbers
+    v: Numbers
+    q: Numbers | None = None
+
+
+class BeforeAfter(_Record):
+    """Sizes in bytes without and with FP8."""
+
+    before: int
+    after: int
+
+
+class ExtractResult(WithOverview, _Record):
+    """The scales that were written, and who serves them: what `--json` prints."""
+
+    save_path: Path
+    files: tuple[str, ...]
+    """Relative to `save_path`, sorted."""
+    dialect: str
+    """Of the source."""
+    source_dtype: str
+    format: str
+    fp8_dtype: str
+    tp: int | tuple[int, ...]
+    taken_from: tuple[str, ...]
+    """The source's files, each as folder and file name."""
+    layers: tuple[ExtractedLayer, ...]
+    notes: tuple[str, ...]
+    kv_bytes_per_token: BeforeAfter
+    serving: tuple[ServingCommand, ...]
+    limitations: tuple[Limitation, ...]
+    other_engines: tuple[BriefServing, ...]
+
+    def overview(self) -> Overview:
+        """Summarize what was written."""
+        return Overview(
+            title=f"{self.format} in {self.save_path}: {len(self.layers)} layers of "
+            f"{self.dialect} scales",
+            notes=[*self.notes, *(f"{each.engine}: {each.command}" for each in self.serving)],
+        )
