@@ -20,7 +20,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
-from fp8calib.model.stored_parameters import find_absent, tied_names
+from fp8calib.model.stored_parameters import find_absent, find_leftovers, tied_names
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
@@ -47,7 +47,8 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     source = _make_source(folder, config)
     skeleton = _build(source)
     checkpoint = _open_leniently(folder)
-    names = _find_names(skeleton, checkpoint)
+    weights = _map_weights(skeleton, checkpoint)
+    names = _find_names(skeleton, weights)
     dtype = _find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
@@ -56,6 +57,8 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
             "matrices": _list_matrices(skeleton, names),
             "tied": _list_tied(skeleton, names),
             "parameters": _list_parameters(skeleton, names),
+            "leftovers": tuple(find_leftovers(skeleton, weights)),
+            "renamed": tuple(weights.find_renamed()),
         }
         return geometry.model_copy(update=shapes)
     except Fp8CalibError:
@@ -150,14 +153,20 @@ def _open_leniently(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files=files, index=None)
 
 
-def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> dict[str, str]:
+def _map_weights(skeleton: LoadedModel, checkpoint: Checkpoint) -> WeightSource:
+    try:
+        return WeightSource(skeleton, checkpoint)
+    except Exception as error:
+        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
+
+
+def _find_names(skeleton: LoadedModel, weights: WeightSource) -> dict[str, str]:
     """Name the tensor of each parameter that is one whole tensor, or that no tensor fills."""
     try:
-        weights = WeightSource(skeleton, checkpoint)
         absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
         return absent | dict(weights.single_tensors)
     except Exception as error:
-        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
+        raise _unusable(weights.source.folder, error, kind=ModelError) from error
 
 
 def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:

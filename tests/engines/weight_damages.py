@@ -222,7 +222,7 @@ def drop_format(config: Config, _: Tensors) -> None:
         group.pop("format", None)
 
 
-REFUSED, MISREAD, FINE = "refused", "misread", "ok"
+REFUSED, MISREAD, FINE, UNKNOWN = "refused", "misread", "ok", "unknown"
 NO_PARAMETER = (REFUSED, "has no parameter in vLLM")
 IGNORED = (FINE, "has no parameter in SGLang, which ignores it")
 UNEXPECTED = (FINE, "reports it UNEXPECTED")
@@ -461,8 +461,8 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a layer too many": Damage(
         edit=add_layer,
-        vllm=(REFUSED, "is in a layer that the model does not have"),
-        sglang=(FINE, ""),
+        vllm=(UNKNOWN, "is not in the model's class"),
+        sglang=(UNKNOWN, "is not in the model's class"),
         transformers=(FINE, ""),
     ),
     "no format": Damage(

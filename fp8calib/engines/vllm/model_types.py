@@ -159,6 +159,9 @@ ADDED_ROOTS: Mapping[str, str] = {
 }
 """The roots that native types add to a name without one (`mistral.py`, `opt.py`, `bloom.py`,
 `gpt2.py`)."""
+TIED_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3n_text")
+"""Types whose class takes the embedding for the output layer, or stops, where config.json unties
+them (gemma2, gemma3_text and gemma3n_text: run; gemma: read)."""
 SKIPPED_ROOTS: Mapping[str, str] = {
     **dict.fromkeys(("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "mtp."),
     **dict.fromkeys(("cohere", "cohere2"), "lm_head."),

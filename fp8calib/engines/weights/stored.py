@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,30 +112,10 @@ def list_groups(
             experts[expert[0]].append((expert[1], expert[2]))
         else:
             plain.append(module)
-    is_surplus = _make_surplus_test(known, geometry)
-    for group in (
-        *_group_plain(plain, known, linears, beside),
-        *_group_experts(experts, _count_experts(experts, known, geometry), beside),
-        *_group_stacks(tensors),
-        *_group_tied(tensors, geometry),
-    ):
-        yield replace(group, is_surplus=True) if is_surplus(group.path) else group
-
-
-def _make_surplus_test(
-    known: Mapping[str, Linear], geometry: ModelGeometry
-) -> Callable[[str], bool]:
-    """Make the test whether a path is in a decoder layer that the model does not have."""
-    first = _LAYER.match(next(iter(known), ""))
-    if first is None:
-        return lambda _: False
-    number = len(geometry.layers) + geometry.num_draft_layers
-
-    def is_surplus(path: str) -> bool:
-        found = _LAYER.match(path)
-        return found is not None and found[1] == first[1] and int(found[2]) >= number
-
-    return is_surplus
+    yield from _group_plain(plain, known, linears, beside)
+    yield from _group_experts(experts, _count_experts(experts, known, geometry), beside)
+    yield from _group_stacks(tensors)
+    yield from _group_tied(tensors, geometry)
 
 
 def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
