@@ -24,6 +24,8 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.completeness import (
+    describe_paths,
+    find_wrong_values,
     list_index_problems,
     list_opened_tensors,
     list_parameter_faults,
@@ -52,7 +54,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
 _STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
-_RUN_HINT = "; add --run"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 
 
@@ -70,6 +71,7 @@ class WeightReplay:
         self._geometry = geometry
         self._problem = ""
         self._odd: LoadVerdict | None = None
+        self._wrong = find_wrong_values(folder, geometry) if folder.is_on_disk else None
         self._unusual = ""
         self._faults: list[WeightFault] = []
         self._weights: QuantizedWeights | None = None
@@ -82,6 +84,7 @@ class WeightReplay:
         self._opens_consolidated = (
             f"vLLM prefers {shorten(consolidated[0])} to the other files" if consolidated else ""
         )
+        self._paths = describe_paths(folder)
         if (stack := _find_stack(self._tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
         matrices = _list_matrices(self._tensors)
@@ -177,21 +180,28 @@ class WeightReplay:
                 verdict = LoadVerdict(status=status, why=found.why, fix=found.fix)
                 report = report.model_copy(update={"weights": verdict})
                 break
-        if report.weights is None and self._odd is not None:
-            report = report.model_copy(update={"weights": self._odd})
+        report = self._add_shared(report)
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
         is_vllm = engine.name == "vllm"
         if report.weights is None:
             reasons = [fault.why for fault in own if fault.effect is Effect.UNKNOWN]
             reasons += [self._opens_consolidated] if is_vllm else []
-            hint = _RUN_HINT if is_vllm else ""
+            rules = engine.parameter_rules
+            reasons += [self._paths] if rules is not None and rules.doubts_names else []
             every = (*reasons, self._problem)
-            report = report.doubt(*(f"weights: {each}{hint}" for each in every if each))
+            report = report.doubt(*(f"weights: {each}{engine.run_hint}" for each in every if each))
         notes += self._index_problems
         if engine.make_linear_loader is None and self._weights is not None:
             notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
         report = self._suspect(report)
         return report.add_problems(*(f"weights: {why}" for why in notes))
+
+    def _add_shared(self, report: EngineReport) -> EngineReport:
+        """Add what is wrong in every engine."""
+        shared = self._wrong or self._odd
+        if report.weights is not None or shared is None:
+            return report
+        return report.model_copy(update={"weights": shared})
 
     def _suspect(self, report: EngineReport) -> EngineReport:
         return report.suspect(f"weights: {self._unusual}") if self._unusual else report
@@ -205,9 +215,7 @@ class WeightReplay:
             why = f"{shorten(name)} holds {bad[name]}"
             verdict = LoadVerdict(status=Status.MISREAD, why=why, fix="quantize the model again")
             report = report.model_copy(update={"weights": verdict})
-        if report.weights is None and self._odd is not None:
-            report = report.model_copy(update={"weights": self._odd})
-        report = self._suspect(report)
+        report = self._suspect(self._add_shared(report))
         return report.add_problems(*(f"weights: {why}" for why in self._index_problems))
 
 

@@ -53,18 +53,24 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
-        shapes = {
+        shapes: dict[str, object] = {
             "matrices": _list_matrices(skeleton, names),
             "tied": _list_tied(skeleton, names),
             "parameters": _list_parameters(skeleton, names),
-            "leftovers": tuple(find_leftovers(skeleton, weights)),
-            "renamed": tuple(weights.find_renamed()),
         }
+        if type(skeleton).__name__ in str(config.get("architectures")) or not _is_wrapped(source):
+            shapes["leftovers"] = tuple(find_leftovers(skeleton, weights))
+            shapes["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=shapes)
     except Fp8CalibError:
         raise
     except Exception as error:
         raise _unusable(folder, error, kind=ModelError) from error
+
+
+def _is_wrapped(source: ModelSource) -> bool:
+    """Check whether a checkpoint may hold towers and names that the text model does not have."""
+    return source.config.get_text_config() is not source.config
 
 
 def _build(source: ModelSource) -> LoadedModel:
@@ -99,11 +105,29 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         _check_sizes(folder, section)
     if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
         raise _unusable(folder, ValueError(f"{key} is 0"))
+    for section in (plain, *(each for each in plain.values() if isinstance(each, dict))):
+        _complete(section)
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
     except Exception as error:
         raise _unusable(folder, error) from error
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
+
+
+def _complete(section: dict[str, Any]) -> None:
+    """Replace what engines read otherwise than transformers.
+
+    vLLM 0.32.0 (run) takes `head_dim: null` for the hidden size by heads, and serves a model in 16
+    bits whose dtype is FP8.
+    """
+    hidden, heads = section.get("hidden_size"), section.get("num_attention_heads")
+    if section.get("head_dim", 0) is None:
+        del section["head_dim"]
+        if type(hidden) is int and type(heads) is int and heads > 0:
+            section["head_dim"] = hidden // heads
+    for key in ("dtype", "torch_dtype"):
+        if "float8" in str(section.get(key)):
+            section[key] = "bfloat16"
 
 
 def _restore_floats(value: object) -> Any:

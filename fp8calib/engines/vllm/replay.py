@@ -321,11 +321,6 @@ def _note_gpus(context: LoadContext, method: KvMethod, release: Release, *, per_
     is_compressed = method is KvMethod.COMPRESSED_TENSORS
     if context.scales and is_compressed and release.lacks_float_scales:
         context.problems.append(_NEEDS_FLOAT_SCALES)
-    if context.scales and is_compressed and release.has_own_parameters:
-        context.problems.append(
-            "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
-            "clip there above 240/448 of the calibrated range"
-        )
 
 
 def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> None:

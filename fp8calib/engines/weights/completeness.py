@@ -6,18 +6,23 @@ does with a difference is a record of the engine (`ParameterRules`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
+
+import torch
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_companions
-from fp8calib.dialects.kv.parse_names import is_of_draft_layer
+from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import LoadVerdict, Status
 from fp8calib.engines.weights.faults import WeightFault
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, Fit, Shape
 from fp8calib.engines.weights.weight_rule import Effect, Opened, Outcome, ParameterRules
@@ -62,7 +67,7 @@ def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[
     Some folders contain the same weights again, under other names, in files that the index does not
     name.
     """
-    weight_map = _read_weight_map(folder)
+    weight_map = folder.indexed
     named = set(folder.tensors) if weight_map is None else set(weight_map.values())
     if opened is Opened.ALL:
         skipped = _NOT_OPENED_BY_TGI
@@ -77,16 +82,9 @@ def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[
     }
 
 
-def _read_weight_map(folder: ScaleFolder) -> dict[str, str] | None:
-    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
-    if not isinstance(weight_map, dict):
-        return None
-    return {name: file for name, file in weight_map.items() if isinstance(file, str)}
-
-
 def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
     """Say where the index and the files differ: tensors, and files with weights of the model."""
-    weight_map = _read_weight_map(folder)
+    weight_map = folder.indexed
     if weight_map is None:
         return []
     lost = [
@@ -115,6 +113,64 @@ def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[st
                 "opens it, other engines do not"
             )
     return problems
+
+
+def describe_paths(folder: ScaleFolder) -> str:
+    """Say where the index names files by paths, which engines compare as texts; else empty."""
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    named = weight_map.values() if isinstance(weight_map, dict) else ()
+    path = next((each for each in named if isinstance(each, str) and os.sep in each), "")
+    return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""
+
+
+def find_wrong_values(folder: ScaleFolder, geometry: ModelGeometry) -> LoadVerdict | None:
+    """Find a tensor that a later file replaces, or a norm or bias with NaN or infinity."""
+    opened = list_opened_tensors(folder, Opened.INDEXED)
+    why = _find_replaced(folder, opened) or _find_broken_vector(folder, geometry, opened)
+    fix = "write the checkpoint again, with each tensor once"
+    return LoadVerdict(status=Status.MISREAD, why=why, fix=fix) if why else None
+
+
+def _find_replaced(folder: ScaleFolder, opened: Located) -> str:
+    """Say which tensor a later file replaces by another one; KV scales are judged elsewhere.
+
+    vLLM 0.32.0 and transformers 5.23 keep the last one (run).
+    """
+    files = sorted({file for file, _ in opened.values()})
+    indexed = folder.indexed or {}
+    for first, last in combinations(files, 2):
+        for name in folder.tensors[first].keys() & folder.tensors[last].keys():
+            is_meant = indexed.get(name) == last or parse_name(name) is not None
+            if not is_meant and not _is_equal(folder, name, first, last):
+                where = f"{shorten(first)} and, with other values, in {shorten(last)}"
+                return f"{shorten(name)} is in {where}: the later file wins"
+    return ""
+
+
+def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
+    if len({folder.tensors[file][name].dtype for file in files}) > 1:
+        return False
+    read = []
+    for file in files:
+        with TensorFile(folder.path / file) as opened:
+            read.append(opened.read(name))
+    return read[0].shape == read[1].shape and torch.equal(
+        *(each.view(torch.uint8) for each in read)
+    )
+
+
+def _find_broken_vector(folder: ScaleFolder, geometry: ModelGeometry, opened: Located) -> str:
+    """Say which norm or bias holds no number. The values of matrices are not read."""
+    vectors: dict[str, list[str]] = defaultdict(list)
+    for name, (file, entry) in opened.items():
+        if len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES and name in geometry.parameters:
+            vectors[file].append(name)
+    for file, names in vectors.items():
+        with TensorFile(folder.path / file) as held:
+            for name in names:
+                if not bool(held.read(name).isfinite().all()):
+                    return f"{shorten(name)} holds NaN or infinity"
+    return ""
 
 
 def find_first_fault(
