@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import shorten
+from fp8calib.model.geometry_from_config import restore_floats
 
 _GENERATION = "generation_config.json"
 
@@ -20,7 +21,7 @@ def find_config_fault(config: Mapping[str, object]) -> str:
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return ""
-    return _try(lambda: CONFIG_MAPPING[model_type].from_dict({**config}))
+    return _try(lambda: CONFIG_MAPPING[model_type].from_dict(restore_floats(config)))
 
 
 def list_other_faults(folder: Path, config: Mapping[str, object]) -> Iterator[str]:

@@ -91,7 +91,7 @@ def is_known(config: Mapping[str, object]) -> bool:
 
 def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     try:
-        plain = _restore_floats(without_quantization(config))
+        plain = restore_floats(without_quantization(config))
     except RecursionError as error:
         raise _unusable(folder, ValueError("it is nested too deeply")) from error
     if not is_known(plain):
@@ -130,16 +130,16 @@ def _complete(section: dict[str, Any]) -> None:
             section[key] = "bfloat16"
 
 
-def _restore_floats(value: object) -> Any:
+def restore_floats(value: object) -> Any:
     """Replace the objects that stand for floats by these floats, at any depth."""
     if isinstance(value, list):
-        return [_restore_floats(item) for item in value]
+        return [restore_floats(item) for item in value]
     if not isinstance(value, Mapping):
         return value
     name = value.get("__float__") if len(value) == 1 else None
     if isinstance(name, str) and name in _FLOATS:
         return _FLOATS[name]
-    return {key: _restore_floats(item) for key, item in value.items()}
+    return {key: restore_floats(item) for key, item in value.items()}
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

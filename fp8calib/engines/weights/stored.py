@@ -242,15 +242,15 @@ def _group_experts(
             shapes[projection].update(found_shapes)
             own[path, projection].update(found_shapes)
     for path in dict.fromkeys((*experts, *counts)):
-        found = experts.get(path, ())
-        number = max(counts.get(path, 0), *(number + 1 for number, _ in found), 0)
+        stored = dict.fromkeys(number for number, _ in experts.get(path, ()))
+        numbers = range(counts[path]) if path in counts else stored
         members = (
             StoredLinear(
                 module=f"{path}.{expert}.{projection}",
                 shape=_read_matrix(_find_commonest(own[path, projection] or every)),
                 tensors=beside.get(f"{path}.{expert}.{projection}", {}),
             )
-            for expert in range(number)
+            for expert in numbers
             for projection, every in shapes.items()
         )
         yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
