@@ -150,6 +150,15 @@ def test_a_null_that_transformers_refuses_is_unknown(tmp_path: Path) -> None:
     assert {each.status for each in ask(tmp_path / "x").values()} == {"unknown"}
 
 
+def test_a_gemma_with_an_output_layer_of_its_own_is_unknown_as_quantize_writes_it(
+    tmp_path: Path,
+) -> None:
+    zoo.save("gemma2", tmp_path / "m", tie_word_embeddings=False)
+    fp8calib.quantize(tmp_path / "m", scheme="w8a16", out=tmp_path / "q")
+
+    assert {each.status for each in ask(tmp_path / "q").values()} == {"unknown"}
+
+
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_model_with_other_inputs_is_not_unknown(tmp_path: Path, family: str) -> None:
     text, vision, *_ = MODELS[family]

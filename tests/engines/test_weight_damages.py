@@ -30,6 +30,7 @@ from tests.engines.weight_damages import (
     add,
     copy_damaged,
     exclude,
+    quantize_head,
     remove,
 )
 from tests.quantization.by_hand import run
@@ -204,6 +205,22 @@ def test_linears_that_no_other_is_named_like(
     assert [str(each and each.status) for each in found] == [refused, "refused"]
     path = module.partition(".")[2]  # transformers has another name for the root
     assert all(each and f"{path}.weight" in each.why for each in found)
+
+
+def test_an_output_layer_in_blocks_is_unknown(tmp_path: Path, find_base: FindBase) -> None:
+    """VLLM 0.32.0 stopped at it (AssertionError)."""
+
+    def edit(config: Config, tensors: Tensors) -> None:
+        quantize_head(config, tensors)
+        for group in config["config_groups"].values():
+            group["targets"] = ["Linear", "re:.*lm_head"]
+
+    folder = copy_damaged(find_base((CT, "fp8-block"))[0], tmp_path / "case", edit)
+
+    report = ask(folder, "vllm")
+
+    assert tell(report) == "unknown"
+    assert any("lm_head" in why for why in report.unknown)
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale", "input_scale"])

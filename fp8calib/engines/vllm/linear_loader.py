@@ -30,6 +30,7 @@ from fp8calib.engines.weights.group_schemes import (
     list_strings,
 )
 from fp8calib.engines.weights.linear_loader import (
+    Foreign,
     Found,
     GroupKind,
     LinearGroup,
@@ -95,7 +96,10 @@ class VllmLinearLoader(LinearLoader):
             return Unquantized(why="vLLM does not quantize this linear")
         if self._schemes.method == "quark" and self.creates(group):
             self._require_excluded(self._rename(group))
-        return self._schemes.find(self._rename(group))
+        found = self._schemes.find(self._rename(group))
+        if group.kind is GroupKind.HEAD and getattr(found, "weights", None) is Granularity.BLOCK:
+            return Foreign(why="vLLM stops at an output layer in blocks", effect=Effect.UNKNOWN)
+        return found
 
     def _require_excluded(self, group: LinearGroup) -> None:
         """Check that a Quark config that is for the KV cache alone excludes a group.
