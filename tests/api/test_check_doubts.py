@@ -193,6 +193,18 @@ def test_a_later_file_wins(saved: Path, tmp_path: Path, has_index: bool, is_equa
             assert (report.weights.status, NAME in report.weights.why) == ("misread", True)
 
 
+def test_a_number_in_two_files_is_compared(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(saved, folder)
+    for value, part in enumerate(("a.safetensors", "b.safetensors")):
+        save_file({"number": torch.tensor(float(value))}, folder / part, metadata={"format": "pt"})
+
+    weights = fp8calib.check(folder, engine="vllm").engines["vllm"].weights
+
+    assert weights is not None
+    assert "number is in a.safetensors" in weights.why
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight"])
 def test_a_norm_that_holds_no_number(saved: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "x"

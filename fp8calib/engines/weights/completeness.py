@@ -67,6 +67,14 @@ def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[
     Some folders contain the same weights again, under other names, in files that the index does not
     name.
     """
+    return {
+        name: (file, entry)
+        for file in _list_opened_files(folder, opened)
+        for name, entry in folder.tensors[file].items()
+    }
+
+
+def _list_opened_files(folder: ScaleFolder, opened: Opened) -> list[str]:
     weight_map = folder.indexed
     named = set(folder.tensors) if weight_map is None else set(weight_map.values())
     if opened is Opened.ALL:
@@ -74,12 +82,7 @@ def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[
         named = {each for each in folder.tensors if not any(word in each for word in skipped)}
     elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
         named = {SINGLE_FILE_NAME}
-    return {
-        name: (file, entry)
-        for file, held in folder.tensors.items()
-        if file in named
-        for name, entry in held.items()
-    }
+    return [file for file in folder.tensors if file in named]
 
 
 def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
@@ -126,17 +129,17 @@ def describe_paths(folder: ScaleFolder) -> str:
 def find_wrong_values(folder: ScaleFolder, geometry: ModelGeometry) -> LoadVerdict | None:
     """Find a tensor that a later file replaces, or a norm or bias with NaN or infinity."""
     opened = list_opened_tensors(folder, Opened.INDEXED)
-    why = _find_replaced(folder, opened) or _find_broken_vector(folder, geometry, opened)
+    why = _find_replaced(folder) or _find_broken_vector(folder, geometry, opened)
     fix = "write the checkpoint again, with each tensor once"
     return LoadVerdict(status=Status.MISREAD, why=why, fix=fix) if why else None
 
 
-def _find_replaced(folder: ScaleFolder, opened: Located) -> str:
+def _find_replaced(folder: ScaleFolder) -> str:
     """Say which tensor a later file replaces by another one; KV scales are judged elsewhere.
 
     vLLM 0.32.0 and transformers 5.23 keep the last one (run).
     """
-    files = sorted({file for file, _ in opened.values()})
+    files = sorted(_list_opened_files(folder, Opened.INDEXED))
     indexed = folder.indexed or {}
     for first, last in combinations(files, 2):
         for name in folder.tensors[first].keys() & folder.tensors[last].keys():
@@ -148,15 +151,14 @@ def _find_replaced(folder: ScaleFolder, opened: Located) -> str:
 
 
 def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
-    if len({folder.tensors[file][name].dtype for file in files}) > 1:
+    entries = [folder.tensors[file][name] for file in files]
+    if len({(each.dtype, each.shape) for each in entries}) > 1:
         return False
     read = []
     for file in files:
         with TensorFile(folder.path / file) as opened:
-            read.append(opened.read(name))
-    return read[0].shape == read[1].shape and torch.equal(
-        *(each.view(torch.uint8) for each in read)
-    )
+            read.append(opened.read_bytes(name, 0, entries[0].size_bytes))
+    return torch.equal(*read)
 
 
 def _find_broken_vector(folder: ScaleFolder, geometry: ModelGeometry, opened: Located) -> str:
@@ -283,8 +285,10 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
     absent = {name.removesuffix(".weight") for name in geometry.parameters if name not in tensors}
     for name in geometry.leftovers:
         entry, module = tensors.get(name), name.rpartition(".")[0]
-        is_packed = module in absent or any(name.startswith(f"{each}_") for each in absent)
-        if entry is None or is_companion(name) or is_packed or name.endswith(_SKIPPED):
+        if entry is None or is_companion(name) or name.endswith(_SKIPPED):
+            continue
+        starts = (name[: each.start()] for each in re.finditer("_", name))
+        if module in absent or not absent.isdisjoint(starts):
             continue
         is_expert = split_expert(module) is not None and entry.dtype not in _FORMATS
         is_drafted = _DRAFT in name.split(".") or is_of_draft_layer(geometry, module)
@@ -296,9 +300,9 @@ def _list_surplus_experts(
     geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[str]:
     prefix, counts = _find_decoder(geometry), _count_experts(geometry)
-    for name in tensors:
+    for name in sorted(tensors.keys() - set(geometry.leftovers)):
         expert, layer = split_expert(name.rpartition(".")[0]), _LAYER.match(name)
-        if expert is None or layer is None or layer[1] != prefix or name in geometry.leftovers:
+        if expert is None or layer is None or layer[1] != prefix:
             continue
         if expert[1] >= counts.get(int(layer[2]), expert[1] + 1):
             yield name
