@@ -167,7 +167,7 @@ _PARAMETER_RULES = ParameterRules(
     narrows_experts=True,
     doubts_names=True,
     bare_types=("gpt2",),
-    tied_types=("gemma", "gemma2", "gemma3_text", "gemma3n_text"),
+    tied_types=("gemma", "gemma2", "gemma3_text", "gemma3n_text"),  # not read
 )
 
 

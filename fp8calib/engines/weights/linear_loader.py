@@ -60,10 +60,6 @@ class LinearGroup:
     members: tuple[StoredLinear, ...]
     is_known: bool
     """Whether it is a linear of the decoder layers, which engines create by the config."""
-    is_linear: bool = False
-    """Whether the model has it as a linear, in decoder layers or not."""
-    is_stored: bool = True
-    """Whether anything is stored of the group that it was split from."""
     is_tied: bool = False
     """Whether its weight is that of the embedding."""
 

@@ -140,9 +140,8 @@ def find_weight_fit(
 
 
 def _split(group: LinearGroup) -> Iterator[LinearGroup]:
-    is_stored = any(linear.tensors for linear in group.members)
     for linear in group.members:
-        yield replace(group, path=linear.module, members=(linear,), is_stored=is_stored)
+        yield replace(group, path=linear.module, members=(linear,))
 
 
 def _join(engine: str, findings: list[_Finding]) -> WeightFault:

@@ -159,17 +159,14 @@ def _group_plain(
         if len(members) == len(parts) > 1:
             path = f"{parent}.{FUSED_PATHS[fused]}" if parent else FUSED_PATHS[fused]
             ordered = tuple(members[part] for part in parts)
-            yield _make_group(path, ordered, known, linears)
+            yield _make_group(path, ordered, known)
         else:
             for each in members.values():
-                yield _make_group(each.module, (each,), known, linears)
+                yield _make_group(each.module, (each,), known)
 
 
 def _make_group(
-    path: str,
-    members: tuple[StoredLinear, ...],
-    known: Collection[str],
-    linears: Collection[str],
+    path: str, members: tuple[StoredLinear, ...], known: Collection[str]
 ) -> LinearGroup:
     is_head = path.rpartition(".")[2] in _HEADS
     return LinearGroup(
@@ -177,7 +174,6 @@ def _make_group(
         kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
         members=members,
         is_known=is_head or all(each.module in known for each in members),
-        is_linear=is_head or all(each.module in linears for each in members),
     )
 
 
@@ -290,7 +286,7 @@ def _group_tied(
             head = StoredLinear(
                 module=path, shape=_read_matrix(beside[WEIGHT].shape), tensors=beside
             )
-            group = _make_group(path, (head,), {}, {})
+            group = _make_group(path, (head,), {})
             yield replace(group, kind=GroupKind.HEAD, is_known=True, is_tied=True)
 
 
