@@ -224,6 +224,7 @@ def drop_format(config: Config, _: Tensors) -> None:
 
 REFUSED, MISREAD, FINE, UNKNOWN = "refused", "misread", "ok", "unknown"
 NO_PARAMETER = (REFUSED, "has no parameter in vLLM")
+LEFT_OVER = (UNKNOWN, "is not in the model's class")
 IGNORED = (FINE, "has no parameter in SGLang, which ignores it")
 UNEXPECTED = (FINE, "reports it UNEXPECTED")
 LOWEST = (MISREAD, "is missing beside the FP8 weight: the engine uses -3.4e38")
@@ -365,7 +366,7 @@ DAMAGES: dict[str, Damage] = {
         transformers=UNEXPECTED,
     ),
     "a stray tensor": Damage(
-        edit=add("anything"), vllm=NO_PARAMETER, sglang=IGNORED, transformers=UNEXPECTED
+        edit=add("anything"), vllm=LEFT_OVER, sglang=LEFT_OVER, transformers=UNEXPECTED
     ),
     "a weight scale [1, 1]": Damage(
         edit=reshape("weight_scale", lambda *_: (1, 1)),

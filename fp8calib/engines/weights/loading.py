@@ -206,14 +206,10 @@ def _judge_unquantized(
 def _judge_strays(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, wanted: Iterable[str]
 ) -> Iterator[_Finding]:
-    """Judge the tensors beside a linear that have no parameter; KV scales are judged elsewhere.
-
-    Some linears have parameters of the model's own: a router's `e_score_correction_bias`.
-    """
+    """Judge the scales beside a linear that have no parameter; KV scales are judged elsewhere."""
     for suffix in linear.tensors:
-        if suffix in wanted or "bias" in suffix or parse_name(linear.name(suffix)) is not None:
-            continue
-        if not (loader.creates(group) or _describes_numbers(suffix)):
+        is_judged = suffix in wanted or parse_name(linear.name(suffix)) is not None
+        if is_judged or not _describes_numbers(suffix):
             continue
         if (outcome := loader.judge_stray(group, suffix)) is not None:
             yield _Finding(subject=linear.name(suffix), outcome=outcome, fix=_STRAY_FIX)
