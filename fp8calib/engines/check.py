@@ -29,6 +29,7 @@ from fp8calib.engines.replay.verdicts import (
     Status,
     report_alike,
     report_refusal,
+    report_unknown,
 )
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.errors import UsageError, shorten
@@ -79,6 +80,11 @@ def check_folder(
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         if misfit is not None and engine.splits_heads:
             reports[engine.key] = report_refusal(geometry, misfit)
+            continue
+        if folder.unread:
+            why = f"{folder.unread}{engine.run_hint}"
+            unread = report_unknown(geometry, why)
+            reports[engine.key] = unread.model_copy(update={"asks_for_kv": asks_for_kv})
             continue
         try:
             report = engine.replay_folder(folder, geometry, tp)

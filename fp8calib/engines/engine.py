@@ -127,6 +127,11 @@ class Engine:
         return self.key.partition("==")[0]
 
     @property
+    def run_hint(self) -> str:
+        """The end of a sentence on what only its own loader can tell."""
+        return "; add --run" if self.name == "vllm" else ""
+
+    @property
     def release(self) -> str:
         """Its title and version."""
         return f"{self.title} {self.version}".strip()

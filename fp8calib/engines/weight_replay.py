@@ -11,8 +11,7 @@ from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.dialects.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_companions
-from fp8calib.dialects.kv.parse_names import parse_name
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import judge_weight_scales, note_unusual_weights
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -25,7 +24,8 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.completeness import (
-    are_elsewhere,
+    describe_paths,
+    find_wrong_values,
     list_index_problems,
     list_opened_tensors,
     list_parameter_faults,
@@ -54,7 +54,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
 _STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
-_RUN_HINT = "; add --run"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 
 
@@ -72,6 +71,7 @@ class WeightReplay:
         self._geometry = geometry
         self._problem = ""
         self._odd: LoadVerdict | None = None
+        self._wrong = find_wrong_values(folder, geometry) if folder.is_on_disk else None
         self._unusual = ""
         self._faults: list[WeightFault] = []
         self._weights: QuantizedWeights | None = None
@@ -80,11 +80,11 @@ class WeightReplay:
         self._index_problems = list_index_problems(folder, geometry)
         self._located = list_opened_tensors(folder, Opened.INDEXED)
         self._tensors = {name: entry for name, (_, entry) in self._located.items()}
-        self._surplus = _describe_surplus(self._tensors, geometry)
         consolidated = [file for file in folder.files if file.startswith("consolidated")]
         self._opens_consolidated = (
             f"vLLM prefers {shorten(consolidated[0])} to the other files" if consolidated else ""
         )
+        self._paths = describe_paths(folder)
         if (stack := _find_stack(self._tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
         matrices = _list_matrices(self._tensors)
@@ -152,6 +152,7 @@ class WeightReplay:
             self._geometry,
             opened.located,
             is_quantized=_has_quantization(self._folder),
+            unties=_unties_head(self._folder),
             find_fit=None if loader is None else partial(find_weight_fit, loader, opened.groups),
         )
         if loader is None:
@@ -179,20 +180,28 @@ class WeightReplay:
                 verdict = LoadVerdict(status=status, why=found.why, fix=found.fix)
                 report = report.model_copy(update={"weights": verdict})
                 break
-        if report.weights is None and self._odd is not None:
-            report = report.model_copy(update={"weights": self._odd})
+        report = self._add_shared(report)
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
         is_vllm = engine.name == "vllm"
-        if is_vllm and report.weights is None:
-            reasons = (self._opens_consolidated, self._surplus)
-            report = report.doubt(*(f"weights: {each}{_RUN_HINT}" for each in reasons if each))
-        if self._problem and report.weights is None:
-            report = report.doubt(f"weights: {self._problem}{_RUN_HINT if is_vllm else ''}")
+        if report.weights is None:
+            reasons = [fault.why for fault in own if fault.effect is Effect.UNKNOWN]
+            reasons += [self._opens_consolidated] if is_vllm else []
+            rules = engine.parameter_rules
+            reasons += [self._paths] if rules is not None and rules.doubts_names else []
+            every = (*reasons, self._problem)
+            report = report.doubt(*(f"weights: {each}{engine.run_hint}" for each in every if each))
         notes += self._index_problems
         if engine.make_linear_loader is None and self._weights is not None:
             notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
         report = self._suspect(report)
         return report.add_problems(*(f"weights: {why}" for why in notes))
+
+    def _add_shared(self, report: EngineReport) -> EngineReport:
+        """Add what is wrong in every engine."""
+        shared = self._wrong or self._odd
+        if report.weights is not None or shared is None:
+            return report
+        return report.model_copy(update={"weights": shared})
 
     def _suspect(self, report: EngineReport) -> EngineReport:
         return report.suspect(f"weights: {self._unusual}") if self._unusual else report
@@ -206,41 +215,8 @@ class WeightReplay:
             why = f"{shorten(name)} holds {bad[name]}"
             verdict = LoadVerdict(status=Status.MISREAD, why=why, fix="quantize the model again")
             report = report.model_copy(update={"weights": verdict})
-        if report.weights is None and self._odd is not None:
-            report = report.model_copy(update={"weights": self._odd})
-        report = self._suspect(report)
+        report = self._suspect(self._add_shared(report))
         return report.add_problems(*(f"weights: {why}" for why in self._index_problems))
-
-
-def _describe_surplus(tensors: Mapping[str, TensorEntry], geometry: ModelGeometry) -> str:
-    """Name a tensor that the model's class does not have; empty where there is none.
-
-    vLLM stops at most such tensors, and skips some.
-    """
-    known = geometry.parameters.keys() | geometry.tied.keys()
-    if not known or geometry.num_draft_layers:
-        return ""
-    if are_elsewhere(geometry, tensors):
-        matrix = next((name for name, entry in tensors.items() if len(entry.shape) == 2), None)
-        what = "no matrix has a name that the model's class has"
-        return f"{what}: the first is {shorten(matrix)}" if matrix is not None else ""
-    surplus = [
-        name
-        for name in tensors
-        if name not in known
-        and parse_name(name) is None
-        and not is_companion(name)
-        and split_expert(name) is None
-        and not name.endswith(_SKIPPED)
-        and name.removesuffix(".weight") not in geometry.tied
-    ]
-    if not surplus:
-        return ""
-    return f"{len(surplus)} tensors, such as {shorten(surplus[0])}, are not in the model's class"
-
-
-_SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
 
 
 class _OpenedWeights:
@@ -305,6 +281,12 @@ def _has_quantization(folder: ScaleFolder) -> bool:
     return folder.modelopt is not None or any(
         section.get(key) is not None for section in sections for key in keys
     )
+
+
+def _unties_head(folder: ScaleFolder) -> bool:
+    inner = folder.config.get("text_config")
+    sections = (folder.config, inner if isinstance(inner, dict) else {})
+    return any(section.get("tie_word_embeddings") is False for section in sections)
 
 
 def _names_old_blocks(folder: ScaleFolder) -> bool:

@@ -167,6 +167,10 @@ class ModelGeometry(Frozen):
     )
     """The shape of everything that a checkpoint of the model has to store, likewise, but for
     parameters that it stores in several tensors (experts), and tied ones that another fills."""
+    leftovers: tuple[str, ...] = Field(default=(), exclude=True, repr=False)
+    """The tensors of the checkpoint that fill no parameter of the model, scales included."""
+    renamed: tuple[str, ...] = Field(default=(), exclude=True, repr=False)
+    """The tensors that transformers accepts, but would write under another name."""
 
     def linears(self) -> Iterator[tuple[Layer, Linear]]:
         """Every linear with its layer, in the model's order."""

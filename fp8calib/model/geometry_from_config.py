@@ -20,7 +20,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
-from fp8calib.model.stored_parameters import find_absent, tied_names
+from fp8calib.model.stored_parameters import find_absent, find_leftovers, tied_names
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
@@ -47,21 +47,30 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     source = _make_source(folder, config)
     skeleton = _build(source)
     checkpoint = _open_leniently(folder)
-    names = _find_names(skeleton, checkpoint)
+    weights = _map_weights(skeleton, checkpoint)
+    names = _find_names(skeleton, weights)
     dtype = _find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
-        shapes = {
+        shapes: dict[str, object] = {
             "matrices": _list_matrices(skeleton, names),
             "tied": _list_tied(skeleton, names),
             "parameters": _list_parameters(skeleton, names),
         }
+        if type(skeleton).__name__ in str(config.get("architectures")) or not _is_wrapped(source):
+            shapes["leftovers"] = tuple(find_leftovers(skeleton, weights))
+            shapes["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=shapes)
     except Fp8CalibError:
         raise
     except Exception as error:
         raise _unusable(folder, error, kind=ModelError) from error
+
+
+def _is_wrapped(source: ModelSource) -> bool:
+    """Check whether a checkpoint may hold towers and names that the text model does not have."""
+    return source.config.get_text_config() is not source.config
 
 
 def _build(source: ModelSource) -> LoadedModel:
@@ -82,7 +91,7 @@ def is_known(config: Mapping[str, object]) -> bool:
 
 def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     try:
-        plain = _restore_floats(without_quantization(config))
+        plain = restore_floats(without_quantization(config))
     except RecursionError as error:
         raise _unusable(folder, ValueError("it is nested too deeply")) from error
     if not is_known(plain):
@@ -96,6 +105,8 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         _check_sizes(folder, section)
     if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
         raise _unusable(folder, ValueError(f"{key} is 0"))
+    for section in (plain, *(each for each in plain.values() if isinstance(each, dict))):
+        _complete(section)
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
     except Exception as error:
@@ -103,16 +114,32 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
 
 
-def _restore_floats(value: object) -> Any:
+def _complete(section: dict[str, Any]) -> None:
+    """Replace what engines read otherwise than transformers.
+
+    vLLM 0.32.0 (run) takes `head_dim: null` for the hidden size by heads, and serves a model in 16
+    bits whose dtype is FP8.
+    """
+    hidden, heads = section.get("hidden_size"), section.get("num_attention_heads")
+    if section.get("head_dim", 0) is None:
+        del section["head_dim"]
+        if type(hidden) is int and type(heads) is int and heads > 0:
+            section["head_dim"] = hidden // heads
+    for key in ("dtype", "torch_dtype"):
+        if "float8" in str(section.get(key)):
+            section[key] = "bfloat16"
+
+
+def restore_floats(value: object) -> Any:
     """Replace the objects that stand for floats by these floats, at any depth."""
     if isinstance(value, list):
-        return [_restore_floats(item) for item in value]
+        return [restore_floats(item) for item in value]
     if not isinstance(value, Mapping):
         return value
     name = value.get("__float__") if len(value) == 1 else None
     if isinstance(name, str) and name in _FLOATS:
         return _FLOATS[name]
-    return {key: _restore_floats(item) for key, item in value.items()}
+    return {key: restore_floats(item) for key, item in value.items()}
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -150,14 +177,20 @@ def _open_leniently(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files=files, index=None)
 
 
-def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> dict[str, str]:
+def _map_weights(skeleton: LoadedModel, checkpoint: Checkpoint) -> WeightSource:
+    try:
+        return WeightSource(skeleton, checkpoint)
+    except Exception as error:
+        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
+
+
+def _find_names(skeleton: LoadedModel, weights: WeightSource) -> dict[str, str]:
     """Name the tensor of each parameter that is one whole tensor, or that no tensor fills."""
     try:
-        weights = WeightSource(skeleton, checkpoint)
         absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
         return absent | dict(weights.single_tensors)
     except Exception as error:
-        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
+        raise _unusable(weights.source.folder, error, kind=ModelError) from error
 
 
 def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:

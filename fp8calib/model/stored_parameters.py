@@ -77,9 +77,14 @@ def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     Without those below the paths of `weights.unused`, and without buffers that models now compute.
     """
     covered = set(weights.unused)
-    names = (name for key in _find_unexpected(model, weights) for name in weights.unmatched[key])
+    names = find_leftovers(model, weights)
     others = (name for name in names if covered.isdisjoint(list_paths(name)))
     return sorted(group_by_pattern(others), key=dot_natural_key)
+
+
+def find_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+    """Find the tensors that the model has no parameter for."""
+    return [name for key in _find_unexpected(model, weights) for name in weights.unmatched[key]]
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:

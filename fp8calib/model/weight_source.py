@@ -76,6 +76,11 @@ class WeightSource:
         self._parts = _map_names(model, checkpoint, conversions)
         self._known = model.state_dict().keys()
         self._renamings = _reverse_renamings(conversions)
+        self._plain_renamings = [
+            each
+            for each in conversions
+            if isinstance(each, WeightRenaming) and not isinstance(each, PrefixChange)
+        ]
 
     @property
     def source(self) -> TensorSource:
@@ -121,6 +126,25 @@ class WeightSource:
     def spell(self, parameter: str) -> str:
         """Give the name under which a checkpoint with these names would store a parameter."""
         return str(rename_source_key(parameter, self._renamings, [], reverse=True)[0])
+
+    def find_renamed(self) -> list[str]:
+        """Find the tensors whose names are not those that `save_pretrained` gives them.
+
+        Of a tensor that fills a part of a parameter, such as an expert's, the path is compared.
+        """
+        renamings = [each.reverse_transform() for each in self._plain_renamings[::-1]]
+        found = []
+        for parameter, parts in self._parts.items():
+            if parameter not in self._known:
+                continue
+            own = str(rename_source_key(parameter, renamings, [], reverse=True)[0])
+            path = own.rpartition(".")[0].rpartition(".")[0]
+            found += [
+                name
+                for name, pattern in parts
+                if not (name == own if pattern is None else name.startswith(f"{path}."))
+            ]
+        return found
 
     def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
         """Name the tensors of the checkpoint from which `parameters` are made."""

@@ -563,6 +563,26 @@ def test_a_quark_config_for_the_cache_excludes_all_linears(
     assert bool(found) is bool(path)
 
 
+@pytest.mark.parametrize("is_excluded", [True, False])
+def test_a_quark_config_for_the_cache_excludes_convolutions(
+    tmp_path: Path, is_excluded: bool
+) -> None:
+    """VLLM 0.32.0 has no scheme for them (NotImplementedError, run)."""
+    families.save("lfm2", FAMILIES["lfm2"], tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    names = [each.removesuffix(".weight") for each in load_file(weights)]
+    kept = [name for name in names if is_excluded or not name.endswith("conv.conv")]
+    assert (len(kept) < len(names)) is not is_excluded
+    fields = {"quant_method": "quark", "exclude": kept, "export": {"kv_cache_group": []}}
+    config_path = tmp_path / "model" / "config.json"
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps({**config, "quantization_config": fields}))
+
+    unknown = ask(tmp_path / "model", "vllm==0.32").unknown
+
+    assert any("conv.conv" in why and "--run" in why for why in unknown) is not is_excluded
+
+
 @pytest.mark.parametrize("inputs", [{"type": "float", "dynamic": True, "strategy": "token"}, None])
 def test_servers_do_not_ask_for_the_bits_of_floats(
     tmp_path: Path, inputs: dict[str, object] | None
@@ -633,7 +653,8 @@ def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: st
     found = ask(folder, "vllm==0.32").weights
     assert found is not None
     assert found.status == "misread"
-    assert "experts.0.w1.weight is missing: the engine uses uninitialised memory" in found.why
+    assert f"layers.1.block_sparse_moe.{name}" in found.why
+    assert "is missing: the engine uses uninitialised memory" in found.why
 
 
 @pytest.mark.parametrize(("name", "is_misread"), [("gpt_oss", True), ("llama", False)])

@@ -200,7 +200,6 @@ def test_an_engine_that_reads_no_json_refuses_no_key_of_one(serve: Serve, name: 
     ("stats", "name", "engine", "words"),
     [
         (plain_stats(), "kv-overlay-head", VLLM, "FlashAttention 3 or later"),
-        (plain_stats(), "kv-overlay", VLLM, "gfx94x"),
         (plain_stats(), "kv-overlay-head", VLLM, "on a backend that takes one number, the largest"),
         (plain_stats(), "vllm-json", SGLANG, "depends on the attention backend"),
         (of_type("opt"), "vllm-json", OLD_VLLM, "Llama 2 only"),

@@ -17,6 +17,7 @@ from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES
 from tests.engines.test_check_weights import PAIRS, WHOLE, ask, make
+from tests.engines.test_completeness import tell
 from tests.engines.weight_damages import (
     CT,
     DAMAGES,
@@ -29,6 +30,7 @@ from tests.engines.weight_damages import (
     add,
     copy_damaged,
     exclude,
+    quantize_head,
     remove,
 )
 from tests.quantization.by_hand import run
@@ -119,16 +121,17 @@ def test_every_form_and_scheme_is_damaged() -> None:
 
 @pytest.mark.parametrize(("name", "pair"), CASES)
 def test_damages(tmp_path: Path, find_base: FindBase, name: str, pair: Pair) -> None:
-    base, geometry = find_base(pair)
-    folder = copy_damaged(base, tmp_path / "case", DAMAGES[name].edit)
+    folder = copy_damaged(find_base(pair)[0], tmp_path / "case", DAMAGES[name].edit)
+    opened = open_folder(folder)
+    geometry = read_geometry(folder, opened.config)
     expected = {
         engine: expect(DAMAGES[name], pair, engine.partition("==")[0]) for engine in ENGINES
     }
-    reports = check_folder(open_folder(folder), geometry, ENGINES, 1).engines
+    reports = check_folder(opened, geometry, ENGINES, 1).engines
     for engine, (status, words) in ((key, each) for key, each in expected.items() if each):
-        verdict = reports[engine].weights
-        texts = [verdict.why] if verdict is not None else list(reports[engine].problems)
-        assert (str(verdict.status) if verdict is not None else "ok") == status, (engine, texts)
+        report = reports[engine]
+        texts = [report.weights.why] if report.weights else [*report.unknown, *report.problems]
+        assert tell(report) == status, (engine, texts)
         is_worded = engine != "transformers"  # whose reasons are its own
         assert not is_worded or any(words in text for text in texts or [""]), (engine, texts)
 
@@ -202,6 +205,22 @@ def test_linears_that_no_other_is_named_like(
     assert [str(each and each.status) for each in found] == [refused, "refused"]
     path = module.partition(".")[2]  # transformers has another name for the root
     assert all(each and f"{path}.weight" in each.why for each in found)
+
+
+def test_an_output_layer_in_blocks_is_unknown(tmp_path: Path, find_base: FindBase) -> None:
+    """VLLM 0.32.0 stopped at it (AssertionError)."""
+
+    def edit(config: Config, tensors: Tensors) -> None:
+        quantize_head(config, tensors)
+        for group in config["config_groups"].values():
+            group["targets"] = ["Linear", "re:.*lm_head"]
+
+    folder = copy_damaged(find_base((CT, "fp8-block"))[0], tmp_path / "case", edit)
+
+    report = ask(folder, "vllm")
+
+    assert tell(report) == "unknown"
+    assert any("lm_head" in why for why in report.unknown)
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale", "input_scale"])

@@ -222,8 +222,9 @@ def drop_format(config: Config, _: Tensors) -> None:
         group.pop("format", None)
 
 
-REFUSED, MISREAD, FINE = "refused", "misread", "ok"
+REFUSED, MISREAD, FINE, UNKNOWN = "refused", "misread", "ok", "unknown"
 NO_PARAMETER = (REFUSED, "has no parameter in vLLM")
+LEFT_OVER = (UNKNOWN, "is not in the model's class")
 IGNORED = (FINE, "has no parameter in SGLang, which ignores it")
 UNEXPECTED = (FINE, "reports it UNEXPECTED")
 LOWEST = (MISREAD, "is missing beside the FP8 weight: the engine uses -3.4e38")
@@ -365,7 +366,7 @@ DAMAGES: dict[str, Damage] = {
         transformers=UNEXPECTED,
     ),
     "a stray tensor": Damage(
-        edit=add("anything"), vllm=NO_PARAMETER, sglang=IGNORED, transformers=UNEXPECTED
+        edit=add("anything"), vllm=LEFT_OVER, sglang=LEFT_OVER, transformers=UNEXPECTED
     ),
     "a weight scale [1, 1]": Damage(
         edit=reshape("weight_scale", lambda *_: (1, 1)),
@@ -461,8 +462,8 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a layer too many": Damage(
         edit=add_layer,
-        vllm=(REFUSED, "is in a layer that the model does not have"),
-        sglang=(FINE, ""),
+        vllm=(UNKNOWN, "is not in the model's class"),
+        sglang=(UNKNOWN, "is not in the model's class"),
         transformers=(FINE, ""),
     ),
     "no format": Damage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,14 +13,14 @@ import torch
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
-from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.checkpoint.weight_index import INDEX_NAME
+from fp8calib.checkpoint.weight_index import INDEX_NAME, list_pickled
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
-from fp8calib.errors import ModelError, shorten
+from fp8calib.errors import ModelError, cut_list, shorten
 
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: a larger tensor is not a scale and is not read."""
@@ -80,6 +81,8 @@ class ScaleFolder:
     index: object = None
     is_on_disk: bool = True
     """Whether the files are at `path`; otherwise they are imagined."""
+    unread: str = ""
+    """Why the weights are not read, although engines may read them; empty where they are."""
     recorded: Mapping[str, str] = field(default_factory=dict)
     """By file: the FP8 format that its header names for the scales; empty where it names none."""
 
@@ -89,17 +92,30 @@ class ScaleFolder:
         return sorted({*self.tensors, *self.faults})
 
     @property
+    def indexed(self) -> Mapping[str, str] | None:
+        """The file of each tensor by the index, without the path of this folder; None without."""
+        weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
+        if not isinstance(weight_map, dict):
+            return None
+        named = {name: file for name, file in weight_map.items() if isinstance(file, str)}
+        return {name: self._strip(file) for name, file in named.items()}
+
+    def _strip(self, file: str) -> str:
+        parent, name = os.path.split(os.path.normpath(self.path / file))
+        return name if parent == os.path.normpath(self.path) else file
+
+    @property
     def asks_for_kv(self) -> bool:
         """Whether a config asks for an FP8 KV cache, or a tensor has the name of a KV scale.
 
         Names that no engine knows (`K_scale`, `kscale`) count too.
         """
-        weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
-        listed = weight_map if isinstance(weight_map, dict) else {}
-        names = chain(listed, *self.tensors.values())
+        names = chain(self.indexed or {}, *self.tensors.values())
         if any(self.scales.values()) or any(map(_LIKE_KV_SCALE.search, names)):
             return True
-        return any(_asks_for_kv(config) for config in (self.config, self.modelopt))
+        # Engines read hf_quant_config.json only where config.json has no quantization_config.
+        has_own = isinstance(self.config.get("quantization_config"), dict)
+        return _asks_for_kv(self.config) or (not has_own and _asks_for_kv(self.modelopt))
 
 
 def _asks_for_kv(config: object) -> bool:
@@ -114,9 +130,9 @@ def open_folder(path: Path) -> ScaleFolder:
     """Read the headers, the scales and the configs of a folder; faults in files are recorded.
 
     Raises:
-        ModelError: the folder or its config cannot be read, or a link points out of it.
+        ModelError: the folder or its config cannot be read, or the config is a link out of it.
     """
-    files = _list_files(path)
+    files, unread = _list_files(path)
     config = _load_config(path / CONFIG_NAME)
     tensors: dict[str, Mapping[str, TensorEntry]] = {}
     scales: dict[str, dict[str, StoredScale]] = {}
@@ -143,6 +159,7 @@ def open_folder(path: Path) -> ScaleFolder:
         faults=faults,
         has_index=has_index,
         index=_load_or_none(path / INDEX_NAME) if has_index else None,
+        unread=unread,
         recorded=recorded,
     )
 
@@ -191,13 +208,28 @@ def _load_or_none(path: Path) -> object:
         return f"not valid JSON: {error}"
 
 
-def _list_files(path: Path) -> list[str]:
+def _list_files(path: Path) -> tuple[list[str], str]:
+    """List the safetensors files of a folder, and say which weights are not read.
+
+    A link out of the folder is not followed: the author of a checkpoint must not choose which other
+    files of the machine are read.
+    """
     try:
-        refuse_external_links(path)
         entries = sorted(path.iterdir())
-        return [entry.name for entry in entries if entry.suffix == ".safetensors"]
+        weights = [entry for entry in entries if entry.suffix == ".safetensors"]
+        for entry in entries:
+            if entry.suffix == ".json":
+                refuse_external_link(entry)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        for entry in weights:
+            refuse_external_link(entry)
+    except ModelError as error:
+        return [], f"{error.message}, which is not followed"
+    pickled = [] if weights else list_pickled([entry.name for entry in entries])
+    unread = f"the weights are pickled ({cut_list(pickled, 3)}), which are not read"
+    return [entry.name for entry in weights], unread if pickled else ""
 
 
 def _read_scales(file: TensorFile) -> dict[str, StoredScale]:

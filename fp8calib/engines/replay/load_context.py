@@ -38,7 +38,7 @@ def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
         raise Refusal(
             f"{INDEX_NAME} has no weight_map of names to files", fix="write the index again"
         )
-    listed = set(weight_map.values())
+    listed = set((folder.indexed or {}).values())
     missing = sorted(listed.difference(folder.files))
     if missing:
         shown = ", ".join(map(shorten, missing[:3]))

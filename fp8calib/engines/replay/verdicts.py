@@ -84,6 +84,8 @@ class EngineReport(_Frozen):
     @property
     def status(self) -> Status | None:
         """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
+        if self.layers and all(each.k.status is Status.UNKNOWN for each in self.layers):
+            return Status.UNKNOWN
         judged = self.model_copy(update={"unknown": ()})
         return Status.UNKNOWN if self.unknown and judged.ok else None
 
@@ -218,6 +220,11 @@ def report_alike(geometry: ModelGeometry, verdict: LoadVerdict) -> EngineReport:
         LayerVerdict(layer=layer.index, k=verdict, v=verdict) for layer, _ in geometry.attentions()
     )
     return EngineReport(layers=tuple(layers))
+
+
+def report_unknown(geometry: ModelGeometry, why: str) -> EngineReport:
+    """Report that nothing can be told without the engine."""
+    return report_alike(geometry, LoadVerdict(status=Status.UNKNOWN, why=why)).doubt(why)
 
 
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:

@@ -159,12 +159,15 @@ _PARAMETER_RULES = ParameterRules(
         "nothing), read",
     ),
     misfit=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (AssertionError)",
+        effect=Effect.UNKNOWN,
+        what="loading most likely fails (AssertionError)",
         source="SGLang 0.5.23 srt/model_loader/weight_utils.py (default_weight_loader), "
         "srt/layers/vocab_parallel_embedding.py (weight_loader), read",
     ),
     narrows_experts=True,
+    doubts_names=True,
+    bare_types=("gpt2",),
+    tied_types=("gemma", "gemma2", "gemma3_text", "gemma3n_text"),  # not read
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch, MakeLinearLoader, ReplayFolder
+from fp8calib.engines.vllm.model_types import ADDED_ROOTS, TIED_TYPES
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.vllm.releases import RELEASES, Release
 from fp8calib.engines.weights.weight_rule import (
@@ -106,18 +107,22 @@ _PARAMETER_RULES = ParameterRules(
         "track_weights_loading), read",
     ),
     misfit=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (AssertionError)",
+        effect=Effect.UNKNOWN,
+        what="loading most likely fails (AssertionError)",
         source="vLLM 0.32.0 model_loader/weight_utils.py (default_weight_loader), layers/"
         "vocab_parallel_embedding.py (weight_loader), read",
     ),
     absent_vector=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (ValueError: not initialized from checkpoint)",
+        effect=Effect.UNKNOWN,
+        what="loading most likely fails (ValueError: not initialized from checkpoint)",
         source="vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading): only without a "
         "quantization config, and but for modules with a quant_method, read",
     ),
     narrows_experts=True,
+    doubts_names=True,
+    bare_types=tuple(ADDED_ROOTS),
+    skipped_experts=("glm4_moe", "qwen3_moe"),
+    tied_types=TIED_TYPES,
 )
 
 

@@ -30,6 +30,7 @@ from fp8calib.engines.weights.group_schemes import (
     list_strings,
 )
 from fp8calib.engines.weights.linear_loader import (
+    Foreign,
     Found,
     GroupKind,
     LinearGroup,
@@ -43,7 +44,7 @@ from fp8calib.engines.weights.linear_parameters import (
     list_linear_parameters,
     slice_experts,
 )
-from fp8calib.engines.weights.parameters import WEIGHT, Parameter, Unfilled
+from fp8calib.engines.weights.parameters import WEIGHT, Parameter
 from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -51,7 +52,6 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 _LOADER = "vLLM 0.32.0 models/utils.py (AutoWeightsLoader), run"
 _EXPERTS = "vLLM 0.32.0 fused_moe/routed_experts.py (weight_loader), run"
 _COPY = "vLLM 0.32.0 model_executor/parameter.py, layers/linear.py (weight_loader_v2), run"
-_TRACK = "vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading), run"
 _CREATE = "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter), run"
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 _CAST_EXACTLY = ("F8_E4M3", "F8_E4M3FNUZ")
@@ -96,7 +96,10 @@ class VllmLinearLoader(LinearLoader):
             return Unquantized(why="vLLM does not quantize this linear")
         if self._schemes.method == "quark" and self.creates(group):
             self._require_excluded(self._rename(group))
-        return self._schemes.find(self._rename(group))
+        found = self._schemes.find(self._rename(group))
+        if group.kind is GroupKind.HEAD and getattr(found, "weights", None) is Granularity.BLOCK:
+            return Foreign(why="vLLM stops at an output layer in blocks", effect=Effect.UNKNOWN)
+        return found
 
     def _require_excluded(self, group: LinearGroup) -> None:
         """Check that a Quark config that is for the KV cache alone excludes a group.
@@ -184,12 +187,6 @@ class VllmLinearLoader(LinearLoader):
         what = "is not FP8, but the config quantizes it: vLLM casts it without a scale"
         return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
 
-    def judge_absent(self, group: LinearGroup) -> Outcome | None:
-        """Judge a linear that is not quantized and has no weight."""
-        del group
-        what = f"is missing: {Unfilled.MEMORY}"
-        return Outcome(effect=Effect.MISREAD, what=what, source=_TRACK)
-
     def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
         """Judge the dtype of a weight: any other than FP8 is cast to e4m3fn, value by value."""
         del group
@@ -197,11 +194,6 @@ class VllmLinearLoader(LinearLoader):
             return None
         what = f"is {dtype}: vLLM casts its values to float8_e4m3fn"
         return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
-
-    def judge_surplus(self) -> Outcome:
-        """Judge tensors of a layer that the model does not have: vLLM stops."""
-        what = "is in a layer that the model does not have (ValueError)"
-        return Outcome(effect=Effect.REFUSED, what=what, source=_LOADER)
 
 
 class VllmSchemes(GroupSchemes):

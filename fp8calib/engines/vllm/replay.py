@@ -82,6 +82,11 @@ def replay_vllm(
     report = context.report(layers)
     if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
         report = _misread_stacks(report, context)
+    if method is KvMethod.QUARK and (name := _find_convolution(context, quantization)):
+        report = report.doubt(
+            f"the Quark config excludes no {shorten(name)}, a convolution, for which vLLM has no "
+            "scheme; add --run"
+        )
     is_unchanged = method is KvMethod.COMPRESSED_TENSORS and release.has_own_parameters
     if not release.runs_on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
@@ -91,6 +96,16 @@ def replay_vllm(
         fnuz=_UNCHANGED if is_unchanged else _DOUBLED,
         e5m2=_E5M2,
         fnuz_device="AMD gfx94x" if is_unchanged else "",
+    )
+
+
+def _find_convolution(context: LoadContext, quantization: Mapping[str, object]) -> str:
+    """Find a convolution that a Quark config does not exclude; empty where there is none."""
+    excluded = quantization.get("exclude")
+    targets = excluded if isinstance(excluded, list) else []
+    paths = (name.removesuffix(".weight") for name in context.tensors if "conv" in name)
+    return next(
+        (path for path in paths if not any(matches_target(target, path) for target in targets)), ""
     )
 
 
@@ -321,11 +336,6 @@ def _note_gpus(context: LoadContext, method: KvMethod, release: Release, *, per_
     is_compressed = method is KvMethod.COMPRESSED_TENSORS
     if context.scales and is_compressed and release.lacks_float_scales:
         context.problems.append(_NEEDS_FLOAT_SCALES)
-    if context.scales and is_compressed and release.has_own_parameters:
-        context.problems.append(
-            "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
-            "clip there above 240/448 of the calibrated range"
-        )
 
 
 def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> None:

@@ -6,17 +6,23 @@ does with a difference is a record of the engine (`ParameterRules`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
+
+import torch
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_companions
+from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import LoadVerdict, Status
 from fp8calib.engines.weights.faults import WeightFault
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, Fit, Shape
 from fp8calib.engines.weights.weight_rule import Effect, Opened, Outcome, ParameterRules
@@ -31,6 +37,14 @@ FindFit = Callable[[str, Shape], Fit | None]
 
 _ABSENT_FIX = "complete the download or the export, or use the config.json of this checkpoint"
 _MISFIT_FIX = "use the config.json that the weights were saved with"
+_NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
+_TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
+_TIED = "is of its own by config.json, but the class may take the embedding instead"
+_HEAD = "lm_head.weight"
+_WRAPPER = "ForConditionalGeneration"
+_DRAFT = "mtp"
+_SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
 _FORMATS = (*PLAIN_DTYPES, *WEIGHT_FORMATS)
 _EXPERT_PARTS = {
     "gate_up_proj": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
@@ -39,6 +53,7 @@ _EXPERT_PARTS = {
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 _NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
+Judged = Iterator[tuple[str, Outcome, str]]
 _CUTS = {
     Fit.CUT: "the rest is dropped",
     Fit.PARTIAL: "the rest of the parameter is uninitialised memory",
@@ -52,31 +67,27 @@ def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[
     Some folders contain the same weights again, under other names, in files that the index does not
     name.
     """
-    weight_map = _read_weight_map(folder)
+    return {
+        name: (file, entry)
+        for file in _list_opened_files(folder, opened)
+        for name, entry in folder.tensors[file].items()
+    }
+
+
+def _list_opened_files(folder: ScaleFolder, opened: Opened) -> list[str]:
+    weight_map = folder.indexed
     named = set(folder.tensors) if weight_map is None else set(weight_map.values())
     if opened is Opened.ALL:
         skipped = _NOT_OPENED_BY_TGI
         named = {each for each in folder.tensors if not any(word in each for word in skipped)}
     elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
         named = {SINGLE_FILE_NAME}
-    return {
-        name: (file, entry)
-        for file, held in folder.tensors.items()
-        if file in named
-        for name, entry in held.items()
-    }
-
-
-def _read_weight_map(folder: ScaleFolder) -> dict[str, str] | None:
-    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
-    if not isinstance(weight_map, dict):
-        return None
-    return {name: file for name, file in weight_map.items() if isinstance(file, str)}
+    return [file for file in folder.tensors if file in named]
 
 
 def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
     """Say where the index and the files differ: tensors, and files with weights of the model."""
-    weight_map = _read_weight_map(folder)
+    weight_map = folder.indexed
     if weight_map is None:
         return []
     lost = [
@@ -105,6 +116,63 @@ def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[st
                 "opens it, other engines do not"
             )
     return problems
+
+
+def describe_paths(folder: ScaleFolder) -> str:
+    """Say where the index names files by paths, which engines compare as texts; else empty."""
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    named = weight_map.values() if isinstance(weight_map, dict) else ()
+    path = next((each for each in named if isinstance(each, str) and os.sep in each), "")
+    return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""
+
+
+def find_wrong_values(folder: ScaleFolder, geometry: ModelGeometry) -> LoadVerdict | None:
+    """Find a tensor that a later file replaces, or a norm or bias with NaN or infinity."""
+    opened = list_opened_tensors(folder, Opened.INDEXED)
+    why = _find_replaced(folder) or _find_broken_vector(folder, geometry, opened)
+    fix = "write the checkpoint again, with each tensor once"
+    return LoadVerdict(status=Status.MISREAD, why=why, fix=fix) if why else None
+
+
+def _find_replaced(folder: ScaleFolder) -> str:
+    """Say which tensor a later file replaces by another one; KV scales are judged elsewhere.
+
+    vLLM 0.32.0 and transformers 5.23 keep the last one (run).
+    """
+    files = sorted(_list_opened_files(folder, Opened.INDEXED))
+    indexed = folder.indexed or {}
+    for first, last in combinations(files, 2):
+        for name in folder.tensors[first].keys() & folder.tensors[last].keys():
+            is_meant = indexed.get(name) == last or parse_name(name) is not None
+            if not is_meant and not _is_equal(folder, name, first, last):
+                where = f"{shorten(first)} and, with other values, in {shorten(last)}"
+                return f"{shorten(name)} is in {where}: the later file wins"
+    return ""
+
+
+def _is_equal(folder: ScaleFolder, name: str, *files: str) -> bool:
+    entries = [folder.tensors[file][name] for file in files]
+    if len({(each.dtype, each.shape) for each in entries}) > 1:
+        return False
+    read = []
+    for file in files:
+        with TensorFile(folder.path / file) as opened:
+            read.append(opened.read_bytes(name, 0, entries[0].size_bytes))
+    return torch.equal(*read)
+
+
+def _find_broken_vector(folder: ScaleFolder, geometry: ModelGeometry, opened: Located) -> str:
+    """Say which norm or bias holds no number. The values of matrices are not read."""
+    vectors: dict[str, list[str]] = defaultdict(list)
+    for name, (file, entry) in opened.items():
+        if len(entry.shape) == 1 and entry.dtype in PLAIN_DTYPES and name in geometry.parameters:
+            vectors[file].append(name)
+    for file, names in vectors.items():
+        with TensorFile(folder.path / file) as held:
+            for name in names:
+                if not bool(held.read(name).isfinite().all()):
+                    return f"{shorten(name)} holds NaN or infinity"
+    return ""
 
 
 def find_first_fault(
@@ -143,11 +211,14 @@ def list_parameter_faults(
     located: Located,
     *,
     is_quantized: bool,
+    unties: bool = False,
     find_fit: FindFit | None = None,
 ) -> list[WeightFault]:
     """List the model's parameters that the checkpoint lacks, or stores in another shape.
 
-    Parameters of the same kind become one fault, which names the first.
+    Parameters of the same kind become one fault, which names the first. Where tensors have names
+    that the model's class does not have, an engine may know these names: what it does with them,
+    and with the parameters that they do not fill, is not known.
 
     Args:
         engine: its key.
@@ -155,20 +226,104 @@ def list_parameter_faults(
         geometry: the model's; one whose class is not known has no parameters to compare.
         located: the tensors that the engine opens.
         is_quantized: there is a quantization config.
+        unties: config.json gives the output layer a weight of its own.
         find_fit: the engine's own rule for the shapes of linears.
     """
     tensors = {name: entry for name, (_, entry) in located.items()}
-    if are_elsewhere(geometry, tensors):
+    doubts = list(_list_name_doubts(rules, geometry, tensors)) if rules.doubts_names else []
+    if are_elsewhere(geometry, tensors) and not doubts:
         return []
     found: dict[tuple[Effect, str], list[tuple[str, Outcome]]] = defaultdict(list)
+    explains = any(len(tensors[name].shape) > 1 for name, *_ in doubts if name in tensors)
+    absent = [] if explains else list(_list_absent_names(geometry, tensors))
+    if unties and geometry.model_type in rules.tied_types:
+        doubts.append((_HEAD, _doubt(rules, _TIED), _TIED_FIX))
+        absent = [name for name in absent if name != _HEAD]
     judged = [
-        *_list_absent(rules, geometry, tensors, is_quantized=is_quantized),
+        *doubts,
+        *_judge_absent(rules, geometry, absent, is_quantized=is_quantized),
         *_list_misfits(rules, geometry, tensors, find_fit or (lambda _, __: None)),
         *_list_expert_misfits(rules, geometry, tensors),
     ]
     for name, rule, fix in judged:
         found[rule.effect, fix].append((name, rule))
     return [_join(engine, each, fix) for (_, fix), each in found.items()]
+
+
+def _list_name_doubts(
+    rules: ParameterRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Judged:
+    """List tensors that the model's class does not have, or has under another name."""
+    is_skipping = geometry.model_type in rules.skipped_experts
+    for name in _list_leftovers(geometry, tensors):
+        if is_skipping and split_expert(name.rpartition(".")[0]) is not None:
+            yield name, _skip(rules), _NAMES_FIX
+        else:
+            yield name, _doubt(rules, "is not in the model's class"), _NAMES_FIX
+    for name in _list_surplus_experts(geometry, tensors):
+        yield name, _doubt(rules, "is of an expert that the model does not have"), _NAMES_FIX
+    if not geometry.architecture.endswith(_WRAPPER):
+        is_bare = geometry.model_type in rules.bare_types
+        for name in geometry.renamed:
+            if name in tensors and not (is_bare and _lacks_root(geometry, name)):
+                what = "has another name than the model's class gives it"
+                yield name, _doubt(rules, what), _NAMES_FIX
+
+
+def _lacks_root(geometry: ModelGeometry, name: str) -> bool:
+    modules = (attention.module for _, attention in geometry.attentions())
+    root = next(modules, "").partition(".")[0]
+    return not name.startswith(f"{root}.")
+
+
+def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """List the tensors without a parameter.
+
+    Scales are judged elsewhere. A packed weight (INT4, FP4) has several tensors beside the place of
+    a weight that is not stored.
+    """
+    absent = {name.removesuffix(".weight") for name in geometry.parameters if name not in tensors}
+    for name in geometry.leftovers:
+        entry, module = tensors.get(name), name.rpartition(".")[0]
+        if entry is None or is_companion(name) or name.endswith(_SKIPPED):
+            continue
+        starts = (name[: each.start()] for each in re.finditer("_", name))
+        if module in absent or not absent.isdisjoint(starts):
+            continue
+        is_expert = split_expert(module) is not None and entry.dtype not in _FORMATS
+        is_drafted = _DRAFT in name.split(".") or is_of_draft_layer(geometry, module)
+        if not is_expert and not (geometry.num_draft_layers and is_drafted):
+            yield name
+
+
+def _list_surplus_experts(
+    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Iterator[str]:
+    prefix, counts = _find_decoder(geometry), _count_experts(geometry)
+    for name in sorted(tensors.keys() - set(geometry.leftovers)):
+        expert, layer = split_expert(name.rpartition(".")[0]), _LAYER.match(name)
+        if expert is None or layer is None or layer[1] != prefix:
+            continue
+        if expert[1] >= counts.get(int(layer[2]), expert[1] + 1):
+            yield name
+
+
+def _count_experts(geometry: ModelGeometry) -> dict[int, int]:
+    """Count the experts of each layer that has some."""
+    return {
+        layer.index: number
+        for layer in geometry.layers
+        if (number := max((each.num_experts for each in layer.linears), default=0))
+    }
+
+
+def _doubt(rules: ParameterRules, what: str) -> Outcome:
+    return replace(rules.misfit, effect=Effect.UNKNOWN, what=what)
+
+
+def _skip(rules: ParameterRules) -> Outcome:
+    what = "has a name that the engine leaves out: its expert is uninitialised memory"
+    return replace(rules.absent, effect=Effect.MISREAD, what=what)
 
 
 def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
@@ -179,9 +334,6 @@ def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -
     return has_matrices or any(map(is_companion, tensors))
 
 
-Judged = Iterator[tuple[str, Outcome, str]]
-
-
 def _join(engine: str, found: list[tuple[str, Outcome]], fix: str) -> WeightFault:
     name, rule = found[0]
     why = f"{shorten(name)} {rule.what}"
@@ -190,22 +342,17 @@ def _join(engine: str, found: list[tuple[str, Outcome]], fix: str) -> WeightFaul
     return WeightFault(engine=engine, effect=rule.effect, why=why, source=rule.source, fix=fix)
 
 
-def _list_absent(
-    rules: ParameterRules,
-    geometry: ModelGeometry,
-    tensors: Mapping[str, TensorEntry],
-    *,
-    is_quantized: bool,
+def _judge_absent(
+    rules: ParameterRules, geometry: ModelGeometry, absent: list[str], *, is_quantized: bool
 ) -> Judged:
     matrices = {
         name.rpartition(".")[0] for name, shape in geometry.parameters.items() if len(shape) > 1
     }
-    for name in _list_absent_names(geometry, tensors):
-        module = name.rpartition(".")[0]
-        is_vector = module not in matrices and split_expert(module) is None
-        rule = rules.absent
-        if is_vector and not is_quantized and rules.absent_vector is not None:
-            rule = rules.absent_vector
+    modules = (name.rpartition(".")[0] for name in absent)
+    has_vector = any(each not in matrices and split_expert(each) is None for each in modules)
+    compared = rules.absent_vector if has_vector and not is_quantized else None
+    rule = compared or rules.absent
+    for name in absent:
         yield name, replace(rule, what=f"is missing: {rule.what}"), _ABSENT_FIX
 
 
@@ -252,10 +399,7 @@ class _StoredNames:
     def list_absent_experts(self, geometry: ModelGeometry) -> Iterator[str]:
         """List the weights that some experts of decoder layers lack, and others have."""
         prefix = _find_decoder(geometry)
-        counts = {
-            layer.index: max((each.num_experts for each in layer.linears), default=0)
-            for layer in geometry.layers
-        }
+        counts = _count_experts(geometry)
         projections = dict.fromkeys(sorted(projection for _, _, projection in self._numbered))
         for path in sorted({path for path, _ in self._experts}):
             layer = _LAYER.match(path)
@@ -296,12 +440,26 @@ def _list_misfits(
     tensors: Mapping[str, TensorEntry],
     find_fit: FindFit,
 ) -> Judged:
-    for name, entry, shape in _list_other_shapes(geometry, tensors):
+    found = list(_list_other_shapes(geometry, tensors))
+    for name, entry, shape in found:
         is_linear = name in geometry.matrices and "head" not in name and "embed" not in name
         if rules.takes_rows and not is_linear and len(shape) == 2 and entry.shape[1:] == shape[1:]:
             continue
         fit = find_fit(name, entry.shape) if name in geometry.matrices else None
-        yield name, _describe_misfit(rules.misfit, entry.shape, shape, fit), _MISFIT_FIX
+        # One tensor with more rows than its like may be padded, and the rest is as meant.
+        is_padded = fit is Fit.CUT and not _is_everywhere(geometry, name, found)
+        misfit = _describe_misfit(rules.misfit, entry.shape, shape, None if is_padded else fit)
+        yield name, misfit, _MISFIT_FIX
+
+
+def _is_everywhere(
+    geometry: ModelGeometry, name: str, misfits: list[tuple[str, TensorEntry, Shape]]
+) -> bool:
+    """Check whether a tensor has another shape than the config says in every layer."""
+    others = {other for other, *_ in misfits}
+    pattern = _LAYER.sub(r"\1*.", name, count=1)
+    alike = (each for each in geometry.parameters if _LAYER.sub(r"\1*.", each, count=1) == pattern)
+    return all(each in others for each in alike)
 
 
 def _is_same(found: Shape, expected: Shape) -> bool:

@@ -187,7 +187,7 @@ class GroupSchemes:
 
     def probe_expert(self, group: LinearGroup) -> LinearGroup:
         """Take the projections of the first expert, by which engines decide for a layer's."""
-        first = f"{group.path}.0."
+        first = f"{group.members[0].module.rpartition('.')[0]}."
         members = tuple(each for each in group.members if each.module.startswith(first))
         return replace(group, members=members)
 

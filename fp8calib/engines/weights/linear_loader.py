@@ -60,12 +60,6 @@ class LinearGroup:
     members: tuple[StoredLinear, ...]
     is_known: bool
     """Whether it is a linear of the decoder layers, which engines create by the config."""
-    is_linear: bool = False
-    """Whether the model has it as a linear, in decoder layers or not."""
-    is_stored: bool = True
-    """Whether anything is stored of the group that it was split from."""
-    is_surplus: bool = False
-    """Whether it is in a layer that the model does not have."""
     is_tied: bool = False
     """Whether its weight is that of the embedding."""
 
@@ -145,11 +139,6 @@ class LinearLoader(ABC):
     def judge_plain(self, group: LinearGroup) -> Outcome | None:
         """Judge a weight that is not FP8 where the engine creates an FP8 one."""
 
-    def judge_absent(self, group: LinearGroup) -> Outcome | None:
-        """Judge a linear that is not quantized and has no weight; None where it is not known."""
-        del group
-        return None
-
     def judge_plain_dtype(self, dtype: str) -> Outcome | None:
         """Judge the dtype of a weight that is not FP8; None where it is converted."""
         del dtype
@@ -176,8 +165,4 @@ class LinearLoader(ABC):
     def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
         """Judge the dtype of a tensor that fills a parameter; None where it is converted."""
         del group, suffix, dtype
-        return None
-
-    def judge_surplus(self) -> Outcome | None:
-        """Judge tensors of a layer that the model does not have; None where they do no harm."""
         return None

@@ -32,11 +32,8 @@ from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling, find_nearest
 
-_PACKED = ("weight_packed", "qweight")
-"""Names of weights in other formats than FP8."""
 _CONFIG_FIX = "use the config that the weights were quantized with"
 _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
-_LAYER_FIX = "remove these tensors, or use the config.json of this checkpoint"
 _MISSING_FIX = "complete the download or the export"
 _PLAIN_FIX = "exclude it in the config, or quantize it"
 _SIZE_FIX = "quantize with one scale per tensor or per channel, or serve it with another engine"
@@ -143,9 +140,8 @@ def find_weight_fit(
 
 
 def _split(group: LinearGroup) -> Iterator[LinearGroup]:
-    is_stored = any(linear.tensors for linear in group.members)
     for linear in group.members:
-        yield replace(group, path=linear.module, members=(linear,), is_stored=is_stored)
+        yield replace(group, path=linear.module, members=(linear,))
 
 
 def _join(engine: str, findings: list[_Finding]) -> WeightFault:
@@ -168,10 +164,6 @@ def _judge_group(
 ) -> Iterator[_Finding]:
     if group.is_tied and not loader.quantizes_tied:
         return
-    if group.is_surplus:
-        if (surplus := loader.judge_surplus()) is not None:
-            yield _Finding(subject=group.members[0].module, outcome=surplus, fix=_LAYER_FIX)
-        return
     try:
         scheme = loader.find_scheme(group)
     except Refusal as refusal:
@@ -190,16 +182,12 @@ def _judge_group(
             yield from _judge_unquantized(loader, group, linear, scheme.why)
     elif scheme is not None:
         yield from _judge_quantized(loader, group, scheme, values)
-    elif group.kind is GroupKind.EXPERTS:
-        for linear in group.members:
-            yield from _judge_absent(loader, group, linear)
 
 
 def _judge_unquantized(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, why: str
 ) -> Iterator[_Finding]:
     weight = linear.tensors.get(WEIGHT)
-    yield from _judge_absent(loader, group, linear)
     has_codes = weight is not None and weight.dtype not in PLAIN_DTYPES
     strays = list(_judge_strays(loader, group, linear, (WEIGHT,)))
     for stray in strays:
@@ -215,30 +203,13 @@ def _judge_unquantized(
         yield _Finding(subject=linear.module, outcome=codes, fix=_CONFIG_FIX)
 
 
-def _judge_absent(
-    loader: LinearLoader, group: LinearGroup, linear: StoredLinear
-) -> Iterator[_Finding]:
-    """Judge a linear of the model that is created without quantization, and is not stored."""
-    is_expert = group.kind is GroupKind.EXPERTS
-    names = linear.tensors if is_expert else (WEIGHT, *_PACKED)
-    is_stored = any(name in linear.tensors for name in names)
-    is_created = is_expert or group.is_linear
-    outcome = loader.judge_absent(group) if is_created and not is_stored else None
-    if outcome is not None:
-        yield _Finding(subject=linear.name(WEIGHT), outcome=outcome, fix=_MISSING_FIX)
-
-
 def _judge_strays(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, wanted: Iterable[str]
 ) -> Iterator[_Finding]:
-    """Judge the tensors beside a linear that have no parameter; KV scales are judged elsewhere.
-
-    Some linears have parameters of the model's own: a router's `e_score_correction_bias`.
-    """
+    """Judge the scales beside a linear that have no parameter; KV scales are judged elsewhere."""
     for suffix in linear.tensors:
-        if suffix in wanted or "bias" in suffix or parse_name(linear.name(suffix)) is not None:
-            continue
-        if not (loader.creates(group) or _describes_numbers(suffix)):
+        is_judged = suffix in wanted or parse_name(linear.name(suffix)) is not None
+        if is_judged or not _describes_numbers(suffix):
             continue
         if (outcome := loader.judge_stray(group, suffix)) is not None:
             yield _Finding(subject=linear.name(suffix), outcome=outcome, fix=_STRAY_FIX)
@@ -268,7 +239,6 @@ def _judge_quantized(
                 yield _Finding(subject=linear.module, outcome=plain, fix=_PLAIN_FIX)
             continue
         if WEIGHT not in linear.tensors and not loader.creates(group):
-            yield from _judge_absent(loader, group, linear)
             continue
         if (sizes := loader.judge_sizes(linear, scheme)) is not None:
             yield _Finding(subject=linear.module, outcome=sizes, fix=_SIZE_FIX)

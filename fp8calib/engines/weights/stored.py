@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,30 +112,10 @@ def list_groups(
             experts[expert[0]].append((expert[1], expert[2]))
         else:
             plain.append(module)
-    is_surplus = _make_surplus_test(known, geometry)
-    for group in (
-        *_group_plain(plain, known, linears, beside),
-        *_group_experts(experts, _count_experts(experts, known, geometry), beside),
-        *_group_stacks(tensors),
-        *_group_tied(tensors, geometry),
-    ):
-        yield replace(group, is_surplus=True) if is_surplus(group.path) else group
-
-
-def _make_surplus_test(
-    known: Mapping[str, Linear], geometry: ModelGeometry
-) -> Callable[[str], bool]:
-    """Make the test whether a path is in a decoder layer that the model does not have."""
-    first = _LAYER.match(next(iter(known), ""))
-    if first is None:
-        return lambda _: False
-    number = len(geometry.layers) + geometry.num_draft_layers
-
-    def is_surplus(path: str) -> bool:
-        found = _LAYER.match(path)
-        return found is not None and found[1] == first[1] and int(found[2]) >= number
-
-    return is_surplus
+    yield from _group_plain(plain, known, linears, beside)
+    yield from _group_experts(experts, _count_experts(experts, known, geometry), beside)
+    yield from _group_stacks(tensors)
+    yield from _group_tied(tensors, geometry)
 
 
 def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
@@ -179,17 +159,14 @@ def _group_plain(
         if len(members) == len(parts) > 1:
             path = f"{parent}.{FUSED_PATHS[fused]}" if parent else FUSED_PATHS[fused]
             ordered = tuple(members[part] for part in parts)
-            yield _make_group(path, ordered, known, linears)
+            yield _make_group(path, ordered, known)
         else:
             for each in members.values():
-                yield _make_group(each.module, (each,), known, linears)
+                yield _make_group(each.module, (each,), known)
 
 
 def _make_group(
-    path: str,
-    members: tuple[StoredLinear, ...],
-    known: Collection[str],
-    linears: Collection[str],
+    path: str, members: tuple[StoredLinear, ...], known: Collection[str]
 ) -> LinearGroup:
     is_head = path.rpartition(".")[2] in _HEADS
     return LinearGroup(
@@ -197,7 +174,6 @@ def _make_group(
         kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
         members=members,
         is_known=is_head or all(each.module in known for each in members),
-        is_linear=is_head or all(each.module in linears for each in members),
     )
 
 
@@ -262,15 +238,15 @@ def _group_experts(
             shapes[projection].update(found_shapes)
             own[path, projection].update(found_shapes)
     for path in dict.fromkeys((*experts, *counts)):
-        found = experts.get(path, ())
-        number = max(counts.get(path, 0), *(number + 1 for number, _ in found), 0)
+        stored = dict.fromkeys(number for number, _ in experts.get(path, ()))
+        numbers = range(counts[path]) if path in counts else stored
         members = (
             StoredLinear(
                 module=f"{path}.{expert}.{projection}",
                 shape=_read_matrix(_find_commonest(own[path, projection] or every)),
                 tensors=beside.get(f"{path}.{expert}.{projection}", {}),
             )
-            for expert in range(number)
+            for expert in numbers
             for projection, every in shapes.items()
         )
         yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
@@ -310,7 +286,7 @@ def _group_tied(
             head = StoredLinear(
                 module=path, shape=_read_matrix(beside[WEIGHT].shape), tensors=beside
             )
-            group = _make_group(path, (head,), {}, {})
+            group = _make_group(path, (head,), {})
             yield replace(group, kind=GroupKind.HEAD, is_known=True, is_tied=True)
 
 

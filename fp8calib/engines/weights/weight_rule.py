@@ -17,6 +17,8 @@ class Effect(StrEnum):
     """It starts, and uses 1.0 for a scale that it does not find."""
     CONDITION = "condition"
     """It serves the checkpoint, under a condition or in another way."""
+    UNKNOWN = "unknown"
+    """Most likely it stops; only its own loader can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +79,12 @@ class ParameterRules:
     narrows_experts: bool = False
     """A smaller tensor of an expert fills a part of the parameter."""
     opened: Opened = Opened.INDEXED
+    doubts_names: bool = False
+    """Its loader looks for tensors by the names of its own class: what becomes of another name is
+    not known."""
+    bare_types: tuple[str, ...] = ()
+    """Model types whose tensors it also finds without the first part of their names."""
+    skipped_experts: tuple[str, ...] = ()
+    """Model types for which it leaves out experts under other names without an error."""
+    tied_types: tuple[str, ...] = ()
+    """Model types whose output layer it always makes of the embedding."""

@@ -1,0 +1,262 @@
+"""What `check` cannot tell without the engine: it is unknown, and neither a fault nor ok."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import fp8calib
+from fp8calib.dialects.kv.overlay import make_quantization_config
+from fp8calib.engines.replay.verdicts import EngineReport
+from tests import zoo
+from tests.architectures.test_vision_language import MODELS
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PARTS = ("model-1.safetensors", "model-2.safetensors")
+NAME = "model.layers.1.self_attn.k_proj.weight"
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("doubts") / "llama"
+    zoo.save("llama", folder)
+    return folder
+
+
+def configure(**changes: object) -> Edit:
+    """Change config.json."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def quantize(**weights: object) -> Edit:
+    """Write a config of compressed-tensors, with more fields for weights."""
+    section = {**make_quantization_config("tensor"), "kv_cache_scheme": None}
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, **weights}
+    group = {"targets": ["re:nothing"], "weights": scheme}
+    return configure(quantization_config={**section, "config_groups": {"group_0": group}})
+
+
+def write(name: str, document: object) -> Edit:
+    """Write a JSON file."""
+    return lambda folder: (folder / name).write_text(json.dumps(document)) and None
+
+
+def pickle(folder: Path) -> None:
+    """Store the weights in a pickle alone."""
+    torch.save(load_file(folder / SINGLE), folder / "pytorch_model.bin")
+    (folder / SINGLE).unlink()
+
+
+def link(folder: Path) -> None:
+    """Let a link out of the folder stand for the weights."""
+    shutil.move(folder / SINGLE, folder.parent / "weights")
+    (folder / SINGLE).symlink_to(folder.parent / "weights")
+
+
+def shard(prefix: str) -> Edit:
+    """Write two files and an index that names them with a prefix."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        (folder / SINGLE).unlink()
+        weight_map = {name: PARTS["layers.1" in name] for name in tensors}
+        for part in PARTS:
+            held = {name: each for name, each in tensors.items() if weight_map[name] == part}
+            save_file(held, folder / part, metadata={"format": "pt"})
+        named = {name: f"{prefix}{part}" for name, part in weight_map.items()}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+
+    return edit
+
+
+def ask(folder: Path) -> dict[str, EngineReport]:
+    report = fp8calib.check(folder, engine=["vllm", "sglang"])
+    assert report.cannot_judge is (not report.ok and all(each.status for each in _faults(report)))
+    return dict(report.engines)
+
+
+def _faults(report: fp8calib.CheckReport) -> list[EngineReport]:
+    return [each for each in report.engines.values() if not each.ok]
+
+
+DOUBTS: dict[str, tuple[Edit, str]] = {
+    "a pickle": (pickle, "pickled"),
+    "a link": (link, "link out of the folder"),
+    "paths in the index": (shard("./"), "a path"),
+    "another class": (configure(architectures=["Qwen2ForCausalLM"]), "Qwen2ForCausalLM"),
+    "another model type": (configure(model_type="mistral"), "LlamaForCausalLM"),
+    "no class": (configure(architectures=None), "None"),
+    "a class of no library": (configure(architectures=["MineForCausalLM"]), "MineForCausalLM"),
+    "the class without a head": (configure(architectures=["LlamaModel"]), "LlamaModel"),
+    "a text for a class": (configure(architectures="Other"), "Other"),
+    "generation": (write("generation_config.json", {"max_new_tokens": -1}), "max_new_tokens"),
+    "an order": (quantize(actorder="foo"), "actorder"),
+    "a group size": (quantize(strategy="group", group_size=-5), "group_size"),
+    "an observer": (quantize(observer=5), "observer"),
+}
+
+
+@pytest.mark.parametrize("what", DOUBTS)
+def test_what_is_unknown_is_no_fault(saved: Path, tmp_path: Path, what: str) -> None:
+    edit, words = DOUBTS[what]
+    folder = tmp_path / "x"
+    shutil.copytree(saved, folder)
+    edit(folder)
+
+    for engine, report in ask(folder).items():
+        assert report.status == "unknown"
+        assert words in " ".join(report.unknown)
+        assert all("--run" in why for why in report.unknown) is (engine == "vllm")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        configure(torch_dtype="float8_e4m3fn"),
+        configure(head_dim=None),
+        shard(""),
+        write("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}),
+    ],
+    ids=["a dtype of FP8", "no head_dim", "an index", "a config of ModelOpt that is not read"],
+)
+def test_what_engines_load_as_it_is_meant(saved: Path, tmp_path: Path, edit: Edit) -> None:
+    """As vLLM 0.32 did."""
+    folder = tmp_path / "x"
+    shutil.copytree(saved, folder)
+    quantize()(folder)
+    edit(folder)
+
+    assert all(report.ok for report in ask(folder).values())
+
+
+def test_a_null_that_transformers_refuses_is_unknown(tmp_path: Path) -> None:
+    zoo.save("qwen3", tmp_path / "x")
+    configure(head_dim=None)(tmp_path / "x")
+
+    assert {each.status for each in ask(tmp_path / "x").values()} == {"unknown"}
+
+
+def test_a_gemma_with_an_output_layer_of_its_own_is_unknown_as_quantize_writes_it(
+    tmp_path: Path,
+) -> None:
+    zoo.save("gemma2", tmp_path / "m", tie_word_embeddings=False)
+    fp8calib.quantize(tmp_path / "m", scheme="w8a16", out=tmp_path / "q")
+
+    assert {each.status for each in ask(tmp_path / "q").values()} == {"unknown"}
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_model_with_other_inputs_is_not_unknown(tmp_path: Path, family: str) -> None:
+    text, vision, *_ = MODELS[family]
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "x")
+
+    assert not any(report.unknown for report in ask(tmp_path / "x").values())
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_later_file_wins(saved: Path, tmp_path: Path, has_index: bool, is_equal: bool) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(saved, folder)
+    shard("")(folder)
+    own = load_file(folder / PARTS[1])[NAME]
+    again = {NAME: own if is_equal else own * 2}
+    save_file(again, folder / "model-3.safetensors", metadata={"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["lm_head.bias"] = "model-3.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    if not has_index:
+        (folder / INDEX).unlink()
+
+    for engine, report in fp8calib.check(folder).engines.items():
+        if engine == "transformers" and not has_index:
+            continue  # it refuses several files without an index
+        if is_equal:
+            assert report.weights is None
+        else:
+            assert report.weights is not None
+            assert (report.weights.status, NAME in report.weights.why) == ("misread", True)
+
+
+def test_a_number_in_two_files_is_compared(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(saved, folder)
+    for value, part in enumerate(("a.safetensors", "b.safetensors")):
+        save_file({"number": torch.tensor(float(value))}, folder / part, metadata={"format": "pt"})
+
+    weights = fp8calib.check(folder, engine="vllm").engines["vllm"].weights
+
+    assert weights is not None
+    assert "number is in a.safetensors" in weights.why
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight"])
+def test_a_norm_that_holds_no_number(saved: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(saved, folder)
+    tensors = load_file(folder / SINGLE)
+    tensors[name][3] = float("nan")
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    for report in fp8calib.check(folder).engines.values():
+        assert report.weights is not None
+        assert (report.weights.status, name in report.weights.why) == ("misread", True)
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn)
+_SHAPES = ((), (0,), (1,), (0, 5), (3, 0), (2, 3), (2, 2, 2))
+_SUFFIXES = ("bias", "k_scale", "weight_scale", "input_scale", "weight_packed")
+
+
+def damage(random: Random, tensors: dict[str, torch.Tensor]) -> None:
+    """Change the shape, dtype or name of a tensor, remove one, or add one beside it."""
+    name = random.choice(sorted(tensors))
+    own, kind = tensors[name], random.randrange(6)
+    if kind == 0:
+        tensors[name] = torch.zeros(random.choice(_SHAPES))
+    elif kind == 1:
+        tensors[name] = own.to(random.choice(_DTYPES))
+    elif kind == 2:
+        del tensors[name]
+    elif kind == 3:
+        tensors[random.choice((f"model.{name}", f"{name}x", name.replace("0", "9" * 12)))] = own
+    elif kind == 4:
+        beside = f"{name.rpartition('.')[0]}.{random.choice(_SUFFIXES)}"
+        tensors[beside] = torch.zeros(random.choice(_SHAPES))
+    else:
+        side = random.randrange(own.dim()) if own.dim() else 0
+        tensors[name] = torch.cat([own, own], side) if own.dim() else own
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "starcoder2", "mixtral", "gpt2"])
+def test_random_damage_gets_an_answer(tmp_path: Path, family: str) -> None:
+    zoo.save(family, tmp_path / "x")
+    tensors = load_file(tmp_path / "x" / SINGLE)
+    attentions = {name.rpartition(".")[0] for name in tensors if ".self_attn." in name}
+    for path in sorted({each.rpartition(".")[0] for each in attentions}):
+        tensors |= {f"{path}.{role}_scale": torch.tensor([0.01]) for role in "kv"}
+    configure(quantization_config=make_quantization_config("tensor"))(tmp_path / "x")
+    random = Random(family)  # noqa: S311 -- a fixed seed
+    for _ in range(25):
+        damaged = dict(tensors)
+        for _ in range(random.randint(1, 3)):
+            damage(random, damaged)
+        kept = {name: each.clone().contiguous() for name, each in damaged.items()}
+        save_file(kept, tmp_path / "x" / SINGLE, metadata={"format": "pt"})
+        report = fp8calib.check(tmp_path / "x")
+        assert set(report.engines) == {"vllm", "sglang", "tgi", "transformers"}
