@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from fp8calib.engines.replay.verdicts import (
@@ -18,6 +19,7 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Status,
+    is_scale,
     judge_number,
     report_refusal,
 )
@@ -44,28 +46,39 @@ class LoaderAnswer:
     """Weights and biases that no tensor filled."""
     files: tuple[str, ...]
     """The files that vLLM opened."""
-    scales: Mapping[str, Mapping[str, tuple[float, ...]]]
-    """By attention module: the numbers that K and V are multiplied by."""
+    scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]]
+    """By rank and attention module: the numbers that K and V are multiplied by."""
+    tp: int = 1
+    """The number of ranks."""
+    rank: int = 0
+    """The last rank that was loaded: the one with the error, where there is one."""
 
     @property
     def is_of_the_build(self) -> bool:
         """Whether the error may come from vLLM's build for CPU, and not from the file."""
         return any(word in self.error.lower() for word in _OF_THE_BUILD)
 
+    def describe_stop(self, build: str = "") -> str:
+        """Say where it stopped, and with which error."""
+        rank = "" if self.tp == 1 else f" on rank {self.rank} of {self.tp}"
+        return f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error}"
 
-def ask_loader(path: Path, python: Path, *, has_kv: bool) -> LoaderAnswer:
+
+def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnswer:
     """Load a folder with the vLLM of an environment.
 
     Args:
         path: the checkpoint.
         python: the interpreter of the environment.
         has_kv: whether the KV cache is FP8.
+        tp: the number of tensor-parallel ranks, each of which is loaded.
 
     Raises:
         UsageError: the environment has no vLLM.
         VerificationError: the child process died or did not end.
     """
-    command = [str(python), "-I", str(_SCRIPT), str(path.resolve()), "fp8" if has_kv else "auto"]
+    arguments = [str(path.resolve()), "fp8" if has_kv else "auto", str(tp)]
+    command = [str(python), "-I", str(_SCRIPT), *arguments]
     try:
         done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
@@ -87,10 +100,15 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool) -> LoaderAnswer:
         error=answer["error"],
         missing=tuple(answer.get("missing", ())),
         files=tuple(answer["files"]),
-        scales={
-            module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
-            for module, each in answer.get("scales", {}).items()
-        },
+        scales=[
+            {
+                module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
+                for module, each in held.items()
+            }
+            for held in answer["scales"]
+        ],
+        tp=tp,
+        rank=answer["rank"],
     )
 
 
@@ -99,7 +117,7 @@ def amend_by_loader(
 ) -> EngineReport:
     """Replace what the replay says by what the loader did."""
     if answer.error and answer.is_of_the_build:
-        why = f"vLLM {answer.version} for CPU stops at the {answer.stage}: {answer.error}"
+        why = answer.describe_stop(" for CPU")
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
     if answer.error:
         return _report_error(report, answer, geometry)
@@ -123,7 +141,7 @@ def amend_by_loader(
 def _report_error(
     report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
 ) -> EngineReport:
-    why = f"vLLM {answer.version} stops at the {answer.stage}: {answer.error}"
+    why = answer.describe_stop()
     refused = report_refusal(geometry, Refusal(why, fix=_FIX))
     verdict = LoadVerdict(status=Status.REFUSED, why=why, fix=_FIX)
     was_refused = any(layer.k.status is Status.REFUSED for layer in report.layers)
@@ -135,16 +153,17 @@ def _report_error(
 
 
 def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:
-    held = next(
-        (each for module, each in answer.scales.items() if layer.layer in _list_indices(module)),
-        None,
-    )
-    if held is None:
+    held = [
+        next(each for module, each in scales.items() if layer.layer in _list_indices(module))
+        for scales in answer.scales
+        if any(layer.layer in _list_indices(module) for module in scales)
+    ]
+    if not held:
         return layer
     return LayerVerdict(
         layer=layer.layer,
-        k=_amend_verdict(layer.k, max(held["k"])),
-        v=_amend_verdict(layer.v, max(held["v"])),
+        k=_amend_verdict(layer.k, [each["k"] for each in held]),
+        v=_amend_verdict(layer.v, [each["v"] for each in held]),
     )
 
 
@@ -153,16 +172,26 @@ def _list_indices(module: str) -> list[int]:
     return [int(part) for part in module.split(".") if part.isdigit()][:1]
 
 
-def _amend_verdict(verdict: LoadVerdict, held: float) -> LoadVerdict:
+def _amend_verdict(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> LoadVerdict:
+    """Judge the numbers that the ranks hold: one each, or one for each of their heads."""
+    rank, number = _choose_number(held)
     is_agreed = verdict.status is not Status.REFUSED and (
-        verdict.value is None or math.isclose(verdict.value, held, rel_tol=1e-3)
+        verdict.value is None or math.isclose(verdict.value, number, rel_tol=1e-3)
     )
     if is_agreed:
         return verdict
-    if held == 1.0:
-        why = "vLLM's own loader leaves the scale at 1.0"
+    loader = "vLLM's own loader" + ("" if len(held) == 1 else f" on rank {rank} of {len(held)}")
+    if number == 1.0:
+        why = f"{loader} leaves the scale at 1.0"
         return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=verdict.fix)
-    return judge_number(held, "vLLM's own loader holds it")
+    return judge_number(number, f"{loader} holds it")
+
+
+def _choose_number(held: Sequence[tuple[float, ...]]) -> tuple[int, float]:
+    """Choose a rank and its number: one that is no scale, or the largest, as the replay does."""
+    numbers = [(rank, number) for rank, own in enumerate(held) for number in own]
+    odd = (each for each in numbers if not is_scale(each[1]))
+    return next(odd, max(numbers, key=itemgetter(1)))
 
 
 def _list_differences(

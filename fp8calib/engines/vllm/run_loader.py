@@ -2,11 +2,11 @@
 
 This file runs in vLLM's environment, as a script, and imports nothing of fp8calib:
 
-    python run_loader.py FOLDER KV_CACHE_DTYPE
+    python run_loader.py FOLDER KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE
 
-The last line on stdout is one JSON object. Tensors of more than `_MOST_ELEMENTS` are on the meta
-device, with the shape and dtype that the file's header gives; smaller ones, such as scales, have
-their values.
+Every rank is loaded in turn. The last line on stdout is one JSON object. Tensors of more than
+`_MOST_ELEMENTS` are on the meta device, with the shape and dtype that the file's header gives;
+smaller ones, such as scales, have their values.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _MOST_ELEMENTS = 4096
-_STAGES = ("config", "model", "weights", "scales")
 
 
 def main() -> None:
     """Print what vLLM does with a folder."""
-    folder, kv_cache_dtype = sys.argv[1:3]
+    folder, kv_cache_dtype, size = sys.argv[1:4]
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
-    answer: dict[str, Any] = {"stage": "import", "error": "", "trace": []}
+    answer: dict[str, Any] = {"stage": "import", "rank": 0, "error": "", "trace": [], "scales": []}
     try:
-        _load(folder, kv_cache_dtype, answer)
+        _load(folder, kv_cache_dtype, int(size), answer)
     except Exception as error:  # noqa: BLE001 -- whatever vLLM raises is its answer
         lines = str(error).splitlines()
         answer["error"] = f"{type(error).__name__}: {' '.join(lines)[:300]}"
@@ -40,43 +40,86 @@ def main() -> None:
     os._exit(0)  # vLLM's threads may not end
 
 
-def _load(folder: str, kv_cache_dtype: str, answer: dict[str, Any]) -> None:
+def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
     from vllm.config import set_current_vllm_config  # noqa: PLC0415
-    from vllm.distributed import parallel_state  # noqa: PLC0415
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    answer["version"] = vllm.__version__
+    for rank in range(size):
+        answer.update(stage="config", rank=rank, files=[])
+        # A config of its own: vLLM registers the layers of a rank in it.
+        config = EngineArgs(
+            model=folder,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=size,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+        ).create_engine_config()
+        answer["stage"] = "model"
+        torch.set_default_dtype(config.model_config.dtype)
+        with set_current_vllm_config(config), _join_groups(rank, size), _make_mode():
+            _load_rank(config, answer)
+    answer["stage"] = "done"
+
+
+def _load_rank(config: Any, answer: dict[str, Any]) -> None:
     from vllm.model_executor.model_loader import default_loader, get_model_loader  # noqa: PLC0415
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
 
-    answer.update(version=vllm.__version__, stage="config", files=[])
-    arguments = EngineArgs(
-        model=folder, kv_cache_dtype=kv_cache_dtype, enforce_eager=True, skip_tokenizer_init=True
-    )
-    config = arguments.create_engine_config()
-    answer["stage"] = "model"
-    with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(config):
+    model = initialize_model(config, model_config=config.model_config)
+    answer["stage"] = "weights"
+    default_loader.safetensors_weights_iterator = _make_iterator(answer["files"])
+    load = model.load_weights
+    loaded: set[str] = set()
+    model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
+    get_model_loader(config.load_config).load_weights(model, config.model_config)
+    answer["missing"] = [
+        name
+        for name, _ in model.named_parameters()
+        if loaded and name not in loaded and name.endswith((".weight", ".bias"))
+    ]
+    answer["stage"] = "scales"
+    answer["scales"].append(dict(_read_scales(model)))
+
+
+@contextmanager
+def _join_groups(rank: int, size: int) -> Iterator[None]:
+    """Be one rank of a server; torch's fake backend stands for the others, which do not run."""
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    new_group = dist.new_group
+    changes = {
+        (dist, "new_group"): lambda ranks, **_: new_group(ranks, backend=dist.Backend.FAKE),
+        (parallel_state, "_node_count"): lambda _: 1,
+        (parallel_state, "init_model_parallel_group"): _make_group,
+    }
+    with ExitStack() as stack:
+        for (module, name), put in changes.items():
+            stack.enter_context(mock.patch.object(module, name, put))
+        dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=size)
         parallel_state.init_distributed_environment(
-            1, 0, f"file://{scratch}/group", 0, backend="gloo"
+            size, rank, local_rank=rank, backend=dist.Backend.FAKE
         )
-        parallel_state.ensure_model_parallel_initialized(1, 1)
-        torch.set_default_dtype(config.model_config.dtype)
-        with _make_mode():
-            model = initialize_model(config, model_config=config.model_config)
-            answer["stage"] = "weights"
-            default_loader.safetensors_weights_iterator = _make_iterator(answer["files"])
-            load = model.load_weights
-            loaded: set[str] = set()
-            model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
-            get_model_loader(config.load_config).load_weights(model, config.model_config)
-            answer["missing"] = [
-                name
-                for name, _ in model.named_parameters()
-                if loaded and name not in loaded and name.endswith((".weight", ".bias"))
-            ]
-            answer["stage"] = "scales"
-            answer["scales"] = dict(_read_scales(model))
-    answer["stage"] = "done"
+        parallel_state.initialize_model_parallel(size)
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+def _make_group(group_ranks: list[list[int]], local_rank: int, backend: str, **_: object) -> Any:
+    """Make a group that has no queue of messages, and no shared memory."""
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+    from vllm.distributed.device_communicators import base_device_communicator  # noqa: PLC0415
+
+    group = parallel_state.GroupCoordinator(group_ranks, local_rank, backend, False)
+    group.device_communicator = base_device_communicator.DeviceCommunicatorBase(
+        group.cpu_group, group.device, group.device_group
+    )
+    return group
 
 
 def _make_mode() -> Any:
