@@ -38,6 +38,7 @@ class Job:
     dtype: str = "auto"
     kv_cache_dtype: str = "fp8"
     max_model_len: int = 64
+    tp: int = 1
     logprobs: Sequence[Sequence[int]] = ()
     """Token ids of sequences to score."""
     prompt: str | None = None
@@ -52,6 +53,8 @@ class Answer:
     """The exception's type and text when the model was refused; nothing else is there then."""
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By path of the attention layer: its scales, its KV dtype, the bytes of a cache element."""
+    ranks: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """The same of every rank; `layers` is that of the first."""
     logprobs: list[list[float]] = field(default_factory=list)
     text: str = ""
 
@@ -87,7 +90,7 @@ class VllmServer:
         with log.open("wb") as stream:
             code = subprocess.run(
                 [PYTHON, WORKER, job, result],
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | _bind_ranks(options.get("tp", 1)),
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 timeout=TIMEOUT_S,
@@ -95,6 +98,13 @@ class VllmServer:
             ).returncode
         assert code == 0, f"the worker ended with {code}:\n{log.read_text()[-4000:]}"
         return Answer(**json.loads(result.read_text()))
+
+
+def _bind_ranks(tp: int) -> dict[str, str]:
+    """Give each rank a core; vLLM itself wants a NUMA node for each."""
+    cores = os.cpu_count() or 1
+    bound = "|".join(str(rank % cores) for rank in range(tp))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bound} if tp > 1 else {}
 
 
 class WeightLoader:
