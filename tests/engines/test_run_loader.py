@@ -27,7 +27,7 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_python(path: Path, **answer: object) -> Path:
     """Write a program that answers as the script does in an environment with vLLM."""
     whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
-    whole |= {"scales": []} | answer
+    whole |= {"missing": [], "scales": []} | answer
     path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path

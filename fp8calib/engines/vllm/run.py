@@ -85,20 +85,28 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnsw
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise VerificationError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"stage"')]
-    if not lines:
+    answer = parse_answer(done.stdout, tp)
+    if answer is None:
         tail = " ".join(done.stderr.split())[-400:]
         raise VerificationError(
             f"{python}: vLLM's loader ended with {done.returncode}: {tail}", hint=_ENVIRONMENT_HINT
         )
+    if answer.stage == "import":
+        raise UsageError(f"{python}: {answer.error}", hint=_ENVIRONMENT_HINT)
+    return answer
+
+
+def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
+    """Read what the script printed for a number of ranks; None where it printed no answer."""
+    lines = [line for line in printed.splitlines() if line.startswith('{"stage"')]
+    if not lines:
+        return None
     answer = json.loads(lines[-1])
-    if answer["stage"] == "import":
-        raise UsageError(f"{python}: {answer['error']}", hint=_ENVIRONMENT_HINT)
     return LoaderAnswer(
         version=answer["version"],
         stage=answer["stage"],
         error=answer["error"],
-        missing=tuple(answer.get("missing", ())),
+        missing=tuple(answer["missing"]),
         files=tuple(answer["files"]),
         scales=[
             {

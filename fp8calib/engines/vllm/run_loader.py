@@ -28,7 +28,8 @@ def main() -> None:
     """Print what vLLM does with a folder."""
     folder, kv_cache_dtype, size = sys.argv[1:4]
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
-    answer: dict[str, Any] = {"stage": "import", "rank": 0, "error": "", "trace": [], "scales": []}
+    answer: dict[str, Any] = {"stage": "import", "version": "", "rank": 0, "error": "", "trace": []}
+    answer |= {"files": [], "missing": [], "scales": []}
     try:
         _load(folder, kv_cache_dtype, int(size), answer)
     except Exception as error:  # noqa: BLE001 -- whatever vLLM raises is its answer
@@ -138,6 +139,9 @@ def _make_mode() -> Any:
             number *= int(each) if isinstance(each, int) else 1
         return number
 
+    def is_on_meta(source: Any) -> bool:
+        return isinstance(source, torch.Tensor) and source.is_meta  # copy_ takes a number too
+
     class LargeOnMeta(TorchFunctionMode):
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -145,11 +149,9 @@ def _make_mode() -> Any:
             kwargs = dict(kwargs or {})
             if function in sized and count(args, kwargs) > _MOST_ELEMENTS:
                 kwargs["device"] = "meta"
-            elif function is torch.Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            elif function is torch.Tensor.copy_ and is_on_meta(args[1]) and not args[0].is_meta:
                 # A part of a large tensor: only its shape is known.
-                args[0].expand_as(args[1]) if args[1].shape == args[0].shape else args[1].expand_as(
-                    args[0]
-                )
+                args[1].expand_as(args[0])
                 return args[0]
             return function(*args, **kwargs)
 

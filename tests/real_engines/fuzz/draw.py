@@ -55,10 +55,10 @@ def parse_case(text: str) -> Case:
     )
 
 
-def draw(count: int, seed: int) -> list[Case]:
+def draw(count: int, seed: int, undamaged: float = _UNDAMAGED_SHARE) -> list[Case]:
     """Draw cases: lists that are shuffled and gone through again and again, so that all occur."""
     random = Random(seed)  # noqa: S311 -- a test needs no secrecy
-    num_undamaged = round(len(DAMAGES) * _UNDAMAGED_SHARE / (1 - _UNDAMAGED_SHARE))
+    num_undamaged = round(len(DAMAGES) * undamaged / (1 - undamaged))
     damages = _cycle(random, [*DAMAGES.values(), *[None] * num_undamaged])
     forms = _Queue(random, list(FORMS))
     architectures = _cycle(random, ARCHITECTURES)
