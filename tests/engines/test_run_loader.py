@@ -112,12 +112,41 @@ def test_the_loader_is_told_the_number_of_ranks(overlay: Path, tmp_path: Path) -
     assert (tmp_path / "tp").read_text() == "2\n"
 
 
-def test_an_error_of_the_build_is_unknown(overlay: Path, tmp_path: Path) -> None:
-    error = "NotImplementedError: No kernel for MXFP8 on CPU"
-    python = make_python(tmp_path / "python", stage="model", error=error)
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (
+            "NotImplementedError: No MXFP8 MoE backend supports the deployment",
+            "vllm/model_executor/layers/fused_moe/oracle/mxfp8.py:select_mxfp8_moe_backend",
+        ),
+        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'x'", "torch/_ops.py:f"),
+        (
+            "ValidationError: Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
+            "pydantic/_internal/_dataclasses.py:__init__",
+        ),
+        ("NotImplementedError: Cannot copy out of meta tensor; no data!", "vllm/a.py:load"),
+    ],
+)
+def test_an_error_of_the_build_is_unknown(
+    overlay: Path, tmp_path: Path, error: str, place: str
+) -> None:
+    trace = ["vllm/model_executor/models/llama.py:__init__", place]
+    python = make_python(tmp_path / "python", stage="model", error=error, trace=trace)
 
     arguments = ["check", str(overlay), "--engine", "vllm", "--run", "--engine-python", str(python)]
     assert run(arguments) == 9
+
+
+def test_the_words_of_an_error_do_not_make_it_one_of_the_build(
+    overlay: Path, tmp_path: Path
+) -> None:
+    """The tensor's name has the word, and the error comes from the loader of weights."""
+    error = "ValueError: There is no module or parameter named 'model.cpu_kernel'"
+    trace = ["vllm/model_executor/models/utils.py:_load_module", "run_loader:__torch_function__"]
+    python = make_python(tmp_path / "python", stage="weights", error=error, trace=trace)
+
+    arguments = ["check", str(overlay), "--engine", "vllm", "--run", "--engine-python", str(python)]
+    assert run(arguments) == 8
 
 
 def test_tensors_that_no_class_has_are_unknown(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,17 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SCRIPT = Path(__file__).with_name("run_loader.py")
+_OWN_FRAME = ":__torch_function__"
+"""The mode of the script, through which every call of torch goes."""
 _TIMEOUT_S = 300
-_OF_THE_BUILD = ("cpu", "kernel", "cuda", "triton", "device", "backend", "platform")
-"""Words of errors that a build for another device would not raise."""
+_PLACES_OF_THE_BUILD = re.compile(
+    r"vllm/(model_executor/(kernels|layers/fused_moe/oracle)|platforms|v1/attention|_custom_ops)\b"
+    r"|torch/(_ops\.py|cuda/)|\w*(triton|cutlass|flashinfer|deep_gemm|marlin|aiter|rocm)\w*\.py"
+)
+"""Where vLLM chooses or calls what depends on the device: another build may not stop there."""
+_TEXTS_OF_THE_BUILD = ("ModuleNotFoundError", "ImportError", "failed to be inspected", "eta tensor")
+"""Errors for lack of a package (`inspected`: vLLM imports a model's class), or of the values of
+weights, which are on the meta device."""
 _FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
 _ENVIRONMENT_HINT = "name a Python with vLLM: --engine-python PATH"
 
@@ -42,6 +51,9 @@ class LoaderAnswer:
     stage: str
     """Where it stopped: import, config, model, weights or scales; `done` where it loaded."""
     error: str
+    trace: tuple[str, ...]
+    """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the
+    innermost of the packages."""
     missing: tuple[str, ...]
     """Weights and biases that no tensor filled."""
     files: tuple[str, ...]
@@ -56,7 +68,9 @@ class LoaderAnswer:
     @property
     def is_of_the_build(self) -> bool:
         """Whether the error may come from vLLM's build for CPU, and not from the file."""
-        return any(word in self.error.lower() for word in _OF_THE_BUILD)
+        place = self.trace[-1] if self.trace else ""
+        is_there = bool(_PLACES_OF_THE_BUILD.search(place))
+        return is_there or any(text in self.error for text in _TEXTS_OF_THE_BUILD)
 
     def describe_stop(self, build: str = "") -> str:
         """Say where it stopped, and with which error."""
@@ -106,6 +120,7 @@ def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
         version=answer["version"],
         stage=answer["stage"],
         error=answer["error"],
+        trace=tuple(each for each in answer["trace"] if _OWN_FRAME not in each),
         missing=tuple(answer["missing"]),
         files=tuple(answer["files"]),
         scales=[

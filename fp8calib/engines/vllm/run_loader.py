@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -36,9 +37,14 @@ def main() -> None:
         lines = str(error).splitlines()
         answer["error"] = f"{type(error).__name__}: {' '.join(lines)[:300]}"
         frames = traceback.extract_tb(error.__traceback__)
-        answer["trace"] = [f"{Path(each.filename).name}:{each.name}" for each in frames[-6:]]
+        answer["trace"] = [f"{_shorten(each.filename)}:{each.name}" for each in frames]
     print(f"\n{json.dumps(answer)}", flush=True)
     os._exit(0)  # vLLM's threads may not end
+
+
+def _shorten(file: str) -> str:
+    """Give the path of a file in the environment's packages."""
+    return file.rpartition("/site-packages/")[2]
 
 
 def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -> None:
@@ -59,6 +65,7 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
             skip_tokenizer_init=True,
         ).create_engine_config()
         answer["stage"] = "model"
+        _leave_out_kernels()
         torch.set_default_dtype(config.model_config.dtype)
         with set_current_vllm_config(config), _join_groups(rank, size), _make_mode():
             _load_rank(config, answer)
@@ -76,13 +83,45 @@ def _load_rank(config: Any, answer: dict[str, Any]) -> None:
     loaded: set[str] = set()
     model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
     get_model_loader(config.load_config).load_weights(model, config.model_config)
-    answer["missing"] = [
-        name
-        for name, _ in model.named_parameters()
-        if loaded and name not in loaded and name.endswith((".weight", ".bias"))
-    ]
+    answer["missing"] = list(_list_missing(model, loaded)) if loaded else []
     answer["stage"] = "scales"
     answer["scales"].append(dict(_read_scales(model)))
+
+
+def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
+    """List the weights and biases that were filled under none of their names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for aliases in names.values():
+        if loaded.isdisjoint(aliases) and aliases[0].endswith((".weight", ".bias")):
+            yield aliases[0]
+
+
+class _NoKernel:
+    """Stands for the kernel of a linear, which no loader uses."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def input_quant_key(self) -> None:
+        """Take inputs that are not quantized yet."""
+
+
+def _leave_out_kernels() -> None:
+    """Look for no kernels of linears: a CPU has none for FP8 blocks, w8a16, MXFP8 and NVFP4."""
+    from vllm.model_executor.kernels import linear  # noqa: PLC0415
+
+    put: dict[object, object] = {
+        maker: _NoKernel
+        for name, maker in vars(linear).items()
+        if name.startswith("init_") and name.endswith("_linear_kernel")
+    }
+    put[linear.choose_mp_linear_kernel] = lambda *_, **__: _NoKernel
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in put:
+                setattr(module, name, put[value])
 
 
 @contextmanager
