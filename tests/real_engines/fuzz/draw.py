@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST
 from tests.real_engines.fuzz.damage import Damage
+from tests.real_engines.fuzz.folder_damages import FOLDER_DAMAGES
 from tests.real_engines.fuzz.forms import FORMS
 from tests.real_engines.fuzz.kv_damages import KV_DAMAGES
 from tests.real_engines.fuzz.weight_damages import WEIGHT_DAMAGES
 
-DAMAGES = {damage.name: damage for damage in (*KV_DAMAGES, *WEIGHT_DAMAGES)}
+DAMAGES = {damage.name: damage for damage in (*KV_DAMAGES, *WEIGHT_DAMAGES, *FOLDER_DAMAGES)}
 _UNDAMAGED_SHARE = 0.25
 _TWICE_SHARE = 0.1
 """Of the damaged checkpoints, how many have a second damage."""
@@ -67,12 +68,15 @@ def draw(count: int, seed: int, undamaged: float = _UNDAMAGED_SHARE) -> list[Cas
         first = next(damages)
         form = forms.take(lambda name, damage=first: damage is None or damage.fits(FORMS[name]))
         second = _choose_second(random, form, first)
+        architecture = next(architectures)
+        if first is not None and first.architectures:
+            architecture = random.choice(first.architectures)
         cases.append(
             Case(
                 seed=f"{seed}:{number}",
                 form=form,
                 damages=tuple(damage.name for damage in (first, second) if damage),
-                architecture=next(architectures),
+                architecture=architecture,
                 dtype=random.choice(_DTYPES),
             )
         )
