@@ -7,7 +7,7 @@ import re
 import signal
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -40,6 +40,13 @@ def find_index(module: str) -> int | None:
     """Give the first number in a module's path."""
     found = _LAYER.search(module)
     return int(found[1]) if found else None
+
+
+def list_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """List the tensors of all safetensors files; links to nothing, and folders, are none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.is_file():
+            yield from load_file(path).items()
 
 
 class VllmObserver:
@@ -129,8 +136,7 @@ def _find_input_fault(held: Tensors, model: Path) -> str:
     """Find a scale of inputs that is no scale, or is not one of the file's."""
     stored = {
         value
-        for path in model.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
+        for name, tensor in list_tensors(model)
         if name.endswith("input_scale")
         for value in tensor.float().flatten().tolist()
     }

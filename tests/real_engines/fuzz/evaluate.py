@@ -14,8 +14,6 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from safetensors.torch import load_file
-
 from fp8calib.cli import main_inner
 from fp8calib.engines.vllm.run import LoaderAnswer
 from fp8calib.errors import Fp8CalibError
@@ -23,7 +21,7 @@ from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
 from tests.real_engines.fuzz.draft import UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, Case
-from tests.real_engines.fuzz.engines import find_index
+from tests.real_engines.fuzz.engines import find_index, list_tensors
 from tests.real_engines.fuzz.exclusions import find_exclusion
 from tests.real_engines.fuzz.forms import FORMS
 from tests.real_engines.fuzz.observation import Observation
@@ -169,9 +167,8 @@ def ask_check(folder: Path, engine: str, *options: str) -> Mapping[str, Any]:
 def list_stored(folder: Path) -> dict[int, set[float]]:
     """List the numbers of small tensors in a checkpoint, by the first number in their names."""
     found: dict[int, set[float]] = defaultdict(set)
-    for path in folder.glob("*.safetensors"):
-        for name, tensor in load_file(path).items():
-            index = find_index(name)
-            if index is not None and tensor.numel() <= _MOST_NUMBERS:
-                found[index] |= set(tensor.float().flatten().tolist())
+    for name, tensor in list_tensors(folder):
+        index = find_index(name)
+        if index is not None and tensor.numel() <= _MOST_NUMBERS:
+            found[index] |= set(tensor.float().flatten().tolist())
     return found
