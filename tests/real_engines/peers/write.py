@@ -1,8 +1,8 @@
 """Quantize models with llm-compressor and ModelOpt, in every preset and KV config.
 
-Runs in the peers' environment: `python -m tests.real_engines.peers.write MODELS OUT [CELLS]`. MODELS
-has a folder for each architecture. OUT gets a folder for each cell, `ARCHITECTURE/TOOL/PRESET/KV`, and
-`failed.json` with the cells that a tool does not write.
+Runs in the peers' environment: `python -m tests.real_engines.peers.write MODELS OUT [CELLS]`.
+MODELS has a folder for each architecture. OUT gets a folder for each cell,
+`ARCHITECTURE/TOOL/PRESET/KV`, and `failed.json` with the cells that a tool does not write.
 """
 
 from __future__ import annotations
@@ -99,11 +99,13 @@ def _export(model: PreTrainedModel, out: Path, *, preset: str, cache: str) -> No
 
 def main(models: Path, out: Path, wanted: str = "") -> None:
     """Write every cell of every model; `wanted` is a part of the cells' names."""
-    failed: dict[str, str] = {}
+    known = out / "failed.json"
+    failed: dict[str, str] = json.loads(known.read_text()) if known.exists() else {}
     for folder in sorted(models.iterdir()):
         for cell in list_cells():
             name = f"{folder.name}/{cell.tool}/{cell.preset}/{cell.cache}"
-            if wanted not in name or (out / name / "config.json").exists():
+            is_done = name in failed or (out / name / "config.json").exists()
+            if wanted not in name or is_done:
                 continue
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
             try:
@@ -111,7 +113,7 @@ def main(models: Path, out: Path, wanted: str = "") -> None:
             except Exception as error:  # noqa: BLE001 -- a tool's own limit, which is reported
                 failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             print(name, failed.get(name, "written"), flush=True)
-            (out / "failed.json").write_text(json.dumps(failed))
+            known.write_text(json.dumps(failed))
 
 
 if __name__ == "__main__":
