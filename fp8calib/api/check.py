@@ -90,7 +90,7 @@ def check(
             stats=measured,
         )
         if run:
-            report = _ask_loader(report, path, geometry, engine_python)
+            report = _ask_loader(report, path, geometry, tp, engine_python)
     else:
         if run:
             raise UsageError(f"--run: {path} is no checkpoint folder", hint="check a folder")
@@ -103,7 +103,7 @@ def check(
 
 
 def _ask_loader(
-    report: CheckReport, path: Path, geometry: ModelGeometry, python: str | Path | None
+    report: CheckReport, path: Path, geometry: ModelGeometry, tp: int, python: str | Path | None
 ) -> CheckReport:
     """Let vLLM's own loader answer for vLLM."""
     keys = [key for key in report.engines if key.partition("==")[0] == "vllm"]
@@ -111,7 +111,7 @@ def _ask_loader(
         raise UsageError("--run: vLLM is not among the engines", hint="add --engine vllm")
     replayed = report.engines[keys[0]]
     has_kv = replayed.asks_for_kv
-    answer = ask_loader(path, Path(python or sys.executable), has_kv=has_kv)
+    answer = ask_loader(path, Path(python or sys.executable), has_kv=has_kv, tp=tp)
     amended = {key: amend_by_loader(report.engines[key], answer, geometry) for key in keys}
     return report.model_copy(update={"engines": {**report.engines, **amended}})
 

@@ -26,14 +26,19 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_python(path: Path, **answer: object) -> Path:
     """Write a program that answers as the script does in an environment with vLLM."""
-    whole = {"stage": "done", "error": "", "trace": [], "version": "9.9", "files": []} | answer
+    whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
+    whole |= {"missing": [], "scales": []} | answer
     path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
 
-def hold(k: str, v: str) -> dict[str, object]:
-    return {f"model.layers.{i}.self_attn.attn": {"k": [k], "v": [v]} for i in (0, 1)}
+def hold(k: str, v: str) -> list[dict[str, object]]:
+    return [hold_rank([k], [v])]
+
+
+def hold_rank(k: list[str], v: list[str]) -> dict[str, object]:
+    return {f"model.layers.{i}.self_attn.attn": {"k": k, "v": v} for i in (0, 1)}
 
 
 def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -> None:
@@ -69,12 +74,79 @@ def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> Non
     assert "stops at the weights: ValueError: no 'foo'" in found.layers[0].k.why
 
 
-def test_an_error_of_the_build_is_unknown(overlay: Path, tmp_path: Path) -> None:
-    error = "NotImplementedError: No kernel for MXFP8 on CPU"
-    python = make_python(tmp_path / "python", stage="model", error=error)
+def test_the_rank_that_stops_is_named(overlay: Path, tmp_path: Path) -> None:
+    error = "RuntimeError: start (1) + length (1) exceeds dimension size (1)."
+    python = make_python(tmp_path / "python", stage="weights", rank=1, error=error)
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python, tp=2)
+
+    why = report.engines["vllm"].layers[0].k.why
+    assert why == f"vLLM 9.9 stops at the weights on rank 1 of 2: {error}"
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "named"),
+    [("0.0005", "used", ""), ("nan", "misread", "on rank 1 of 2"), ("4", "used", "on rank 1 of 2")],
+)
+def test_every_rank_is_asked(
+    overlay: Path, tmp_path: Path, second: str, status: str, named: str
+) -> None:
+    ranks = [hold_rank(["0.0005"], ["0.0005"]), hold_rank([second], ["0.0005"])]
+    python = make_python(tmp_path / "python", rank=1, scales=ranks)
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python, tp=2)
+
+    layer = report.engines["vllm"].layers[0]
+    assert (layer.k.status, layer.v.status) == (status, "used")
+    assert ("rank" in layer.k.why) == bool(named)
+    assert named in layer.k.why
+
+
+def test_the_loader_is_told_the_number_of_ranks(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"))
+    text = python.read_text()
+    python.write_text(text.replace("echo noise", f'echo "$5" > {tmp_path}/tp'))
+
+    fp8calib.check(overlay, engine="vllm", run=True, engine_python=python, tp=2)
+
+    assert (tmp_path / "tp").read_text() == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (
+            "NotImplementedError: No MXFP8 MoE backend supports the deployment",
+            "vllm/model_executor/layers/fused_moe/oracle/mxfp8.py:select_mxfp8_moe_backend",
+        ),
+        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'x'", "torch/_ops.py:f"),
+        (
+            "ValidationError: Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
+            "pydantic/_internal/_dataclasses.py:__init__",
+        ),
+        ("NotImplementedError: Cannot copy out of meta tensor; no data!", "vllm/a.py:load"),
+    ],
+)
+def test_an_error_of_the_build_is_unknown(
+    overlay: Path, tmp_path: Path, error: str, place: str
+) -> None:
+    trace = ["vllm/model_executor/models/llama.py:__init__", place]
+    python = make_python(tmp_path / "python", stage="model", error=error, trace=trace)
 
     arguments = ["check", str(overlay), "--engine", "vllm", "--run", "--engine-python", str(python)]
     assert run(arguments) == 9
+
+
+def test_the_words_of_an_error_do_not_make_it_one_of_the_build(
+    overlay: Path, tmp_path: Path
+) -> None:
+    """The tensor's name has the word, and the error comes from the loader of weights."""
+    error = "ValueError: There is no module or parameter named 'model.cpu_kernel'"
+    trace = ["vllm/model_executor/models/utils.py:_load_module", "run_loader:__torch_function__"]
+    python = make_python(tmp_path / "python", stage="weights", error=error, trace=trace)
+
+    arguments = ["check", str(overlay), "--engine", "vllm", "--run", "--engine-python", str(python)]
+    assert run(arguments) == 8
 
 
 def test_tensors_that_no_class_has_are_unknown(tmp_path: Path) -> None:

@@ -8,17 +8,20 @@ import subprocess
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.engines.vllm.run import LoaderAnswer, parse_answer
+from fp8calib.errors import VerificationError
 from tests.real_engines.exports import Scales, layer_index
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 WORKER = Path(__file__).with_name("vllm_worker.py")
 WEIGHTS_WORKER = Path(__file__).with_name("vllm_weights.py")
+RUN_WORKER = Path(__file__).with_name("vllm_run.py")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
@@ -38,6 +41,7 @@ class Job:
     dtype: str = "auto"
     kv_cache_dtype: str = "fp8"
     max_model_len: int = 64
+    tp: int = 1
     logprobs: Sequence[Sequence[int]] = ()
     """Token ids of sequences to score."""
     prompt: str | None = None
@@ -52,6 +56,8 @@ class Answer:
     """The exception's type and text when the model was refused; nothing else is there then."""
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By path of the attention layer: its scales, its KV dtype, the bytes of a cache element."""
+    ranks: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """The same of every rank; `layers` is that of the first."""
     logprobs: list[list[float]] = field(default_factory=list)
     text: str = ""
 
@@ -87,7 +93,7 @@ class VllmServer:
         with log.open("wb") as stream:
             code = subprocess.run(
                 [PYTHON, WORKER, job, result],
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | _bind_ranks(options.get("tp", 1)),
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 timeout=TIMEOUT_S,
@@ -97,14 +103,21 @@ class VllmServer:
         return Answer(**json.loads(result.read_text()))
 
 
-class WeightLoader:
-    """A process with vLLM imported, which loads one checkpoint after another."""
+def _bind_ranks(tp: int) -> dict[str, str]:
+    """Give each rank a core; vLLM itself wants a NUMA node for each."""
+    cores = os.cpu_count() or 1
+    bound = "|".join(str(rank % cores) for rank in range(tp))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bound} if tp > 1 else {}
 
-    def __init__(self, log: Path) -> None:
+
+class ForkServer:
+    """A process with vLLM imported, which answers one job after another in a fork of itself."""
+
+    def __init__(self, log: Path, worker: Path) -> None:
         self._log = log
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [PYTHON, WEIGHTS_WORKER],
+                [PYTHON, worker],
                 env=os.environ | ENVIRONMENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -112,25 +125,53 @@ class WeightLoader:
                 text=True,
             )
 
-    def __enter__(self) -> WeightLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
+    def _ask(self, **job: object) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(f"{json.dumps(job, default=str)}\n")
+        stdin.flush()
+        assert stdout.readline() == "done\n", self._log.read_text()[-3000:]
+
+
+class WeightLoader(ForkServer):
+    """Loads whole checkpoints, with `vllm_weights.py`."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log, WEIGHTS_WORKER)
+
     def __call__(
         self, model: Path, result: Path, dtype: str = "bfloat16"
     ) -> dict[str, torch.Tensor] | str:
         """Give the tensors that `vllm_weights.py` takes of a model, or the error."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        job = {"model": str(model), "dtype": dtype, "result": str(result)}
-        stdin.write(f"{json.dumps(job)}\n")
-        stdin.flush()
-        assert stdout.readline() == "done\n", self._log.read_text()[-3000:]
+        self._ask(model=model, dtype=dtype, result=result)
         refused = result.with_suffix(".refused")
         return refused.read_text() if refused.exists() else load_file(result)
+
+
+class RunLoader(ForkServer):
+    """Asks what `check --run` asks, with `vllm_run.py`."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log, RUN_WORKER)
+
+    def __call__(self, model: Path, result: Path, kv_cache_dtype: str = "fp8") -> LoaderAnswer:
+        """Give the answer of vLLM's loader.
+
+        Raises:
+            VerificationError: the process died.
+        """
+        self._ask(model=model, kv_cache_dtype=kv_cache_dtype, result=result)
+        answer = parse_answer(result.read_text(), 1)
+        if answer is None:
+            raise VerificationError("the process with vLLM's loader died")
+        return answer
 
 
 def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:

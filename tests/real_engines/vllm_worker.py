@@ -41,7 +41,8 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         llm = _load(job)
     except Exception as error:  # noqa: BLE001 -- whatever the engine says is the answer
         return {"error": _first_cause(error)}
-    answer: dict[str, Any] = {"layers": _layers(llm)}
+    ranks = llm.collective_rpc("list_layers")
+    answer: dict[str, Any] = {"layers": ranks[0], "ranks": ranks}
     if job["logprobs"]:
         answer["logprobs"] = _score(llm, job["logprobs"])
     if job["prompt"]:
@@ -61,6 +62,8 @@ def _load(job: dict[str, Any]) -> LLM:
         block_size=BLOCK_SIZE,
         skip_tokenizer_init=not job["prompt"],
         enforce_eager=True,
+        tensor_parallel_size=job["tp"],
+        worker_extension_cls="vllm_worker.LayerReader",
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
@@ -72,11 +75,17 @@ def _first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _layers(llm: LLM) -> dict[str, dict[str, Any]]:
-    """Name every attention layer with its scales and the dtype of the cache it writes."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    context = runner.compilation_config.static_forward_context
-    return {name: _layer(module) for name, module in context.items() if hasattr(module, "_k_scale")}
+class LayerReader:
+    """Mixed by vLLM into the worker of each rank."""
+
+    model_runner: Any
+
+    def list_layers(self) -> dict[str, dict[str, Any]]:
+        """Name every attention layer with its scales and the dtype of the cache it writes."""
+        context = self.model_runner.compilation_config.static_forward_context
+        return {
+            name: _layer(module) for name, module in context.items() if hasattr(module, "_k_scale")
+        }
 
 
 def _layer(module: Any) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from fp8calib.engines.replay.verdicts import (
@@ -18,6 +20,7 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Status,
+    is_scale,
     judge_number,
     report_refusal,
 )
@@ -25,9 +28,17 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SCRIPT = Path(__file__).with_name("run_loader.py")
+_OWN_FRAME = ":__torch_function__"
+"""The mode of the script, through which every call of torch goes."""
 _TIMEOUT_S = 300
-_OF_THE_BUILD = ("cpu", "kernel", "cuda", "triton", "device", "backend", "platform")
-"""Words of errors that a build for another device would not raise."""
+_PLACES_OF_THE_BUILD = re.compile(
+    r"vllm/(model_executor/(kernels|layers/fused_moe/oracle)|platforms|v1/attention|_custom_ops)\b"
+    r"|torch/(_ops\.py|cuda/)|\w*(triton|cutlass|flashinfer|deep_gemm|marlin|aiter|rocm)\w*\.py"
+)
+"""Where vLLM chooses or calls what depends on the device: another build may not stop there."""
+_TEXTS_OF_THE_BUILD = ("ModuleNotFoundError", "ImportError", "failed to be inspected", "eta tensor")
+"""Errors for lack of a package (`inspected`: vLLM imports a model's class), or of the values of
+weights, which are on the meta device."""
 _FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
 _ENVIRONMENT_HINT = "name a Python with vLLM: --engine-python PATH"
 
@@ -40,57 +51,87 @@ class LoaderAnswer:
     stage: str
     """Where it stopped: import, config, model, weights or scales; `done` where it loaded."""
     error: str
+    trace: tuple[str, ...]
+    """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the
+    innermost of the packages."""
     missing: tuple[str, ...]
     """Weights and biases that no tensor filled."""
     files: tuple[str, ...]
     """The files that vLLM opened."""
-    scales: Mapping[str, Mapping[str, tuple[float, ...]]]
-    """By attention module: the numbers that K and V are multiplied by."""
+    scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]]
+    """By rank and attention module: the numbers that K and V are multiplied by."""
+    tp: int = 1
+    """The number of ranks."""
+    rank: int = 0
+    """The last rank that was loaded: the one with the error, where there is one."""
 
     @property
     def is_of_the_build(self) -> bool:
         """Whether the error may come from vLLM's build for CPU, and not from the file."""
-        return any(word in self.error.lower() for word in _OF_THE_BUILD)
+        place = self.trace[-1] if self.trace else ""
+        is_there = bool(_PLACES_OF_THE_BUILD.search(place))
+        return is_there or any(text in self.error for text in _TEXTS_OF_THE_BUILD)
+
+    def describe_stop(self, build: str = "") -> str:
+        """Say where it stopped, and with which error."""
+        rank = "" if self.tp == 1 else f" on rank {self.rank} of {self.tp}"
+        return f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error}"
 
 
-def ask_loader(path: Path, python: Path, *, has_kv: bool) -> LoaderAnswer:
+def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnswer:
     """Load a folder with the vLLM of an environment.
 
     Args:
         path: the checkpoint.
         python: the interpreter of the environment.
         has_kv: whether the KV cache is FP8.
+        tp: the number of tensor-parallel ranks, each of which is loaded.
 
     Raises:
         UsageError: the environment has no vLLM.
         VerificationError: the child process died or did not end.
     """
-    command = [str(python), "-I", str(_SCRIPT), str(path.resolve()), "fp8" if has_kv else "auto"]
+    arguments = [str(path.resolve()), "fp8" if has_kv else "auto", str(tp)]
+    command = [str(python), "-I", str(_SCRIPT), *arguments]
     try:
         done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise VerificationError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"stage"')]
-    if not lines:
+    answer = parse_answer(done.stdout, tp)
+    if answer is None:
         tail = " ".join(done.stderr.split())[-400:]
         raise VerificationError(
             f"{python}: vLLM's loader ended with {done.returncode}: {tail}", hint=_ENVIRONMENT_HINT
         )
+    if answer.stage == "import":
+        raise UsageError(f"{python}: {answer.error}", hint=_ENVIRONMENT_HINT)
+    return answer
+
+
+def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
+    """Read what the script printed for a number of ranks; None where it printed no answer."""
+    lines = [line for line in printed.splitlines() if line.startswith('{"stage"')]
+    if not lines:
+        return None
     answer = json.loads(lines[-1])
-    if answer["stage"] == "import":
-        raise UsageError(f"{python}: {answer['error']}", hint=_ENVIRONMENT_HINT)
     return LoaderAnswer(
         version=answer["version"],
         stage=answer["stage"],
         error=answer["error"],
-        missing=tuple(answer.get("missing", ())),
+        trace=tuple(each for each in answer["trace"] if _OWN_FRAME not in each),
+        missing=tuple(answer["missing"]),
         files=tuple(answer["files"]),
-        scales={
-            module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
-            for module, each in answer.get("scales", {}).items()
-        },
+        scales=[
+            {
+                module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
+                for module, each in held.items()
+            }
+            for held in answer["scales"]
+        ],
+        tp=tp,
+        rank=answer["rank"],
     )
 
 
@@ -99,7 +140,7 @@ def amend_by_loader(
 ) -> EngineReport:
     """Replace what the replay says by what the loader did."""
     if answer.error and answer.is_of_the_build:
-        why = f"vLLM {answer.version} for CPU stops at the {answer.stage}: {answer.error}"
+        why = answer.describe_stop(" for CPU")
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
     if answer.error:
         return _report_error(report, answer, geometry)
@@ -123,7 +164,7 @@ def amend_by_loader(
 def _report_error(
     report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
 ) -> EngineReport:
-    why = f"vLLM {answer.version} stops at the {answer.stage}: {answer.error}"
+    why = answer.describe_stop()
     refused = report_refusal(geometry, Refusal(why, fix=_FIX))
     verdict = LoadVerdict(status=Status.REFUSED, why=why, fix=_FIX)
     was_refused = any(layer.k.status is Status.REFUSED for layer in report.layers)
@@ -135,17 +176,18 @@ def _report_error(
 
 
 def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:
-    held = next(
-        (each for module, each in answer.scales.items() if layer.layer in _list_indices(module)),
-        None,
-    )
-    if held is None:
+    held = [
+        next(each for module, each in scales.items() if layer.layer in _list_indices(module))
+        for scales in answer.scales
+        if any(layer.layer in _list_indices(module) for module in scales)
+    ]
+    if not held:
         is_unknown = layer.k.status is Status.UNKNOWN
         return LayerVerdict(layer=layer.layer, k=_UNSCALED, v=_UNSCALED) if is_unknown else layer
     return LayerVerdict(
         layer=layer.layer,
-        k=_amend_verdict(layer.k, max(held["k"])),
-        v=_amend_verdict(layer.v, max(held["v"])),
+        k=_amend_verdict(layer.k, [each["k"] for each in held]),
+        v=_amend_verdict(layer.v, [each["v"] for each in held]),
     )
 
 
@@ -159,16 +201,26 @@ def _list_indices(module: str) -> list[int]:
     return [int(part) for part in module.split(".") if part.isdigit()][:1]
 
 
-def _amend_verdict(verdict: LoadVerdict, held: float) -> LoadVerdict:
+def _amend_verdict(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> LoadVerdict:
+    """Judge the numbers that the ranks hold: one each, or one for each of their heads."""
+    rank, number = _choose_number(held)
     is_agreed = verdict.status not in (Status.REFUSED, Status.UNKNOWN) and (
-        verdict.value is None or math.isclose(verdict.value, held, rel_tol=1e-3)
+        verdict.value is None or math.isclose(verdict.value, number, rel_tol=1e-3)
     )
     if is_agreed:
         return verdict
-    if held == 1.0:
-        why = "vLLM's own loader leaves the scale at 1.0"
+    loader = "vLLM's own loader" + ("" if len(held) == 1 else f" on rank {rank} of {len(held)}")
+    if number == 1.0:
+        why = f"{loader} leaves the scale at 1.0"
         return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=verdict.fix)
-    return judge_number(held, "vLLM's own loader holds it")
+    return judge_number(number, f"{loader} holds it")
+
+
+def _choose_number(held: Sequence[tuple[float, ...]]) -> tuple[int, float]:
+    """Choose a rank and its number: one that is no scale, or the largest, as the replay does."""
+    numbers = [(rank, number) for rank, own in enumerate(held) for number in own]
+    odd = (each for each in numbers if not is_scale(each[1]))
+    return next(odd, max(numbers, key=itemgetter(1)))
 
 
 def _list_differences(

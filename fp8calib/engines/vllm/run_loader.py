@@ -2,11 +2,11 @@
 
 This file runs in vLLM's environment, as a script, and imports nothing of fp8calib:
 
-    python run_loader.py FOLDER KV_CACHE_DTYPE
+    python run_loader.py FOLDER KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE
 
-The last line on stdout is one JSON object. Tensors of more than `_MOST_ELEMENTS` are on the meta
-device, with the shape and dtype that the file's header gives; smaller ones, such as scales, have
-their values.
+Every rank is loaded in turn. The last line on stdout is one JSON object. Tensors of more than
+`_MOST_ELEMENTS` are on the meta device, with the shape and dtype that the file's header gives;
+smaller ones, such as scales, have their values.
 """
 
 from __future__ import annotations
@@ -14,69 +14,152 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+from unittest import mock
 
 _MOST_ELEMENTS = 4096
-_STAGES = ("config", "model", "weights", "scales")
 
 
 def main() -> None:
     """Print what vLLM does with a folder."""
-    folder, kv_cache_dtype = sys.argv[1:3]
+    folder, kv_cache_dtype, size = sys.argv[1:4]
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
-    answer: dict[str, Any] = {"stage": "import", "error": "", "trace": []}
+    answer: dict[str, Any] = {"stage": "import", "version": "", "rank": 0, "error": "", "trace": []}
+    answer |= {"files": [], "missing": [], "scales": []}
     try:
-        _load(folder, kv_cache_dtype, answer)
+        _load(folder, kv_cache_dtype, int(size), answer)
     except Exception as error:  # noqa: BLE001 -- whatever vLLM raises is its answer
         lines = str(error).splitlines()
         answer["error"] = f"{type(error).__name__}: {' '.join(lines)[:300]}"
         frames = traceback.extract_tb(error.__traceback__)
-        answer["trace"] = [f"{Path(each.filename).name}:{each.name}" for each in frames[-6:]]
+        answer["trace"] = [f"{_shorten(each.filename)}:{each.name}" for each in frames]
     print(f"\n{json.dumps(answer)}", flush=True)
     os._exit(0)  # vLLM's threads may not end
 
 
-def _load(folder: str, kv_cache_dtype: str, answer: dict[str, Any]) -> None:
+def _shorten(file: str) -> str:
+    """Give the path of a file in the environment's packages."""
+    return file.rpartition("/site-packages/")[2]
+
+
+def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
     from vllm.config import set_current_vllm_config  # noqa: PLC0415
-    from vllm.distributed import parallel_state  # noqa: PLC0415
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    answer["version"] = vllm.__version__
+    for rank in range(size):
+        answer.update(stage="config", rank=rank, files=[])
+        # A config of its own: vLLM registers the layers of a rank in it.
+        config = EngineArgs(
+            model=folder,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=size,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+        ).create_engine_config()
+        answer["stage"] = "model"
+        _leave_out_kernels()
+        torch.set_default_dtype(config.model_config.dtype)
+        with set_current_vllm_config(config), _join_groups(rank, size), _make_mode():
+            _load_rank(config, answer)
+    answer["stage"] = "done"
+
+
+def _load_rank(config: Any, answer: dict[str, Any]) -> None:
     from vllm.model_executor.model_loader import default_loader, get_model_loader  # noqa: PLC0415
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
 
-    answer.update(version=vllm.__version__, stage="config", files=[])
-    arguments = EngineArgs(
-        model=folder, kv_cache_dtype=kv_cache_dtype, enforce_eager=True, skip_tokenizer_init=True
-    )
-    config = arguments.create_engine_config()
-    answer["stage"] = "model"
-    with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(config):
+    model = initialize_model(config, model_config=config.model_config)
+    answer["stage"] = "weights"
+    default_loader.safetensors_weights_iterator = _make_iterator(answer["files"])
+    load = model.load_weights
+    loaded: set[str] = set()
+    model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
+    get_model_loader(config.load_config).load_weights(model, config.model_config)
+    answer["missing"] = list(_list_missing(model, loaded)) if loaded else []
+    answer["stage"] = "scales"
+    answer["scales"].append(dict(_read_scales(model)))
+
+
+def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
+    """List the weights and biases that were filled under none of their names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for aliases in names.values():
+        if loaded.isdisjoint(aliases) and aliases[0].endswith((".weight", ".bias")):
+            yield aliases[0]
+
+
+class _NoKernel:
+    """Stands for the kernel of a linear, which no loader uses."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def input_quant_key(self) -> None:
+        """Take inputs that are not quantized yet."""
+
+
+def _leave_out_kernels() -> None:
+    """Look for no kernels of linears: a CPU has none for FP8 blocks, w8a16, MXFP8 and NVFP4."""
+    from vllm.model_executor.kernels import linear  # noqa: PLC0415
+
+    put: dict[object, object] = {
+        maker: _NoKernel
+        for name, maker in vars(linear).items()
+        if name.startswith("init_") and name.endswith("_linear_kernel")
+    }
+    put[linear.choose_mp_linear_kernel] = lambda *_, **__: _NoKernel
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in put:
+                setattr(module, name, put[value])
+
+
+@contextmanager
+def _join_groups(rank: int, size: int) -> Iterator[None]:
+    """Be one rank of a server; torch's fake backend stands for the others, which do not run."""
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    new_group = dist.new_group
+    changes = {
+        (dist, "new_group"): lambda ranks, **_: new_group(ranks, backend=dist.Backend.FAKE),
+        (parallel_state, "_node_count"): lambda _: 1,
+        (parallel_state, "init_model_parallel_group"): _make_group,
+    }
+    with ExitStack() as stack:
+        for (module, name), put in changes.items():
+            stack.enter_context(mock.patch.object(module, name, put))
+        dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=size)
         parallel_state.init_distributed_environment(
-            1, 0, f"file://{scratch}/group", 0, backend="gloo"
+            size, rank, local_rank=rank, backend=dist.Backend.FAKE
         )
-        parallel_state.ensure_model_parallel_initialized(1, 1)
-        torch.set_default_dtype(config.model_config.dtype)
-        with _make_mode():
-            model = initialize_model(config, model_config=config.model_config)
-            answer["stage"] = "weights"
-            default_loader.safetensors_weights_iterator = _make_iterator(answer["files"])
-            load = model.load_weights
-            loaded: set[str] = set()
-            model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
-            get_model_loader(config.load_config).load_weights(model, config.model_config)
-            answer["missing"] = [
-                name
-                for name, _ in model.named_parameters()
-                if loaded and name not in loaded and name.endswith((".weight", ".bias"))
-            ]
-            answer["stage"] = "scales"
-            answer["scales"] = dict(_read_scales(model))
-    answer["stage"] = "done"
+        parallel_state.initialize_model_parallel(size)
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+def _make_group(group_ranks: list[list[int]], local_rank: int, backend: str, **_: object) -> Any:
+    """Make a group that has no queue of messages, and no shared memory."""
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+    from vllm.distributed.device_communicators import base_device_communicator  # noqa: PLC0415
+
+    group = parallel_state.GroupCoordinator(group_ranks, local_rank, backend, False)
+    group.device_communicator = base_device_communicator.DeviceCommunicatorBase(
+        group.cpu_group, group.device, group.device_group
+    )
+    return group
 
 
 def _make_mode() -> Any:
@@ -95,6 +178,9 @@ def _make_mode() -> Any:
             number *= int(each) if isinstance(each, int) else 1
         return number
 
+    def is_on_meta(source: Any) -> bool:
+        return isinstance(source, torch.Tensor) and source.is_meta  # copy_ takes a number too
+
     class LargeOnMeta(TorchFunctionMode):
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -102,11 +188,9 @@ def _make_mode() -> Any:
             kwargs = dict(kwargs or {})
             if function in sized and count(args, kwargs) > _MOST_ELEMENTS:
                 kwargs["device"] = "meta"
-            elif function is torch.Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            elif function is torch.Tensor.copy_ and is_on_meta(args[1]) and not args[0].is_meta:
                 # A part of a large tensor: only its shape is known.
-                args[0].expand_as(args[1]) if args[1].shape == args[0].shape else args[1].expand_as(
-                    args[0]
-                )
+                args[1].expand_as(args[0])
                 return args[0]
             return function(*args, **kwargs)
 

@@ -13,32 +13,43 @@ from pathlib import Path
 import torch
 
 from tests.real_engines.fuzz.compare import Kind
-from tests.real_engines.fuzz.draw import draw, parse_case
-from tests.real_engines.fuzz.evaluate import Result
+from tests.real_engines.fuzz.draw import Case, draw, parse_case
+from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Result
 from tests.real_engines.fuzz.report import Disagreement, list_disagreements, print_report
 from tests.real_engines.fuzz.workers import Timed, Workers
 
 ENGINES = ("vllm", "transformers", "sglang")
+ASKED_BY_NAME = ("run", RUN_IN_CHECK)
 _MOST_JOBS = 4
 """By default: each holds vLLM in memory."""
+_UNDAMAGED_IN_AGREEMENT = 0.5
 
 
 def main() -> int:
     """Run the command line; 1 where `check` crashes, or calls something fine that is not."""
     parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
     parser.add_argument("--fuzz", type=int, default=0, metavar="N", help="number of checkpoints")
+    parser.add_argument(
+        "--agreement", type=int, default=0, metavar="N", help="compare `check --run` with vLLM"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="one line of a report, instead of random checkpoints")
-    parser.add_argument("--engine", action="append", choices=ENGINES, help="instead of all")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        choices=(*ENGINES, *ASKED_BY_NAME),
+        help="instead of the three engines: `run` is the loader of `check --run`",
+    )
     parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1))
     options = parser.parse_args()
     torch.set_num_threads(1)  # forks have no threads but their own
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # nor does transformers start any
-    cases = [parse_case(options.case)] if options.case else draw(options.fuzz, options.seed)
+    engines = options.engine or ((RUN_IN_CHECK,) if options.agreement else ENGINES)
+    cases = _choose_cases(options)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         jobs = max(1, min(options.jobs, len(cases)))
-        with Workers(Path(folder), options.engine or ENGINES, jobs) as workers:
+        with Workers(Path(folder), engines, jobs) as workers:
             results: list[Result] = []
             for timed in workers.evaluate(cases):
                 results.append(timed.result)
@@ -49,6 +60,14 @@ def main() -> int:
             found = _reduce(workers, list_disagreements(results))
     print_report(results, found, seed=options.seed, duration_s=time.monotonic() - started)
     return int(any(item.finding.kind in {Kind.CRASH, Kind.FALSE_OK} for item in found))
+
+
+def _choose_cases(options: argparse.Namespace) -> list[Case]:
+    if options.case:
+        return [parse_case(options.case)]
+    if options.agreement:
+        return draw(options.agreement, options.seed, undamaged=_UNDAMAGED_IN_AGREEMENT)
+    return draw(options.fuzz, options.seed)
 
 
 def _describe(timed: Timed) -> str:

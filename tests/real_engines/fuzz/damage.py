@@ -20,6 +20,8 @@ class Damage:
     name: str
     change: Change
     fits: Fits
+    architectures: tuple[str, ...] = ()
+    """The model types with what it changes; empty where any will do."""
 
 
 def has_kv(form: Form) -> bool:

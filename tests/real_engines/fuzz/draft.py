@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -45,6 +45,8 @@ class Draft:
     missing_files: dict[str, str] = field(default_factory=dict)
     """Names that the index lists in files that do not exist."""
     metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
+    written_last: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    """What is done to the folder after the files are written, by a name for it."""
     undamaged: Tensors = field(init=False)
     """All tensors before the first damage."""
 
@@ -115,6 +117,8 @@ class Draft:
         if self.is_indexed:
             document = {"metadata": {}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(document))
+        for write in self.written_last.values():
+            write(folder)
 
 
 def load_draft(folder: Path, random: Random, attentions: list[tuple[int, str]]) -> Draft:

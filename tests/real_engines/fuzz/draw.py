@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST
 from tests.real_engines.fuzz.damage import Damage
+from tests.real_engines.fuzz.folder_damages import FOLDER_DAMAGES
 from tests.real_engines.fuzz.forms import FORMS
 from tests.real_engines.fuzz.kv_damages import KV_DAMAGES
 from tests.real_engines.fuzz.weight_damages import WEIGHT_DAMAGES
 
-DAMAGES = {damage.name: damage for damage in (*KV_DAMAGES, *WEIGHT_DAMAGES)}
+DAMAGES = {damage.name: damage for damage in (*KV_DAMAGES, *WEIGHT_DAMAGES, *FOLDER_DAMAGES)}
 _UNDAMAGED_SHARE = 0.25
 _TWICE_SHARE = 0.1
 """Of the damaged checkpoints, how many have a second damage."""
@@ -55,10 +56,10 @@ def parse_case(text: str) -> Case:
     )
 
 
-def draw(count: int, seed: int) -> list[Case]:
+def draw(count: int, seed: int, undamaged: float = _UNDAMAGED_SHARE) -> list[Case]:
     """Draw cases: lists that are shuffled and gone through again and again, so that all occur."""
     random = Random(seed)  # noqa: S311 -- a test needs no secrecy
-    num_undamaged = round(len(DAMAGES) * _UNDAMAGED_SHARE / (1 - _UNDAMAGED_SHARE))
+    num_undamaged = round(len(DAMAGES) * undamaged / (1 - undamaged))
     damages = _cycle(random, [*DAMAGES.values(), *[None] * num_undamaged])
     forms = _Queue(random, list(FORMS))
     architectures = _cycle(random, ARCHITECTURES)
@@ -67,12 +68,15 @@ def draw(count: int, seed: int) -> list[Case]:
         first = next(damages)
         form = forms.take(lambda name, damage=first: damage is None or damage.fits(FORMS[name]))
         second = _choose_second(random, form, first)
+        architecture = next(architectures)
+        if first is not None and first.architectures:
+            architecture = random.choice(first.architectures)
         cases.append(
             Case(
                 seed=f"{seed}:{number}",
                 form=form,
                 damages=tuple(damage.name for damage in (first, second) if damage),
-                architecture=next(architectures),
+                architecture=architecture,
                 dtype=random.choice(_DTYPES),
             )
         )

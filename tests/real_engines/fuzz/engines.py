@@ -7,7 +7,7 @@ import re
 import signal
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from fp8calib.engines.vllm.run import LoaderAnswer
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.observation import (
@@ -26,7 +27,7 @@ from tests.real_engines.fuzz.observation import (
     describe_difference,
     is_scale,
 )
-from tests.real_engines.vllm_job import WeightLoader
+from tests.real_engines.vllm_job import RunLoader, WeightLoader
 
 _TIMEOUT_S = 120
 _TOKENS = torch.arange(5, 13)[None]
@@ -39,6 +40,13 @@ def find_index(module: str) -> int | None:
     """Give the first number in a module's path."""
     found = _LAYER.search(module)
     return int(found[1]) if found else None
+
+
+def list_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """List the tensors of all safetensors files; links to nothing, and folders, are none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.is_file():
+            yield from load_file(path).items()
 
 
 class VllmObserver:
@@ -66,6 +74,36 @@ class VllmObserver:
         answer = self._load(model, result, dtype="auto")
         result.unlink(missing_ok=True)
         return answer
+
+
+class RunObserver:
+    """Observes what the loader of `check --run` does."""
+
+    def __init__(self, load: RunLoader, folder: Path) -> None:
+        self._load = load
+        self._result = folder / "run.json"
+
+    def __call__(self, _: Case, model: Path, original: Path) -> Observation:
+        """Load a checkpoint without its weights; the model before it was quantized is not used."""
+        del original
+        answer = self.ask(model, has_kv=True)
+        if answer.error:
+            build = "the build for CPU: " if answer.is_of_the_build else ""
+            return Observation(error=f"{build}{answer.error}")
+        missing = next(iter(answer.missing), "")
+        held = answer.scales[0].items()
+        return Observation(
+            layers={
+                index: HeldPair(k=pair["k"], v=pair["v"])
+                for name, pair in held
+                if (index := find_index(name)) is not None
+            },
+            weights_fault=f"{missing} is filled with nothing" if missing else "",
+        )
+
+    def ask(self, model: Path, *_: object, has_kv: bool, **__: object) -> LoaderAnswer:
+        """Answer in the place of a process that is started for the one question."""
+        return self._load(model, self._result, "fp8" if has_kv else "auto")
 
 
 def _list_layers(held: Tensors) -> dict[int, HeldPair]:
@@ -98,8 +136,7 @@ def _find_input_fault(held: Tensors, model: Path) -> str:
     """Find a scale of inputs that is no scale, or is not one of the file's."""
     stored = {
         value
-        for path in model.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
+        for name, tensor in list_tensors(model)
         if name.endswith("input_scale")
         for value in tensor.float().flatten().tolist()
     }

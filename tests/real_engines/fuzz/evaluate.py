@@ -12,24 +12,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
-
-from safetensors.torch import load_file
+from unittest import mock
 
 from fp8calib.cli import main_inner
+from fp8calib.engines.vllm.run import LoaderAnswer
 from fp8calib.errors import Fp8CalibError
 from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
 from tests.real_engines.fuzz.draft import UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, Case
-from tests.real_engines.fuzz.engines import find_index
+from tests.real_engines.fuzz.engines import find_index, list_tensors
 from tests.real_engines.fuzz.exclusions import find_exclusion
 from tests.real_engines.fuzz.forms import FORMS
 from tests.real_engines.fuzz.observation import Observation
+from tests.real_engines.vllm_job import PYTHON
 
 Observe = Callable[[Case, Path, Path], Observation | None]
 """From the case, its checkpoint, and the model before it was quantized, in bfloat16."""
 Observers = Mapping[str, Observe]
-_RELEASES = {"vllm": "vllm==0.32"}
+AskLoader = Callable[..., LoaderAnswer]
+"""Stands for `ask_loader` of the product, which starts a process for each question."""
+RUN_IN_CHECK = "vllm-run"
+"""Compares `check --run` with a whole load in vLLM."""
+_RELEASES = dict.fromkeys(("vllm", "run", RUN_IN_CHECK), "vllm==0.32")
 """What `check` is asked about: the release that is run, where it is not the default."""
 _MOST_NUMBERS = 64
 """A tensor with more is no KV scale."""
@@ -52,8 +57,11 @@ class Result:
 class Evaluator:
     """Makes checkpoints in a folder, and asks about them."""
 
-    def __init__(self, folder: Path, observers: Observers) -> None:
+    def __init__(
+        self, folder: Path, observers: Observers, ask_loader: AskLoader | None = None
+    ) -> None:
         self._folder = folder
+        self._ask_loader = ask_loader
         self._observers = observers
         self._count = 0
         self._found: dict[tuple[Case, str], Finding | None] = {}
@@ -90,16 +98,30 @@ class Evaluator:
             return
         has_kv = FORMS[result.case.form].has_kv
         try:
-            report = ask_check(out, engine)
+            report = self._ask_check(out, engine)
         except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
             said = f"{type(error).__name__}: {error}"
             finding: Finding | None = Finding(kind=Kind.CRASH, check=said, engine=seen.error)
         else:
+            if report["status"] == "unknown":
+                result.excluded[engine] = "check says that it cannot tell"
+                return
+            if engine == "run" and _is_about_values(report, seen):
+                result.excluded[engine] = (
+                    "check names a fault of weights, which `--run` does not read"
+                )
+                return
             finding = compare(report, seen, list_stored(out), has_kv=has_kv)
         if finding:
             result.findings[engine] = finding
         else:
             result.agreed.append(engine)
+
+    def _ask_check(self, out: Path, engine: str) -> Mapping[str, Any]:
+        if engine != RUN_IN_CHECK:
+            return ask_check(out, engine)
+        with mock.patch("fp8calib.api.check.ask_loader", self._ask_loader):
+            return ask_check(out, engine, "--run", "--engine-python", str(PYTHON))
 
     def _save_model(self, case: Case) -> Path:
         folder = self._folder / f"{case.architecture}-{case.dtype}-{case.layers}"
@@ -107,6 +129,11 @@ class Evaluator:
             changes = {"num_hidden_layers": case.layers} if case.layers else {}
             save_model(case.architecture, folder, case.dtype, **changes)
         return folder
+
+
+def _is_about_values(report: Mapping[str, Any], seen: Observation) -> bool:
+    is_misread = bool(report["weights"]) and report["weights"]["status"] == "misread"
+    return is_misread and not seen.error
 
 
 def write(case: Case, original: Path, out: Path) -> None:
@@ -132,15 +159,16 @@ def write(case: Case, original: Path, out: Path) -> None:
     draft.save(out)
 
 
-def ask_check(folder: Path, engine: str) -> Mapping[str, Any]:
+def ask_check(folder: Path, engine: str, *options: str) -> Mapping[str, Any]:
     """Give what `fp8calib check --json` prints; a checkpoint it does not open is refused."""
     with redirect_stdout(io.StringIO()) as printed:
         try:
             asked = _RELEASES.get(engine, engine)
-            main_inner(["check", str(folder), "--engine", asked, "--json"])
+            main_inner(["check", str(folder), "--engine", asked, "--json", *options])
         except Fp8CalibError as error:
             refused = {"status": "refused", "value": None, "why": f"check stops: {error}"}
-            return {"ok": False, "layers": [], "problems": [], "weights": refused}
+            said = {"layers": [], "problems": [], "weights": refused}
+            return {"ok": False, "status": None, **said}
     report: Mapping[str, Any]
     (report,) = json.loads(printed.getvalue())["engines"].values()
     return report
@@ -149,9 +177,8 @@ def ask_check(folder: Path, engine: str) -> Mapping[str, Any]:
 def list_stored(folder: Path) -> dict[int, set[float]]:
     """List the numbers of small tensors in a checkpoint, by the first number in their names."""
     found: dict[int, set[float]] = defaultdict(set)
-    for path in folder.glob("*.safetensors"):
-        for name, tensor in load_file(path).items():
-            index = find_index(name)
-            if index is not None and tensor.numel() <= _MOST_NUMBERS:
-                found[index] |= set(tensor.float().flatten().tolist())
+    for name, tensor in list_tensors(folder):
+        index = find_index(name)
+        if index is not None and tensor.numel() <= _MOST_NUMBERS:
+            found[index] |= set(tensor.float().flatten().tolist())
     return found

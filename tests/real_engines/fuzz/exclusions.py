@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-EXCLUDED: Mapping[str, Mapping[str, str]] = {
+EXCLUDED: dict[str, Mapping[str, str]] = {
     "vllm": {
         r"Found unknown kwargs=\{'_name_or_path'": "dbrx: a config of transformers 5.23, which "
         "the 5.19 beside vLLM does not read",
         r"No MXFP4 MoE backend supports": "deepseek_v4: a kernel that a CPU does not have",
         r"--mamba-block-size can only be set": "kimi_linear: its blocks are longer than the 64 "
         "tokens for which models are loaded",
+        r"\nmodel_executor/(kernels|layers/fused_moe/oracle)/": "a kernel that a CPU does not have",
         r"\['Qwen3_5(Moe)?ForCausalLM'\] failed to be inspected": "qwen3_5: it imports "
         "torchvision, of which there is no build beside vLLM's for CPUs",
     },
@@ -20,7 +21,9 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "GPU transformers dequantizes FP8 weights, and has no code for these",
     },
     "sglang": {},
+    "run": {r"^the build for CPU": "an error that `check --run` calls one of the build for CPU"},
 }
+EXCLUDED["vllm-run"] = EXCLUDED["vllm"]
 """By engine: what an error's text matches, and why it is not compared."""
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from tests.real_engines.fuzz.draw import Case
+from tests.real_engines.fuzz.engines import list_tensors
 from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.kv_damages import TENSOR_DAMAGES
 from tests.real_engines.fuzz.observation import HeldPair, Observation
@@ -64,7 +64,7 @@ def observe_sglang(case: Case, model: Path, original: Path) -> Observation | Non
 
 
 def _read(folder: Path) -> Tensors:
-    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+    return dict(list_tensors(folder))
 
 
 def _name_parameters(paths: Mapping[int, str], *, is_stripped: bool) -> dict[int, tuple[str, str]]:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tests.real_engines.fuzz.architectures import SIMPLEST
 from tests.real_engines.fuzz.draw import Case, shrink
-from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver
-from tests.real_engines.fuzz.evaluate import Evaluator, Observe, Result
+from tests.real_engines.fuzz.engines import RunObserver, TransformersObserver, VllmObserver
+from tests.real_engines.fuzz.evaluate import RUN_IN_CHECK, Evaluator, Observe, Result
 from tests.real_engines.fuzz.report import Disagreement, describe_effect
 from tests.real_engines.fuzz.sglang import observe_sglang, read_wheel
-from tests.real_engines.vllm_job import WeightLoader
+from tests.real_engines.vllm_job import RunLoader, WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,12 @@ class Workers:
         loaders = {
             name: self._stack.enter_context(WeightLoader(folder / f"vllm-{name}.log"))
             for name in names
-            if "vllm" in engines
+            if not {"vllm", RUN_IN_CHECK}.isdisjoint(engines)
+        }
+        scripts = {
+            name: self._stack.enter_context(RunLoader(folder / f"run-{name}.log"))
+            for name in names
+            if not {"run", RUN_IN_CHECK}.isdisjoint(engines)
         }
         if "sglang" in engines:
             read_wheel()  # once, while vLLM is imported
@@ -51,7 +56,7 @@ class Workers:
             count,
             mp_context=context,
             initializer=_Worker.begin,
-            initargs=(waiting, folder, engines, loaders),
+            initargs=(waiting, folder, engines, loaders, scripts),
         )
         self._stack.enter_context(self._pool)
 
@@ -89,19 +94,24 @@ class _Worker:
         folder: Path,
         engines: Collection[str],
         loaders: dict[str, WeightLoader],
+        scripts: dict[str, RunLoader],
     ) -> None:
-        """Make the evaluator, with the first loader that no other worker has."""
+        """Make the evaluator, with the first loaders that no other worker has."""
         name = waiting.get()
         own = folder / name
         own.mkdir()
         observers: dict[str, Observe] = {}
-        if "vllm" in engines:
-            observers["vllm"] = VllmObserver(loaders[name], own)
+        for engine in ("vllm", RUN_IN_CHECK):
+            if engine in engines:
+                observers[engine] = VllmObserver(loaders[name], own)
+        run = RunObserver(scripts[name], own) if name in scripts else None
+        if run is not None and "run" in engines:
+            observers["run"] = run
         if "transformers" in engines:
             observers["transformers"] = TransformersObserver(own)
         if "sglang" in engines:
             observers["sglang"] = observe_sglang
-        cls.evaluator = Evaluator(own, observers)
+        cls.evaluator = Evaluator(own, observers, run.ask if run is not None else None)
 
     @classmethod
     def evaluate(cls, cases: Sequence[Case]) -> list[Timed]:

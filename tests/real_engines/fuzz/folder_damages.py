@@ -1,0 +1,252 @@
+"""Damages around the scales: tensor names, stray tensors and files, the config."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.real_engines.fuzz.damage import Change, Damage, has_fp8, has_method
+from tests.real_engines.fuzz.draft import INDEX, Draft, UnfitError
+from tests.real_engines.fuzz.forms import Form
+
+_WIDTH = 64
+_WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_moe")
+"""Model types that store each expert by itself."""
+
+
+def _always(_: Form) -> bool:
+    return True
+
+
+def _rename_all(rename: Callable[[str], str]) -> Change:
+    def change(draft: Draft) -> None:
+        for name in list(draft):
+            if (new := rename(name)) != name:
+                draft.rename(name, new)
+
+    return change
+
+
+def _strip_root(name: str) -> str:
+    root, dot, rest = name.partition(".")
+    return rest if dot and root in {"model", "transformer", "backbone"} else name
+
+
+def _add(name: str, *shape: int) -> Change:
+    """Make a change that adds a tensor; `name` may contain {layer} and {attention}."""
+
+    def change(draft: Draft) -> None:
+        _, attention = draft.attentions[0]
+        added = name.format(attention=attention, layer=attention.rpartition(".")[0])
+        if added in set(draft):
+            raise UnfitError(f"{added} is stored already")
+        draft.put(added, torch.full(shape or (_WIDTH,), 0.5, dtype=torch.bfloat16))
+
+    return change
+
+
+def _find(draft: Draft, *ends: str) -> str:
+    found = [name for name in draft if name.endswith(ends)]
+    if not found:
+        raise UnfitError(f"no tensor is called {ends}")
+    return draft.random.choice(sorted(found))
+
+
+def _edit(edit: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Change:
+    def change(draft: Draft) -> None:
+        name = _find(draft, *ends)
+        draft.put(name, edit(draft[name]))
+
+    return change
+
+
+def _drop(*ends: str) -> Change:
+    def change(draft: Draft) -> None:
+        draft.pop(_find(draft, *ends))
+
+    return change
+
+
+def _put_nan(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[0] = math.nan
+    return changed
+
+
+def _add_expert(draft: Draft) -> None:
+    """Copy the last expert of a layer under the next number."""
+    names = [name for name in draft if ".experts." in name]
+    numbered = {n: n.partition(".experts.")[2].partition(".")[0] for n in names}
+    numbers = [int(number) for number in numbered.values() if number.isdigit()]
+    if not numbers:
+        raise UnfitError("there are no experts of their own")
+    last = max(numbers)
+    for name in names:
+        head, _, rest = name.partition(".experts.")
+        if rest.startswith(f"{last}."):
+            copy = f"{head}.experts.{last + 1}.{rest.partition('.')[2]}"
+            draft.put(copy, draft[name].clone())
+
+
+def _set(key: str, value: object) -> Change:
+    def change(draft: Draft) -> None:
+        draft.config[key] = value
+
+    return change
+
+
+def _unset(key: str) -> Change:
+    def change(draft: Draft) -> None:
+        if key not in draft.config:
+            raise UnfitError(f"there is no {key}")
+        draft.config.pop(key)
+
+    return change
+
+
+def _set_deep(value: object, *path: str) -> Change:
+    """Make a change of a value inside the quantization_config."""
+
+    def change(draft: Draft) -> None:
+        place = draft.quantization
+        for key in path[:-1]:
+            if not isinstance(place.get(key), dict):
+                raise UnfitError(f"there is no {key}")
+            place = place[key]
+        place[path[-1]] = value
+
+    return change
+
+
+def _last(write: Callable[[Path], None]) -> Change:
+    def change(draft: Draft) -> None:
+        draft.written_last[str(write)] = write
+
+    return change
+
+
+def _list_weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _write_consolidated(folder: Path) -> None:
+    tensors = {"layers.0.attention.wq.weight": torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "consolidated.safetensors")
+
+
+def _write_second(folder: Path) -> None:
+    """Store the first shard once more, with other numbers."""
+    tensors = load_file(_list_weights(folder)[0])
+    doubled = {n: t + t if t.element_size() > 1 else t for n, t in tensors.items()}
+    save_file(doubled, folder / "zz.safetensors", metadata={"format": "pt"})
+
+
+def _write_dangling(folder: Path) -> None:
+    (folder / "model-old.safetensors").symlink_to(folder / "not-there")
+
+
+def _write_folder(folder: Path) -> None:
+    (folder / "old.safetensors").mkdir()
+
+
+def _write_pickle(folder: Path) -> None:
+    tensors = {n: t for path in _list_weights(folder) for n, t in load_file(path).items()}
+    for path in (*_list_weights(folder), folder / INDEX):
+        path.unlink(missing_ok=True)
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def _write_generation(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": -1}))
+
+
+def _write_index(edit: Callable[[str, Path], object]) -> Callable[[Path], None]:
+    """Make an index of all files; `edit` gives the name of the file."""
+
+    def write(folder: Path) -> None:
+        files = _list_weights(folder)
+        weight_map = {name: edit(path.name, folder) for path in files for name in load_file(path)}
+        (folder / INDEX).write_text(json.dumps({"metadata": None, "weight_map": weight_map}))
+
+    return write
+
+
+_CT = has_method("compressed-tensors")
+_DAMAGES: dict[str, tuple[Change, Callable[[Form], bool]]] = {
+    "prefix-more": (_rename_all(lambda name: f"model.{name}"), _always),
+    "prefix-less": (_rename_all(_strip_root), _always),
+    "foo": (_add("foo"), _always),
+    "head-bias": (_add("lm_head.bias"), _always),
+    "score": (_add("score.weight", 2, _WIDTH), _always),
+    "lora": (_add("{attention}.q_proj.lora_A.weight", 8, _WIDTH), _always),
+    "masked_bias": (_add("{attention}.masked_bias", 1), _always),
+    "rotary": (_add("{attention}.rotary_emb.inv_freq", 32), _always),
+    "k_bias": (_add("{attention}.k_proj.k_bias", 1), _always),
+    "norm-bias": (_add("{layer}.input_layernorm.bias", 3), _always),
+    "num_batches": (_add("{layer}.num_batches_tracked", 1), _always),
+    "k-rows-more": (_edit(lambda t: torch.cat([t, t[:1]]), "k_proj.weight"), _always),
+    "k-empty": (_edit(lambda t: t[:0].clone(), "k_proj.weight", "v_proj.weight"), _always),
+    "norm-short": (_edit(lambda t: t[:-1].clone(), "norm.weight"), _always),
+    "norm-nan": (_edit(_put_nan, "norm.weight"), _always),
+    "norm-missing": (_drop("layernorm.weight", "norm.weight"), _always),
+    "embedding-missing": (_drop("embed_tokens.weight", "wte.weight"), _always),
+    "head-missing": (_drop("lm_head.weight"), _always),
+    "expert-more": (_add_expert, _always),
+    "experts-w123": (
+        _rename_all(
+            lambda name: (
+                name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
+                if ".experts." in name
+                else name
+            )
+        ),
+        _always,
+    ),
+    "experts-parent": (
+        _rename_all(lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts.")),
+        _always,
+    ),
+    "class-other": (_set("architectures", ["BertModel"]), _always),
+    "class-base": (_set("architectures", ["LlamaModel"]), _always),
+    "class-unknown": (_set("architectures", ["FooForCausalLM"]), _always),
+    "class-missing": (_unset("architectures"), _always),
+    "class-null": (_set("architectures", None), _always),
+    "class-text": (_set("architectures", "LlamaForCausalLM"), _always),
+    "type-other": (_set("model_type", "mistral"), _always),
+    "dtype-float8": (_set("torch_dtype", "float8_e4m3fn"), _always),
+    "head_dim-null": (_set("head_dim", None), _always),
+    "layers-more": (_set("num_hidden_layers", 5), _always),
+    "tied": (_set("tie_word_embeddings", True), _always),
+    "vocabulary-more": (_set("vocab_size", 4096), _always),
+    "actorder": (_set_deep("foo", "config_groups", "group_0", "weights", "actorder"), _CT),
+    "group_size": (_set_deep(-5, "config_groups", "group_0", "weights", "group_size"), _CT),
+    "scale_dtype": (_set_deep("foo", "config_groups", "group_0", "weights", "scale_dtype"), _CT),
+    "observer": (_set_deep(5, "config_groups", "group_0", "weights", "observer"), _CT),
+    "version": (_set_deep("99.0", "version"), _CT),
+    "method-awq": (_set_deep("awq", "quant_method"), has_fp8),
+    "method-mxfp4": (_set_deep("mxfp4", "quant_method"), has_fp8),
+    "consolidated": (_last(_write_consolidated), _always),
+    "second-file": (_last(_write_second), _always),
+    "dangling-link": (_last(_write_dangling), _always),
+    "folder-as-file": (_last(_write_folder), _always),
+    "pickle": (_last(_write_pickle), _always),
+    "generation": (_last(_write_generation), _always),
+    "index-metadata-null": (_last(_write_index(lambda name, _: name)), _always),
+    "index-dot": (_last(_write_index(lambda name, _: f"./{name}")), _always),
+    "index-absolute": (_last(_write_index(lambda name, folder: str(folder / name))), _always),
+}
+
+FOLDER_DAMAGES = tuple(
+    Damage(
+        name=f"f-{name}",
+        change=change,
+        fits=fits,
+        architectures=_WITH_EXPERTS if name.startswith("expert") else (),
+    )
+    for name, (change, fits) in _DAMAGES.items()
+)

@@ -1,0 +1,100 @@
+"""Compare `check` with engines on what llm-compressor and ModelOpt write.
+
+`scripts/test-engines --peers FOLDER` loads each preset and KV config of both, over tiny models, in
+vLLM and in transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.real_engines.fuzz.architectures import save_model
+from tests.real_engines.fuzz.compare import Finding, Kind, compare
+from tests.real_engines.fuzz.draw import Case
+from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
+from tests.real_engines.fuzz.evaluate import Observe, ask_check, list_stored
+from tests.real_engines.fuzz.exclusions import find_exclusion
+from tests.real_engines.vllm_job import ROOT, WeightLoader
+
+ARCHITECTURES = ("llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+_CELL = Case(seed="0", form="", damages=(), architecture="")
+"""The observers of vLLM and transformers do not look at it."""
+
+
+def main() -> int:
+    """Run the command line; 1 where `check` calls something fine that is not, or crashes."""
+    parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
+    parser.add_argument("--peers", metavar="FOLDER", type=Path, required=True, help="for the files")
+    parser.add_argument("--cells", default="", help="a part of ARCHITECTURE/TOOL/PRESET/KV")
+    parser.add_argument("--architecture", action="append", help="instead of those of the grid")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    models, out = options.peers / "models", options.peers / "out"
+    out.mkdir(parents=True, exist_ok=True)
+    for name in options.architecture or ARCHITECTURES:
+        if not (models / name).exists():
+            save_model(name, models / name, "bfloat16")
+    command = [_PYTHON, "-m", "tests.real_engines.peers.write", models, out, options.cells]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    cells = sorted(path.parent for path in out.rglob("config.json"))
+    wanted = [cell for cell in cells if options.cells in str(cell.relative_to(out))]
+    with WeightLoader(options.peers / "vllm.log") as loader:
+        observers: dict[str, Observe] = {
+            "vllm": VllmObserver(loader, options.peers),
+            "transformers": TransformersObserver(options.peers),
+        }
+        return _compare_all(wanted, out, models, observers)
+
+
+def _compare_all(cells: list[Path], out: Path, models: Path, observers: dict[str, Observe]) -> int:
+    counts: Counter[str] = Counter()
+    for cell in cells:
+        name = str(cell.relative_to(out))
+        for engine, observe in observers.items():
+            found = _compare(engine, observe, cell, models / name.partition("/")[0])
+            kind = found.kind.value if isinstance(found, Finding) else found
+            counts[f"{engine}: {kind}"] += 1
+            print(f"{engine} {name}: {kind}", file=sys.stderr, flush=True)
+            if isinstance(found, Finding):
+                print(f"{engine} {name}: {found.kind.value}", flush=True)
+                print(f"  check:  {_shorten(found.check)}\n  engine: {_shorten(found.engine)}")
+    print(f"\n{len(cells)} checkpoints")
+    for label, count in sorted(counts.items()):
+        print(f"  {count:4}  {label}")
+    return int(any(kind.value in label for label in counts for kind in (Kind.CRASH, Kind.FALSE_OK)))
+
+
+def _compare(engine: str, observe: Observe, cell: Path, model: Path) -> Finding | str:
+    seen = observe(_CELL, cell, model)
+    assert seen is not None
+    if why := find_exclusion(engine, seen.error):
+        return f"not compared: {why}"
+    try:
+        report = ask_check(cell, engine)
+    except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
+        said = f"{type(error).__name__}: {error}"
+        return Finding(kind=Kind.CRASH, check=said, engine=seen.error)
+    if report["status"] == "unknown":
+        return "check says that it cannot tell"
+    if any(not tensor.is_floating_point() for _, tensor in list_tensors(cell)):
+        if report["weights"] and report["weights"]["status"] == "misread" and not seen.error:
+            return "not compared: check names a fault of integers, which are not decoded here"
+        seen = replace(seen, weights_fault="")
+    has_kv = "none" not in cell.name
+    return compare(report, seen, list_stored(cell), has_kv=has_kv) or "agreed"
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
