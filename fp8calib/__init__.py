@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from fp8calib.api.stats import CalibrationStats, load_stats
     from fp8calib.api.verify.run import verify
     from fp8calib.commands.extract import extract_kv_scales
+    from fp8calib.commands.merge import merge
     from fp8calib.results.extract import ExtractResult
+    from fp8calib.results.merge import MergeResult
 
 __version__ = "0.2.0"
 
@@ -50,6 +52,8 @@ _PLACES = {
     "extract_kv_scales": "commands.extract",
     "ExtractResult": "results.extract",
     "load_stats": "api.stats",
+    "merge": "commands.merge",
+    "MergeResult": "results.merge",
     "quantize": "api.quantize.run",
     "Quantized": "api.quantize.run",
     "verify": "api.verify.run",
@@ -66,6 +70,7 @@ __all__ = [
     "ExtractResult",
     "Fp8CalibError",
     "Fp8CalibWarning",
+    "MergeResult",
     "ModelError",
     "Quantized",
     "RecipeError",
@@ -79,6 +84,7 @@ __all__ = [
     "export",
     "extract_kv_scales",
     "load_stats",
+    "merge",
     "quantize",
     "verify",
 ]

@@ -287,16 +287,6 @@ class ExportOutput(Output):
     other_engines: NotRequired[list[FormatBriefServing]]
 
 
-class MergeOutput(Output):
-    """`merge --json`."""
-
-    out: str
-    parts: list[str]
-    tokens: int
-    sequences: int
-    sites: int
-
-
 class StatsHeaderShown(TypedDict):
     """The run that statistics belong to."""
 

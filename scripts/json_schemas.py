@@ -15,6 +15,7 @@ from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
 from fp8calib.results.extract import ExtractResult
+from fp8calib.results.merge import MergeResult
 from fp8calib.scales.rules import AMAX
 from fp8calib.verification.report import VerifyReport
 from scripts import json_outputs as outputs
@@ -26,13 +27,18 @@ OUTPUTS: Mapping[str, Any] = {
     "engine-env": outputs.EngineEnvOutput,
     "error": outputs.ErrorOutput,
     "export": outputs.ExportOutput,
-    "merge": outputs.MergeOutput,
     "plan": outputs.PlanOutput,
     "quantize": outputs.QuantizeOutput,
     "recipes": outputs.RecipeListOutput | outputs.RecipeOutput,
     "show": outputs.ShowStatsOutput | outputs.ShowScalesOutput,
 }
 """The types of outputs, by the names of the schemas."""
+RESULTS: Mapping[str, Any] = {
+    "auto": AutoReport,
+    "extract-kv-scales": ExtractResult,
+    "merge": MergeResult,
+}
+"""The types of results that are printed as they are."""
 _EVERY_OUTPUT: Mapping[str, Any] = {
     "schema_version": {"const": SCHEMA_VERSION},
     "passed": {"type": "boolean"},
@@ -44,9 +50,9 @@ def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
     schemas = {name: _describe(name, kind) for name, kind in OUTPUTS.items()}
     schemas["verify"] = _describe_verify()
-    schemas["auto"] = _add(_describe("auto", AutoReport), {})
     schemas["check"] = _describe_check()
-    schemas["extract-kv-scales"] = _add(_describe("extract-kv-scales", ExtractResult), {})
+    for name, kind in RESULTS.items():
+        schemas[name] = _add(_describe(name, kind), {})
     schemas["recipe"] = _describe_recipe()
     return schemas
 

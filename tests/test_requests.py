@@ -68,6 +68,23 @@ def test_a_field_is_an_argument_of_the_function() -> None:
         count("x", least=3)  # type: ignore[call-arg]
 
 
+def test_shards_are_merged_by_a_function(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"input_ids": [i + 1] * 16}) + "\n" for i in range(4)))
+    for shard in ("1/2", "2/2"):
+        out = ("--out", tmp_path / shard[0], "--shard", shard)
+        size = ("--samples", 4, "--seq-len", 16)
+        succeed("calibrate", tmp_path / "model", "--data", text, *size, *out)
+    shards = [tmp_path / "1", str(tmp_path / "2")]
+    printed = succeed("merge", *shards, "--out", tmp_path / "a.safetensors", "--json").json
+    result = fp8calib.merge(shards, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert (result.tokens, result.sequences, result.sites) == (64, 4, printed["sites"])
+    with pytest.raises(UsageError, match="shards: must be a list of paths, found str"):
+        fp8calib.merge("x", tmp_path / "c.safetensors")
+
+
 @pytest.mark.parametrize("name", ["compressed-tensors", "rfc"])
 def test_a_function_does_what_its_command_does(name: str, tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")

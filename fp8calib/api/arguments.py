@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
@@ -38,6 +39,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     "Sequence[int]": ("a list of whole numbers", lambda value: _is_list(value, Sequence, _is_int)),
     "Sequence[str]": ("a list of strings", lambda value: _is_list(value, Sequence, _is_str)),
+    "Sequence[str | Path]": (
+        "a list of paths",
+        lambda value: _is_list(value, Sequence, lambda each: isinstance(each, str | os.PathLike)),
+    ),
     "Collection[str]": ("a list of strings", lambda value: _is_list(value, Collection, _is_str)),
     "Mapping[str, str]": (
         "a mapping of strings to strings",
@@ -49,6 +54,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "None": ("None", lambda value: value is None),
 }
 """By their annotation. Values of other annotations are checked where they are used."""
+
+
+_UNION = re.compile(r" \| (?![^\[]*\])")
+"""Between the types of a union, but not inside of brackets."""
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -66,7 +75,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)  # Python's own error names the function
         with spelled_for(function, signature):
             for name, value in bound.arguments.items():
-                _check(name, value, str(signature.parameters[name].annotation).split(" | "))
+                _check(name, value, _UNION.split(str(signature.parameters[name].annotation)))
             return function(*args, **kwargs)
 
     return call

@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, fields
 from importlib import import_module
@@ -92,6 +92,8 @@ _COMMANDS: Mapping[str, tuple[type, str]] = {
     "recipes": (RecipesRequest, "recipes:run_recipes"),
 }
 """What each command is asked, and the function below `fp8calib.cli` that runs and prints it."""
+_PARSED: Mapping[Any, Any] = {str | Path: Path, Sequence[str | Path]: list[Path]}
+"""What the parser reads where a function of Python takes more."""
 _STARTS_AT_ONCE = frozenset({"recipes"})
 """The commands that import no torch."""
 
@@ -130,7 +132,7 @@ def _derive_signature(request: type) -> inspect.Signature:
     parameters = []
     for field in fields(request):
         value, option = get_args(hints[field.name])
-        value = Path if value == str | Path else value
+        value = _PARSED.get(value, value)
         made = _make_parameter(option, field.default_factory)
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         parameters.append(_make_keyword(field.name, Annotated[value, made], default))

@@ -36,7 +36,8 @@ from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_
 from fp8calib.model.prepared import prepare
 from fp8calib.requests.extract import ExtractRequest
 from fp8calib.requests.shared import split_names
-from fp8calib.results.extract import BeforeAfter, ExtractedLayer, ExtractResult
+from fp8calib.results.extract import ExtractedLayer, ExtractResult
+from fp8calib.results.record import BeforeAfter
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint
 from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import ScaleTable

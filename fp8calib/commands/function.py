@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import ParamSpec, Protocol, TypeVar, cast, get_args, get_type_hints
@@ -58,7 +59,7 @@ def as_function(
 def _spell(annotation: object) -> str:
     """Spell a type as it is written in code; any sequence does where a list is asked for."""
     text = inspect.formatannotation(annotation)
-    return text.replace("pathlib.", "").replace("list[", "Sequence[")
+    return re.sub(r"\b(pathlib|collections\.abc)\.", "", text).replace("list[", "Sequence[")
 
 
 def _describe(request: type) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.requests.options import Option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MergeRequest:
     """Join the statistics of all shards of a calibration.
 
@@ -17,8 +18,9 @@ class MergeRequest:
     """
 
     shards: Annotated[
-        list[Path],
+        Sequence[str | Path],
         Option(metavar="STATS...", help="stats.safetensors of every shard, or its output folder."),
     ]
-    out: Annotated[Path, Option("--out", metavar="STATS", help="Output file.")]
+    out: Annotated[str | Path, Option("--out", metavar="STATS", help="Output file.")]
+    _: KW_ONLY
     force: Annotated[bool, Option("--force", help="Replace older statistics.")] = False

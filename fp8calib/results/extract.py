@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
 from fp8calib.overview import Overview, WithOverview
+from fp8calib.results.record import BeforeAfter, Record
 
 Numbers = float | tuple[float, ...]
 """One number, or one for each rank or head."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ExtractedLayer(_Record):
+class ExtractedLayer(Record):
     """The scales of a layer as written."""
 
     layer: int
@@ -27,14 +22,7 @@ class ExtractedLayer(_Record):
     q: Numbers | None = None
 
 
-class BeforeAfter(_Record):
-    """Sizes in bytes without and with FP8."""
-
-    before: int
-    after: int
-
-
-class ExtractResult(WithOverview, _Record):
+class ExtractResult(WithOverview, Record):
     """The scales that were written, and who serves them: what `--json` prints."""
 
     save_path: Path

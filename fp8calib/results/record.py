@@ -1,0 +1,18 @@
+"""What all results are made of."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Values that do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BeforeAfter(Record):
+    """Sizes in bytes without and with FP8."""
+
+    before: int
+    after: int
