@@ -89,6 +89,7 @@ def check(
             model=found,
             stats=measured,
         )
+        report = _doubt_configs(report, found, geometry)
         if run:
             report = _ask_loader(report, path, geometry, tp, engine_python)
     else:
@@ -97,7 +98,7 @@ def check(
         require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
-    report = _doubt_configs(report, found, geometry)
+        report = _doubt_configs(report, found, geometry)
     report = report.allow_suspicious() if allow_suspicious else report
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
 

@@ -126,7 +126,7 @@ def test_what_is_unknown_is_no_fault(saved: Path, tmp_path: Path, what: str) -> 
 @pytest.mark.parametrize(
     "edit",
     [
-        configure(torch_dtype="float8_e4m3fn"),
+        configure(dtype="float8_e4m3fn"),
         configure(head_dim=None),
         shard(""),
         write("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import fp8calib
@@ -162,6 +164,36 @@ def test_tensors_that_no_class_has_are_unknown(tmp_path: Path) -> None:
     assert report.cannot_judge
     assert report.engines["vllm"].status == "unknown"
     assert run(["check", str(tmp_path / "model"), "--engine", "vllm"]) == 9
+
+
+@pytest.mark.parametrize(("k", "status"), [("0.25", "used"), ("1.0", "defaulted")])
+def test_the_loader_tells_what_is_unknown(
+    overlay: Path, tmp_path: Path, k: str, status: str
+) -> None:
+    """Of a config that names another class, nothing is known without it."""
+    shutil.copytree(overlay, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    changed = json.dumps(config | {"architectures": ["LlamaModel"]})
+    (tmp_path / "other" / "config.json").write_text(changed)
+    python = make_python(tmp_path / "python", scales=hold(k, k))
+    other = tmp_path / "other"
+
+    found = fp8calib.check(other, engine="vllm", run=True, engine_python=python).engines["vllm"]
+
+    assert {(layer.k.status, layer.v.status) for layer in found.layers} == {(status, status)}
+    assert not found.unknown
+    assert not any("defect" in each for each in found.problems)
+    assert fp8calib.check(other, engine="vllm").engines["vllm"].status == "unknown"
+
+
+def test_the_loader_tells_that_a_model_without_scales_loads(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"])
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    torch.save(tensors, tmp_path / "m" / "pytorch_model.bin")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    python = make_python(tmp_path / "python")
+
+    assert fp8calib.check(tmp_path / "m", engine="vllm", run=True, engine_python=python).ok
 
 
 def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:

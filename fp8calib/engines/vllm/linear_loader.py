@@ -58,8 +58,6 @@ _CAST_EXACTLY = ("F8_E4M3", "F8_E4M3FNUZ")
 _OLD_EXPERTS = ("re:.*down_proj.*", "re:.*gate_proj.*", "re:.*up_proj.*")
 """What vLLM before 0.12 looks for among the targets, besides `Linear`, to create experts
 (`compressed_tensors_moe.py` get_moe_method)."""
-_DROPPED = ("g_idx",)
-"""Tensors that vLLM drops by name (`base_config.py`, get_checkpoint_weight_mapper)."""
 
 
 class VllmLinearLoader(LinearLoader):
@@ -174,8 +172,7 @@ class VllmLinearLoader(LinearLoader):
     def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
         """Judge a tensor without a parameter: most models' loaders stop."""
         names = (member.name(suffix) for member in group.members)
-        is_dropped = suffix in _DROPPED and self._release.drops_order
-        if is_dropped or all(ignores_companion(self._model_type, each) for each in names):
+        if all(ignores_companion(self._model_type, each) for each in names):
             return None
         error = "AttributeError" if len(group.members) > 1 else "ValueError"
         what = f"has no parameter in vLLM ({error})"

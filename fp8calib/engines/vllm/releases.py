@@ -120,8 +120,6 @@ class Release:
     renamed_types: tuple[str, ...]
     """Model types whose `load_weights` takes weight_scale_inv and activation_scale for scales of
     tensors (`models/mistral3.py`)."""
-    drops_order: bool
-    """Whether `g_idx` is dropped (`quantization/base_config.py` get_checkpoint_weight_mapper)."""
     narrows_experts: bool
     """Whether a smaller tensor fills a part of an expert's; if not, loading fails
     (`fused_moe/layer.py` _load_w13, _load_w2)."""
@@ -198,7 +196,6 @@ _FIRST = Release(
     excludes_joined=True,
     ignores_joined=False,
     renamed_types=(),
-    drops_order=False,
     narrows_experts=False,
     cuts_experts=True,
     refused_fused_blocks=("gate_up_proj", "qkv_proj"),
@@ -328,7 +325,6 @@ _CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
         {
             "backend_has_parameters": True,
             "ignores_joined": True,
-            "drops_order": True,
             "mixed_linears": ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"),
             "mixed_experts": ("FP8", "FP8_PB_WO"),
         },
