@@ -51,6 +51,16 @@ def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -
     assert not [each for each in report.engines["vllm"].problems if "defect" in each]
 
 
+def test_a_few_of_the_files_are_named(overlay: Path, tmp_path: Path) -> None:
+    files = [f"model-{i}.safetensors" for i in range(1, 6)]
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=files)
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
+
+    said = "vLLM 9.9 loaded it, from model-1.safetensors, model-2.safetensors, model-3.safetensors"
+    assert f"{said} and 2 more" in report.engines["vllm"].problems
+
+
 @pytest.mark.parametrize(
     ("k", "status"), [("1.0", "defaulted"), ("0.25", "used"), ("nan", "misread")]
 )
