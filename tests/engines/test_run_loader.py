@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fp8calib
+from fp8calib.engines.vllm.run_loader import _list_missing, _make_mode
 from fp8calib.errors import UsageError, VerificationError
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
@@ -51,6 +52,16 @@ def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -
     assert report.ok
     assert "vLLM 9.9 loaded it, from a" in report.engines["vllm"].problems
     assert not [each for each in report.engines["vllm"].problems if "defect" in each]
+
+
+def test_a_few_of_the_files_are_named(overlay: Path, tmp_path: Path) -> None:
+    files = [f"model-{i}.safetensors" for i in range(1, 6)]
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=files)
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
+
+    said = "vLLM 9.9 loaded it, from model-1.safetensors, model-2.safetensors, model-3.safetensors"
+    assert f"{said} and 2 more" in report.engines["vllm"].problems
 
 
 @pytest.mark.parametrize(
@@ -206,3 +217,26 @@ def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) 
             fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
     with pytest.raises(UsageError, match="vLLM is not among the engines"):
         fp8calib.check(overlay, engine="sglang", run=True, engine_python=tmp_path / "python")
+
+
+def test_a_weight_that_is_filled_under_another_name_is_not_missing() -> None:
+    """The experts of vLLM hold the router that the layer holds too."""
+    router, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"gate": router}), "up": other})
+    model["gate"] = router
+
+    loaded = {"gate.weight", "gate.bias", "up.bias"}
+
+    assert list(_list_missing(model, loaded)) == ["up.weight"]
+
+
+def test_small_tensors_take_values_and_only_the_shape_of_large_ones() -> None:
+    with _make_mode():
+        scale, large = torch.empty(4), torch.empty(64, 65)
+        scale.copy_(0.5)
+
+        assert large.is_meta
+        assert scale.tolist() == [0.5] * 4
+        assert scale.copy_(large[0, :4]) is scale
+        with pytest.raises(RuntimeError, match="must match"):
+            scale.copy_(large[0, :5])

@@ -31,6 +31,7 @@ _SCRIPT = Path(__file__).with_name("run_loader.py")
 _OWN_FRAME = ":__torch_function__"
 """The mode of the script, through which every call of torch goes."""
 _TIMEOUT_S = 300
+_MOST_FILES = 3
 _PLACES_OF_THE_BUILD = re.compile(
     r"vllm/(model_executor/(kernels|layers/fused_moe/oracle)|platforms|v1/attention|_custom_ops)\b"
     r"|torch/(_ops\.py|cuda/)|\w*(triton|cutlass|flashinfer|deep_gemm|marlin|aiter|rocm)\w*\.py"
@@ -156,9 +157,15 @@ def amend_by_loader(
         amended = amended.model_copy(update={"weights": verdict})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
     return amended.model_copy(update={"layers": layers}).add_problems(
-        f"vLLM {answer.version} loaded it, from {', '.join(answer.files) or 'no safetensors file'}",
+        f"vLLM {answer.version} loaded it, from {_show_files(answer.files)}",
         *_list_differences(report.layers, layers),
     )
+
+
+def _show_files(files: Sequence[str]) -> str:
+    shown = ", ".join(files[:_MOST_FILES]) or "no safetensors file"
+    more = len(files) - _MOST_FILES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _report_error(

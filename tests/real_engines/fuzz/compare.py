@@ -51,7 +51,7 @@ def compare(
         stored: the small scales that the files hold, by layer.
         has_kv: whether the checkpoint is meant to have KV scales.
     """
-    refused = _find_refusal(report)
+    refused = find_refusal(report)
     if seen.error:
         if refused:
             return None
@@ -67,7 +67,7 @@ def compare(
     return min(findings, key=lambda finding: _ORDER.index(finding.kind), default=None)
 
 
-def _find_refusal(report: Mapping[str, Any]) -> str:
+def find_refusal(report: Mapping[str, Any]) -> str:
     """Give why `check` says that the engine does not start; empty where it starts."""
     verdicts = [layer[role] for layer in report["layers"] for role in "kv"]
     verdicts += [report["weights"]] if report["weights"] else []

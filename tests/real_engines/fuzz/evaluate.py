@@ -18,7 +18,7 @@ from fp8calib.cli import main_inner
 from fp8calib.engines.vllm.run import LoaderAnswer
 from fp8calib.errors import Fp8CalibError
 from tests.real_engines.fuzz.architectures import save_model
-from tests.real_engines.fuzz.compare import Finding, Kind, compare
+from tests.real_engines.fuzz.compare import Finding, Kind, compare, find_refusal
 from tests.real_engines.fuzz.draft import UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, Case
 from tests.real_engines.fuzz.engines import find_index, list_tensors
@@ -103,7 +103,7 @@ class Evaluator:
             said = f"{type(error).__name__}: {error}"
             finding: Finding | None = Finding(kind=Kind.CRASH, check=said, engine=seen.error)
         else:
-            if report["status"] == "unknown":
+            if cannot_tell(report):
                 result.excluded[engine] = "check says that it cannot tell"
                 return
             if engine == "run" and _is_about_values(report, seen):
@@ -129,6 +129,11 @@ class Evaluator:
             changes = {"num_hidden_layers": case.layers} if case.layers else {}
             save_model(case.architecture, folder, case.dtype, **changes)
         return folder
+
+
+def cannot_tell(report: Mapping[str, Any]) -> bool:
+    """Whether `check` says that something is unknown, and does not call the engine refused."""
+    return bool(report["unknown"]) and not find_refusal(report)
 
 
 def _is_about_values(report: Mapping[str, Any], seen: Observation) -> bool:
@@ -168,7 +173,7 @@ def ask_check(folder: Path, engine: str, *options: str) -> Mapping[str, Any]:
         except Fp8CalibError as error:
             refused = {"status": "refused", "value": None, "why": f"check stops: {error}"}
             said = {"layers": [], "problems": [], "weights": refused}
-            return {"ok": False, "status": None, **said}
+            return {"ok": False, "unknown": [], **said}
     report: Mapping[str, Any]
     (report,) = json.loads(printed.getvalue())["engines"].values()
     return report

@@ -19,7 +19,7 @@ from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
-from tests.real_engines.fuzz.evaluate import Observe, ask_check, list_stored
+from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, list_stored
 from tests.real_engines.fuzz.exclusions import find_exclusion
 from tests.real_engines.vllm_job import ROOT, WeightLoader
 
@@ -82,7 +82,7 @@ def _compare(engine: str, observe: Observe, cell: Path, model: Path) -> Finding 
     except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
         said = f"{type(error).__name__}: {error}"
         return Finding(kind=Kind.CRASH, check=said, engine=seen.error)
-    if report["status"] == "unknown":
+    if cannot_tell(report):
         return "check says that it cannot tell"
     if any(not tensor.is_floating_point() for _, tensor in list_tensors(cell)):
         if report["weights"] and report["weights"]["status"] == "misread" and not seen.error:
