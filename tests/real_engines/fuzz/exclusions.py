@@ -13,8 +13,6 @@ EXCLUDED: dict[str, Mapping[str, str]] = {
         r"--mamba-block-size can only be set": "kimi_linear: its blocks are longer than the 64 "
         "tokens for which models are loaded",
         r"\nmodel_executor/(kernels|layers/fused_moe/oracle)/": "a kernel that a CPU does not have",
-        r"causal_conv1d_weight_pack: invalid dim size": "nemotron_h, falcon_h1: a kernel for CPUs "
-        "wants convolutions of another width",
         r"\['Qwen3_5(Moe)?ForCausalLM'\] failed to be inspected": "qwen3_5: it imports "
         "torchvision, of which there is no build beside vLLM's for CPUs",
     },
