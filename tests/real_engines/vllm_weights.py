@@ -94,6 +94,8 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda **_: NoKernel())
     w8a8_utils.ops.scaled_fp8_quant = scaled_fp8_quant
+    # Processors with bfloat16 pack convolutions, of sizes that tiny models do not have.
+    del w8a8_utils.ops.causal_conv1d_weight_pack
     registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
     _set_torch_accelerator_to_noop()
     prepare_for_forks()
