@@ -26,7 +26,14 @@ from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import DataError, ExportError, ModelError, UsageError, VerificationError
+from fp8calib.errors import (
+    CANNOT_TELL,
+    DataError,
+    ExportError,
+    ModelError,
+    UsageError,
+    VerificationError,
+)
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target, open_candidate
@@ -38,7 +45,7 @@ CASES_BY_DEFAULT = 8
 SECONDS = float(os.environ.get("FP8CALIB_FUZZ_SECONDS", "0"))
 FIRST_SEED = int(os.environ.get("FP8CALIB_FUZZ_SEED", "0"))
 REFUSALS = (UsageError, ModelError, DataError, ExportError, VerificationError)
-CODES = {error.exit_code for error in REFUSALS}
+CODES = {CANNOT_TELL, *(error.exit_code for error in REFUSALS)}
 """Of the errors that a file can be answered with; 1 is a bug."""
 
 

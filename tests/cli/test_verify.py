@@ -967,23 +967,18 @@ def test_a_scheme_that_the_engine_cannot_load_is_a_warning(verify: Any) -> None:
     assert not [text for text in fine if "load it" in text]
 
 
-def test_a_model_that_the_engine_cannot_load_is_not_served(
+def test_a_model_that_the_engine_may_not_load_is_a_warning(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    """Its config has one layer, and vLLM stops at the weights of the other."""
+    """Its config has one layer, and only vLLM's own loader tells what it does with the other."""
     folder = Path(shutil.copytree(model, tmp_path / "m"))
     config = json.loads((folder / "config.json").read_text())
-    for layers, is_served in ((2, True), (1, False)):
+    for layers, is_known in ((2, True), (1, False)):
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
         found = succeed("verify", folder, "--data", held_out, *QUICK, "--json").json
-        told = [
-            text for text in found["warnings"] if text.startswith("the unquantized model: vLLM")
-        ]
-        assert bool(told) is not is_served
-        assert bool(found["next"]) is is_served
-        assert (
-            found["decision"]["headline"].endswith("use another engine or format.") is not is_served
-        )
+        told = [text for text in found["warnings"] if text.startswith("the unquantized model: ")]
+        assert len(told) == (not is_known)
+        assert all("whether vLLM 0.33.0 loads it is unknown (weights: " in text for text in told)
 
 
 @pytest.mark.parametrize(("engine", "is_loaded"), [("tgi", False), ("vllm", True)])

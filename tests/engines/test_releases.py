@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
-from fp8calib.api.verify.loadable import warn_of_refusals
+from fp8calib.api.verify.loadable import Loading, warn_of_loading
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Evidence
 from fp8calib.engines.registry import find_emulated, find_replayed
@@ -128,7 +128,7 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     engine = find_emulated(name)[0]
     assert engine.version == version
     options: Any = SimpleNamespace(engine=engine, scheme=None)
-    (warning,) = warn_of_refusals(options, {})
+    (warning,) = warn_of_loading(options, Loading(refused={}, doubts={}))
     assert warning.startswith(f"vLLM: {note}")
 
 

@@ -14,7 +14,7 @@ from fp8calib.api.calibrate import fields_of
 from fp8calib.api.models import RunModel
 from fp8calib.api.text import plan_text
 from fp8calib.api.verify.job import ServerRequest, TaskJob, VerifyJob, VerifyOptions
-from fp8calib.api.verify.loadable import find_refusals, warn_of_refusals
+from fp8calib.api.verify.loadable import judge_loading, warn_of_loading
 from fp8calib.api.verify.memory import open_reference
 from fp8calib.api.verify.request import build_request
 from fp8calib.calibration import Progress
@@ -120,7 +120,7 @@ def open_verify_job(
         from fp8calib.api.verify.server import connect_all  # noqa: PLC0415 -- imports httpx
 
         ask, plan = connect_all(server, model.source, plan)
-    refused = find_refusals(options, model, opened)
+    loading = judge_loading(options, model, opened)
     job = VerifyJob(
         **fields_of(model),
         options=options,
@@ -129,13 +129,13 @@ def open_verify_job(
         plan=plan,
         server=ask,
         task_job=_open_tasks(model, options, text),
-        refused=refused.keys(),
+        refused=loading.refused.keys(),
         warnings=(
             *model.describe_decoded(),
             *_warn_of_leftovers(model.name, model.prepared),
             *_warn_of_overlap(plan, opened),
             *_warn_of_ignored_kv(options.scheme, opened),
-            *warn_of_refusals(options, refused),
+            *warn_of_loading(options, loading),
         ),
     )
     build_request(job, model.prepared.model)
