@@ -79,7 +79,7 @@ class Data(_Section):
         default=None,
         min_length=1,
         description="the column of the rows to read: text, messages or token ids; null means the "
-        "known names (docs/data.md)",
+        "known names (docs/calibrate.md)",
     )
     samples: int = Field(default=512, ge=1, strict=True, description="number of sequences")
     seq_len: int | None = Field(

@@ -1,14 +1,18 @@
-"""Add the pages that are stored at the top of the repository to the documentation site."""
+"""Add the pages at the top of the repository, and the one on engines, to the documentation site."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # mkdocs runs this file outside of any package
+from scripts.engine_page import make_page  # noqa: E402
+
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -20,6 +24,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add each page under its name on the site."""
+    files.append(File.generated(config, "engines.md", content=make_page()))
     for name, target in PAGES.items():
         files.append(File.generated(config, target, content=move_links((ROOT / name).read_text())))
     return files

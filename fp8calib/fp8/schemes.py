@@ -120,7 +120,7 @@ def choose_block_scales(scheme: Scheme, rounding: str, power_of_two: bool | None
     """Choose whether scales of blocks are powers of two; if None, they are with GPTQ.
 
     vLLM's DeepGEMM rounds the weights of other scales again, to nearest, which undoes a part of
-    what GPTQ gains; engines that take scales as they are lose almost nothing (docs/quality.md).
+    what GPTQ gains; engines that take scales as they are lose almost nothing (docs/results.md).
     """
     if scheme.weights is not Granularity.BLOCK:
         return scheme

@@ -1,4 +1,4 @@
-"""`fp8calib check`: its contract, our own exports by docs/serving.md, and models of its own."""
+"""`fp8calib check`: its contract, our own exports by docs/formats.md, and models of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def overlay(calibrated: tuple[Path, Outcome], tmp_path: Path) -> Path:
     return Path(shutil.copytree(calibrated[0] / "kv-overlay", tmp_path / "overlay"))
 
 
-# docs/serving.md: which engine is served by which of our forms, for the tiny llama. TGI's loader
+# docs/formats.md: which engine is served by which of our forms, for the tiny llama. TGI's loader
 # of weights knows no group in the format `dense`, which kv-overlay names.
 EXPORTS = {
     "kv-overlay": {"vllm", "sglang", "tgi", "transformers"},

@@ -101,7 +101,7 @@ def test_the_page_says_what_conversions_lose(cells: Cells) -> None:
 def test_the_page_says_what_engines_do_with_every_form(places: dict[str, Path]) -> None:
     asked = {name: place for name, place in places.items() if name not in (STATS, *FOR_NO_ENGINE)}
     _compare_page(
-        "serving.md", "engines", show_engines({name: judge(asked[name]) for name in asked})
+        "formats.md", "engines", show_engines({name: judge(asked[name]) for name in asked})
     )
 
 

@@ -1,4 +1,4 @@
-"""Read the pages of the documentation: README.md and docs/*.md, and the commands in them."""
+"""Read the pages of the documentation, and the commands in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+BENCHMARKS = ROOT / "scripts" / "benchmarks" / "README.md"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), BENCHMARKS]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MATRIX = re.compile(r"\$\{\{ matrix\.(\w+) \}\}")
 

@@ -91,7 +91,11 @@ def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_run(command: Command) -> bool:
-    return command.words[0] == "fp8calib"
+    return command.words[0] == "fp8calib" and not _spell(command).startswith(NOT_RUN)
+
+
+def _spell(command: Command) -> str:
+    return " ".join(command.words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -140,7 +144,7 @@ def _quicken(words: list[str]) -> tuple[str, ...]:
 def test_a_command_that_is_not_run_is_in_the_list() -> None:
     others = [each for page in PAGES for each in list_commands(page) if not is_run(each)]
     assert others
-    unknown = [str(each) for each in others if not " ".join(each.words).startswith(NOT_RUN)]
+    unknown = [str(each) for each in others if not _spell(each).startswith(NOT_RUN)]
     assert unknown == []
 
 

@@ -83,7 +83,7 @@ def test_the_schemas_are_those_of_the_types(name: str) -> None:
 def test_every_command_has_a_schema_and_every_schema_a_command() -> None:
     commands = {str(command.name) for command in app.registered_commands}
     assert {path.stem for path in FOLDER.glob("*.json")} == commands | NO_COMMANDS
-    page = (DOCS / "json.md").read_text()
+    page = (DOCS / "reference.md").read_text()
     assert [name for name in commands | NO_COMMANDS if f"schemas/{name}.json" not in page] == []
 
 

@@ -1,0 +1,186 @@
+"""The site's page on engines: what is assumed of each, and how it is known.
+
+`mkdocs_hooks.py` adds it to the site; `tests/engines/test_documentation.py` requires the sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.vllm.releases import RELEASES, Release
+
+HEAD = """# What is known of engines
+
+`check` replays loading rules, and `verify` emulates arithmetic. *run*: the result was compared with
+the engine itself. *loader run*: it was compared with the engine's own code that loads scales.
+*read*: only the source was read, so the rule is an assumption until someone runs the engine. A rule
+that does not say that it was run was read. `scripts/docs` makes this page from the records in
+`fp8calib/engines/`.
+"""
+RELEASES_OF_VLLM = """Each row is a fact about loading; each value holds from the named release on.
+A release has the rules of 0.32 except for these rows.
+"""
+ARITHMETIC = """What differs from the plain rule (divide in fp32, saturate, round to nearest even).
+It holds for Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums,
+accumulation in fewer bits than fp32, the running maximum of softmax over tiles (the maximum of the
+row is used), and FlashInfer's own quantization of inputs in vLLM's block linears for fewer than 32
+tokens.
+"""
+_SOURCE = re.compile(r"\.py|\d\.\d|commit [0-9a-f]{6}")
+"""How a docstring that names a file, a release or a commit of an engine is recognised."""
+_T = TypeVar("_T")
+_FOLDER = Path(inspect.getfile(Engine)).parent
+
+
+def make_page() -> str:
+    """Make the page."""
+    engines = [engine for engine in ENGINES.values() if engine.version]
+    releases = [release for engine in engines for release in (engine, *engine.releases)]
+    columns = ("engine", "`--engine`", "release", "loading", "arithmetic")
+    lines = [HEAD, *_make_table(columns, [row for each in engines for row in _list_rows(each)])]
+    lines += ["", "## What differs between the releases of vLLM", "", RELEASES_OF_VLLM]
+    lines += _make_table(("fact", "value from a release on"), list_changes())
+    lines += ["", "## Arithmetic that verify emulates", "", ARITHMETIC]
+    lines += _list_arithmetic(releases)
+    lines += ["", "## Loading rules", ""]
+    lines += _make_table(("rule", "what it follows"), list_loading_rules())
+    lines += ["", "## FP8 weights that engines do not load as they are", ""]
+    lines += _make_table(("engine", "weights", "effect", "why", "source"), _list_weights(releases))
+    lines += ["", "## Parameters that a checkpoint lacks or stores in another shape", ""]
+    lines += _make_table(("engine", "case", "effect", "why", "source"), _list_lacks(releases))
+    return "\n".join(lines) + "\n"
+
+
+def read_meanings(kind: type) -> dict[str, str]:
+    """Read what the source says below each field of a class."""
+    tree = ast.parse(Path(inspect.getfile(kind)).read_text())
+    (body,) = (
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    )
+    return dict(_list_documented(body))
+
+
+def list_changes() -> Iterator[tuple[str, str]]:
+    """List the facts that differ between releases of vLLM, with the first release of each value."""
+    meanings = read_meanings(Release)
+    for field in fields(Release):
+        values = [(getattr(release, field.name), release.name) for release in RELEASES]
+        steps = [(value, next(group)[1]) for value, group in groupby(values, lambda pair: pair[0])]
+        if field.name not in {"version", "evidence"} and len(steps) > 1:
+            shown = (f"{name}: {_show_value(value) or 'none'}" for value, name in steps)
+            yield meanings[field.name], "; ".join(shown)
+
+
+def list_loading_rules() -> Iterator[tuple[str, str]]:
+    """List the modules, and the constants in them, whose docstrings name a source."""
+    for path in sorted(_FOLDER.glob("**/*.py")):
+        tree = ast.parse(path.read_text())
+        place = path.relative_to(_FOLDER).with_suffix("").as_posix()
+        yield from (
+            (f"`{rule}`", " ".join(text.split()))
+            for rule, text in (
+                (place, ast.get_docstring(tree) or ""),
+                *((f"{place}: {name}", text) for name, text in _list_documented(tree.body)),
+            )
+            if _SOURCE.search(text)
+        )
+
+
+def _list_documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """List the variables of a module or class that a text follows, with the text."""
+    for statement, after in pairwise(body):
+        target: ast.expr | None = None
+        if isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        elif isinstance(statement, ast.Assign):
+            target = statement.targets[0]
+        text = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+            yield target.id.strip("_"), " ".join(str(text.value).split())
+
+
+def _list_rows(engine: Engine) -> Iterator[Sequence[str]]:
+    """Describe an engine, and its other releases; those with the same evidence share a row."""
+    yield _describe(engine)
+    for _, group in groupby(map(_describe, engine.releases), lambda row: row[3:]):
+        rows = list(group)
+        spans = zip(rows[0], rows[-1], strict=True)
+        yield [new if new == old else f"{new} to {old}" for new, old in spans]
+
+
+def _describe(engine: Engine) -> Sequence[str]:
+    is_replayed = engine.replay_folder is not None or engine.replay_json is not None
+    arithmetic = "not emulated"
+    if engine.numerics is not None:
+        arithmetic = "run and read" if engine.numerics.run else "read"
+    loading = str(engine.evidence) if is_replayed else "not replayed"
+    return engine.title, f"`{engine.key}`", engine.version, loading, arithmetic
+
+
+def _list_arithmetic(releases: Iterable[Engine]) -> Iterator[str]:
+    meanings = read_meanings(Numerics)
+    for numerics, engine in _list_first(releases, lambda engine: [engine.numerics]):
+        yield from ("", f"### {engine.release}, `{engine.key}`", "")
+        rows = (
+            (
+                f"`{name}` = {_show_value(getattr(numerics, name))}",
+                meanings[name],
+                "run" if name in numerics.run else "read",
+                source,
+            )
+            for name, source in sorted(numerics.sources.items())
+        )
+        yield from _make_table(("field", "what it means", "known by", "source"), rows)
+
+
+def _list_weights(releases: Iterable[Engine]) -> Iterator[Sequence[str]]:
+    for rule, engine in _list_first(releases, lambda engine: engine.weight_rules):
+        scope = [rule.dialect, *rule.schemes, *rule.model_types]
+        scope += ["blocks"] * rule.has_blocks + ["experts"] * rule.has_experts
+        weights = ", ".join(filter(None, scope)) or "all"
+        yield engine.key, weights, rule.effect, rule.why, rule.source
+
+
+def _list_lacks(releases: Iterable[Engine]) -> Iterator[Sequence[str]]:
+    for rules, engine in _list_first(releases, lambda engine: [engine.parameter_rules]):
+        cases = {"lacks": rules.absent, "lacks a norm": rules.absent_vector, "shape": rules.misfit}
+        for case, outcome in cases.items():
+            if outcome is not None:
+                yield engine.key, case, outcome.effect, outcome.what, outcome.source
+
+
+def _list_first(
+    releases: Iterable[Engine], read: Callable[[Engine], Iterable[_T | None]]
+) -> Iterator[tuple[_T, Engine]]:
+    """List different records, each with the first engine that has it."""
+    seen: list[_T] = []
+    for engine in releases:
+        for record in read(engine):
+            if record is not None and record not in seen:
+                seen.append(record)
+                yield record, engine
+
+
+def _show_value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key or 'others'}: {each}" for key, each in value.items())
+    if isinstance(value, frozenset | tuple):
+        return ", ".join(map(str, sorted(value)))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _make_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for cells in (columns, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(cell.replace('|', '/').replace('<', '&lt;') for cell in cells)} |"

@@ -1,0 +1,99 @@
+"""docs/reference.md lists every command, option, recipe and key; its example is a recipe."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from fp8calib.cli.app import app
+from fp8calib.recipe import parse_recipe
+from fp8calib.requests.merge import MergeRequest
+from fp8calib.requests.options import Option
+from scripts.reference import list_requests, make_commands
+from tests.cli.program import succeed
+from tests.docs.pages import DOCS, ROOT, compare_generated, make_table
+
+PAGE = DOCS / "reference.md"
+MAKER = "tests/docs/test_reference.py"
+
+
+def test_the_page_lists_every_command_and_option() -> None:
+    compare_generated(PAGE, make_commands(list_requests()), maker=MAKER, name="commands")
+
+
+def test_the_commands_and_options_are_those_of_the_program() -> None:
+    sections = dict(re.findall(r"^### (\S+)\n(.*?)(?=^### )", _read_commands(), re.M | re.S))
+    group: Any = typer.main.get_command(app)
+    assert sections.keys() == group.commands.keys()
+    for name, text in sections.items():
+        parameters = [each for each in group.commands[name].params if each.opts[0].startswith("-")]
+        spelled = {flag for each in parameters for flag in (*each.opts, *each.secondary_opts)}
+        assert set(re.findall(r"`(--[\w-]+)`", text)) >= spelled - {"--json"}, name
+
+
+def _read_commands() -> str:
+    return PAGE.read_text().split("## Commands", 1)[1]
+
+
+def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wider(MergeRequest):
+        """Join more.
+
+        Example: fp8calib widen one --out two
+        """
+
+        made_up: Annotated[
+            int, Option("--made-up", metavar="A|B", least=1, most=9, help="What was made up.")
+        ] = 3
+
+    text = make_commands({"widen": Wider})
+    assert "### widen\n\nJoin more.\n\nExample: `fp8calib widen one --out two`" in text
+    assert "| `--made-up` | `A`, `B`, 1 to 9 | What was made up. Default: `3`. |" in text
+    assert "| `STATS...` |  |" in text
+    assert "| `--out` | `STATS` | Required. Output file. |" in text
+
+
+def test_an_option_that_two_commands_have_is_described_once() -> None:
+    text = make_commands({"one": MergeRequest, "two": MergeRequest})
+    assert text.count("Replace older statistics.") == 1
+    assert text.count("Also `--out`, `--force` ([shared]") == 2
+
+
+def test_the_page_is_made_without_the_parser_and_torch() -> None:
+    code = "import sys, scripts.reference as r; r.make_commands(r.list_requests()); "
+    code += "print(*(name for name in ('typer', 'torch') if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_the_page_lists_every_recipe() -> None:
+    recipes = succeed("recipes", "--json").json["recipes"]
+    rows = [[f"`{name}`", purpose] for name, purpose in recipes.items()]
+    table = make_table(["recipe", "purpose"], rows)
+    compare_generated(PAGE, table, maker=MAKER, name="recipes")
+
+
+def test_the_page_explains_every_key() -> None:
+    keys = succeed("recipes", "kv", "--json").json["schema"]
+    rows = [
+        [f"`{key}`", f"`{text['default']}`" if text["default"] else "", text["description"]]
+        for key, text in keys.items()
+    ]
+    compare_generated(
+        PAGE, make_table(["key", "default", "meaning"], rows), maker=MAKER, name="keys"
+    )
+
+
+def test_the_example_is_a_recipe() -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    recipe = parse_recipe(example, where=PAGE.name)
+    assert recipe.quantize is not None
+    assert (recipe.name, recipe.quantize.rounding) == ("mine", "gptq")
