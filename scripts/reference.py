@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -63,7 +64,7 @@ def _describe(field: Field[Any], option: Option) -> Row:
     """Describe an option; a default that its help names is not repeated."""
     # A pipe separates the columns of a table, and the choices of an option.
     values = (option.metavar or "").split("|")
-    meaning = option.help.replace("|", r"\|").replace("<", "&lt;")
+    meaning = re.sub(r"([|[])", r"\\\1", option.help).replace("<", "&lt;")  # no markup
     if not option.flags:
         return f"`{' or '.join(values)}`", "", meaning
     if field.default is MISSING and field.default_factory is MISSING:
