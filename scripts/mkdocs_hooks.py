@@ -1,4 +1,4 @@
-"""Add the pages at the top of the repository, and the one on engines, to the documentation site."""
+"""Add the pages at the top of the repository, and those on engines and Python, to the site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # mkdocs runs this file outside of any package
-from scripts.engine_page import make_page  # noqa: E402
+from scripts import engine_page, python_page  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
@@ -24,7 +24,8 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add each page under its name on the site."""
-    files.append(File.generated(config, "engines.md", content=make_page()))
+    files.append(File.generated(config, "engines.md", content=engine_page.make_page()))
+    files.append(File.generated(config, "python-reference.md", content=python_page.make_page()))
     for name, target in PAGES.items():
         files.append(File.generated(config, target, content=move_links((ROOT / name).read_text())))
     return files

@@ -115,7 +115,8 @@ def test_the_output_in_the_readme_is_what_the_program_prints() -> None:
     """Each line but the answer of `verify`, which depends on the model; numbers may differ."""
     readme = PAGES[0].read_text()
     (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    answer, *lines = (line for line in shown.splitlines() if line and not line.startswith("$ "))
+    whole = re.sub(r"\n  (?=\S)", " ", shown)  # two spaces continue a line
+    answer, *lines = (line for line in whole.splitlines() if line and not line.startswith("$ "))
     printed: set[str] = set()
     for command in list(filter(is_run, list_commands(PAGES[0])))[:3]:
         words = list(command.words[1:])

@@ -14,6 +14,8 @@ from tests.docs.pages import DOCS, PAGES, ROOT
 
 TOP = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+GENERATED = {"engines.md", "python-reference.md"}
+"""What `scripts/mkdocs_hooks.py` adds to the site."""
 README = (ROOT / "README.md").read_text()
 
 
@@ -59,7 +61,7 @@ def test_the_site_has_every_page() -> None:
         )
     ]
     top = {"index.md", *(page.name.lower() for page in TOP)}
-    assert sorted(names) == sorted({page.name for page in DOCS.glob("*.md")} | {"engines.md"} | top)
+    assert sorted(names) == sorted({page.name for page in DOCS.glob("*.md")} | GENERATED | top)
 
 
 def test_the_extras_are_those_of_the_project() -> None:
@@ -67,6 +69,14 @@ def test_the_extras_are_those_of_the_project() -> None:
     named = {name for page in PAGES for name in re.findall(r"\[(\w+)\]\"", page.read_text())}
     listed = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "install.md").read_text(), re.M))
     assert named <= listed == extras["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_its_column(page: Path) -> None:
+    """A line of 88 characters fits the column of the site; longer ones would be broken."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    lines = [line for kind, text in blocks if kind != "python" for line in text.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
 
 
 def test_the_readme_is_short() -> None:

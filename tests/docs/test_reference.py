@@ -1,4 +1,4 @@
-"""docs/reference.md lists every command, option, recipe and key; its example is a recipe."""
+"""docs/reference.md lists every command, option, recipe and key; so does the page of Python."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+import fp8calib
 from fp8calib.cli.app import app
 from fp8calib.recipe import parse_recipe
 from fp8calib.requests.merge import MergeRequest
 from fp8calib.requests.options import Option
+from scripts.python_page import make_page as make_python_page
 from scripts.reference import list_requests, make_commands
 from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT, compare_generated, make_table
@@ -97,3 +99,13 @@ def test_the_example_is_a_recipe() -> None:
     recipe = parse_recipe(example, where=PAGE.name)
     assert recipe.quantize is not None
     assert (recipe.name, recipe.quantize.rounding) == ("mine", "gptq")
+
+
+def test_the_page_of_python_has_every_argument_and_every_public_name() -> None:
+    page = make_python_page()
+    assert re.findall(r"^## (\S+)$", page, re.MULTILINE) == sorted(
+        fp8calib.__all__, key=lambda name: (isinstance(getattr(fp8calib, name), type), name)
+    )
+    (merge,) = re.findall(r"^## merge\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert "    *,\n    force: bool = False,\n) -> MergeResult\n" in merge
+    assert "* `force`: Replace older statistics." in merge
