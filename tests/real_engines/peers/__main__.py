@@ -1,6 +1,6 @@
-"""Compare `check` with engines on what llm-compressor and ModelOpt write.
+"""Compare `check` with engines on what llm-compressor, ModelOpt and auto-round write.
 
-`scripts/test-engines --peers FOLDER` loads each preset and KV config of both, over tiny models, in
+`scripts/test-engines --peers FOLDER` loads the cells of the grid (`cells.py`), over tiny models, in
 vLLM and in transformers.
 """
 
@@ -21,10 +21,11 @@ from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
 from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, list_stored
 from tests.real_engines.fuzz.exclusions import find_exclusion
+from tests.real_engines.peers.cells import ARCHITECTURES
 from tests.real_engines.vllm_job import ROOT, WeightLoader
 
-ARCHITECTURES = ("llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
-_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+_WRITERS = {".venv-peers": "write", ".venv-auto-round": "write_auto_round"}
+"""By environment."""
 _CELL = Case(seed="0", form="", damages=(), architecture="")
 """The observers of vLLM and transformers do not look at it."""
 
@@ -42,8 +43,10 @@ def main() -> int:
     for name in options.architecture or ARCHITECTURES:
         if not (models / name).exists():
             save_model(name, models / name, "bfloat16")
-    command = [_PYTHON, "-m", "tests.real_engines.peers.write", models, out, options.cells]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    for environment, module in _WRITERS.items():
+        python = ROOT / environment / "bin" / "python"
+        command = [python, "-m", f"tests.real_engines.peers.{module}", models, out, options.cells]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     cells = sorted(path.parent for path in out.rglob("config.json"))
     wanted = [cell for cell in cells if options.cells in str(cell.relative_to(out))]
     with WeightLoader(options.peers / "vllm.log") as loader:
