@@ -43,10 +43,12 @@ def find_index(module: str) -> int | None:
 
 
 def list_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """List the tensors of all safetensors files; links to nothing, and folders, are none."""
+    """List the tensors of all weights files; links to nothing, and folders, are none."""
     for path in sorted(folder.glob("*.safetensors")):
         if path.is_file():
             yield from load_file(path).items()
+    for path in folder.glob("pytorch_model*.bin"):
+        yield from torch.load(path).items()
 
 
 class VllmObserver:
