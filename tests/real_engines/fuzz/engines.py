@@ -182,6 +182,7 @@ def _fill_shared(layers: dict[int, HeldPair], folder: Path) -> dict[int, HeldPai
 def _run_in_fork(run: Callable[[], Tensors], result: Path) -> Tensors | str:
     """Give what `run` returns in a fork, or its error."""
     refused = result.with_suffix(".refused")
+    refused.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         signal.alarm(_TIMEOUT_S)

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from pydantic import TypeAdapter
@@ -53,12 +54,13 @@ def main() -> int:
     cells = sorted(path.parent for path in out.rglob("config.json"))
     wanted = [cell for cell in cells if options.cells in str(cell.relative_to(out))]
     seen = options.peers / "seen"
-    with WeightLoader(options.peers / "vllm.log") as loader:
+    with (
+        TemporaryDirectory(dir=options.peers) as work,
+        WeightLoader(options.peers / "vllm.log") as loader,
+    ):
         observers: dict[str, Observe] = {
-            "vllm": _remember(VllmObserver(loader, options.peers), seen / "vllm", out),
-            "transformers": _remember(
-                TransformersObserver(options.peers), seen / "transformers", out
-            ),
+            "vllm": _remember(VllmObserver(loader, Path(work)), seen / "vllm", out),
+            "transformers": _remember(TransformersObserver(Path(work)), seen / "transformers", out),
         }
         return _compare_all(wanted, out, models, observers)
 
