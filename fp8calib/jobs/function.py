@@ -41,12 +41,16 @@ def as_function(
         with spelled_for_request(f"fp8calib.{name}", declared):
             check_arguments(given, types)
             made = request(*args, **kwargs)
-            return run(made, PythonReporter(getattr(made, "progress", None), depth=2))
+            reporter = PythonReporter(getattr(made, "progress", None), depth=2)
+            result = run(made, reporter)
+            if failure := getattr(result, "failure", ""):  # a command prints it as its error
+                reporter.warn(failure)
+            return result
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = _describe(kind, {each.name: each.help for each in declared}, run)
     function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=parameters, return_annotation=get_type_hints(run)["return"].__name__
+        parameters=parameters, return_annotation=get_type_hints(run)["return"]
     )
     return function
 

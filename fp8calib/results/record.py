@@ -16,3 +16,18 @@ class BeforeAfter(Record):
 
     before: int
     after: int
+
+
+class ShardIndex(Record):
+    """Which shard of a run, from 1."""
+
+    index: int
+    count: int
+
+
+class LayerScheme(Record):
+    """A pattern that gives linears another scheme, and the number of these linears."""
+
+    pattern: str
+    scheme: str
+    linears: int

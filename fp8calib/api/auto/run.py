@@ -46,10 +46,11 @@ from fp8calib.jobs.calibration import (
     run_calibration,
 )
 from fp8calib.jobs.models import Placement, RunModel, open_run_model
-from fp8calib.jobs.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.jobs.recipe_options import override_recipe
+from fp8calib.jobs.progress import CallbackProgress, warn_each
+from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.recipe import Recipe
+from fp8calib.requests.shared import ProgressCallback
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -233,7 +234,7 @@ class _Opened:
 @contextmanager
 def _open_auto(task: AutoTask) -> Iterator[_Opened]:
     _check_task(task)
-    recipe = override_recipe("kv", data={}, scales={}, top={})
+    recipe = open_recipe("kv")
     with open_run_model(
         task.model,
         task.placement,

@@ -17,9 +17,9 @@ from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.models import Placement, open_run_model
-from fp8calib.jobs.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.jobs.saved import ModelOrPath
-from fp8calib.jobs.text import TextData, split_data
+from fp8calib.jobs.progress import CallbackProgress, warn_each
+from fp8calib.jobs.text import split_data
+from fp8calib.requests.shared import Model, ProgressCallback, TextData
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
@@ -36,7 +36,7 @@ Scales = str | Path | CalibrationStats
 
 @checked
 def verify(
-    model: ModelOrPath,
+    model: Model,
     scales: Scales | Iterable[Scales] = (),
     data: TextData | None = None,
     *,

@@ -12,7 +12,7 @@ from fp8calib.errors import UsageError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ProcessRank
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 def choose_rank_device(
@@ -84,14 +84,3 @@ def count_run(job: ResumableJob, stats: CalibrationStats) -> Mapping[str, Any]:
         "sequences": len(run),
         "shard": {"index": part.index, "count": part.count},
     }
-
-
-def describe_next(job: ResumableJob) -> str | None:
-    """Describe the next step after a shard; None after a whole run."""
-    shard = job.shard
-    if shard is None:
-        return None
-    return (
-        f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards exist: "
-        f"fp8calib merge SHARDS... --out {STATS_NAME}, then fp8calib export {STATS_NAME}"
-    )

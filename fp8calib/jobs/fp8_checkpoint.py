@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,16 +12,18 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.cli.console import Bar
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.jobs.quantization.report import QuantizationOutcome, build_quantization_report
+from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.jobs.resumable.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.recipe import Recipe
+from fp8calib.results.calibrate import CalibrateResult, NotQuantized
+from fp8calib.results.quantize import QuantizeResult
+from fp8calib.results.served import Served
 from fp8calib.selection.layer_schemes import make_layer_schemes
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -60,7 +60,7 @@ def check_replaced_checkpoint(job: ResumableJob) -> None:
     """
     if job.recipe.quantize is None:
         return
-    folder = job.out / job.recipe.quantize.folder
+    folder = job.folder / job.recipe.quantize.folder
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -68,45 +68,50 @@ def check_replaced_checkpoint(job: ResumableJob) -> None:
 
 
 def write_checkpoint(
-    job: ResumableJob, stats: CalibrationStats, folder: Path, bar: Bar
-) -> Mapping[str, Any] | None:
+    job: ResumableJob, stats: CalibrationStats, folder: Path
+) -> QuantizeResult | NotQuantized | None:
     """Write the recipe's checkpoint under `folder`.
 
     Returns:
-        The report that `quantize` gives; `{"scheme", "why"}` if the checkpoint cannot be written,
-        so that the statistics and scales of a long run are kept; None if the recipe has none.
+        The result that `quantize` gives; why the checkpoint cannot be written, so that the
+        statistics and scales of a long run are kept; None if the recipe has none.
     """
     if job.quantization is None:
         return None
     try:
-        return _quantize(job, job.quantization, stats, folder, bar)
+        return _quantize(job, job.quantization, stats, folder)
     except (ModelError, ExportError) as error:
         scheme = job.quantization.schemes.default.name
-        return {"scheme": scheme, "why": "; ".join(filter(None, (error.message, error.hint)))}
+        return NotQuantized(scheme=scheme, why="; ".join(filter(None, (error.message, error.hint))))
 
 
-def add_checkpoint_report(
-    report: dict[str, Any], checkpoint: Mapping[str, Any], folder: str
-) -> None:
-    """Add the report of the FP8 checkpoint in a folder of this name to that of the calibration."""
-    report["quantize"] = checkpoint
-    if "why" in checkpoint:
-        report["passed"] = False
-        report["warnings"].append(f"{folder} is not written: {checkpoint['why']}")
-        return
-    report["files"] = sorted([*report["files"], *(f"{folder}/{n}" for n in checkpoint["files"])])
-    report["warnings"] += [f"{folder}: {note}" for note in checkpoint["notes"]]
-    report["warnings"] += [
-        f"{folder}: {item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales"
-        for item in checkpoint["dead"]
-    ]
-    for key in ("serving", "limitations", "other_engines"):
-        report[key] += [{"format": folder, **item} for item in checkpoint[key]]
+def add_checkpoint(
+    result: CalibrateResult, checkpoint: QuantizeResult | NotQuantized, folder: str
+) -> CalibrateResult:
+    """Add the FP8 checkpoint in a folder of this name to the result of the calibration."""
+    if isinstance(checkpoint, NotQuantized):
+        failure = f"{folder} is not written: {checkpoint.why}"
+        warnings = (*result.warnings, failure)
+        changed = {"quantize": checkpoint, "failure": failure, "warnings": warnings}
+        return result.model_copy(update=changed)
+    files = sorted([*result.files, *(f"{folder}/{name}" for name in checkpoint.files)])
+    notes = (f"{folder}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
+    served = Served.of([(folder, checkpoint)])
+    return result.model_copy(
+        update={
+            "quantize": checkpoint,
+            "files": tuple(files),
+            "warnings": (*result.warnings, *notes),
+            "serving": (*result.serving, *served.serving),
+            "limitations": (*result.limitations, *served.limitations),
+            "other_engines": (*result.other_engines, *served.other_engines),
+        }
+    )
 
 
 def _quantize(
-    job: ResumableJob, asked: PlanSettings, stats: CalibrationStats, folder: Path, bar: Bar
-) -> Mapping[str, Any]:
+    job: ResumableJob, asked: PlanSettings, stats: CalibrationStats, folder: Path
+) -> QuantizeResult:
     started = time.monotonic()
     name, settings = asked.schemes.name, asked
     selection = select_matrices(job, settings)
@@ -121,14 +126,14 @@ def _quantize(
     if rounding is not None:
         scales = replace(scales, origin=stats.origin)
     plan = make_plan(job.checkpoint, settings, selection, scales=scales, rounding=rounding)
-    bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
+    job.reporter.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
     with open_codes(folder) as codes:
         written = quantize(
             job.checkpoint,
             plan,
             folder / name,
             device=torch.device("cpu"),
-            advance=bar.advance,
+            advance=job.reporter.advance,
             rounded=codes if job.rounds_by_gptq else None,
         )
         rounded = list_rounded(job, selection, codes) if job.rounds_by_gptq else ()
@@ -136,7 +141,7 @@ def _quantize(
         plan=plan,
         written=written,
         folder=folder / name,
-        out=job.out / name,
+        out=job.folder / name,
         source_bytes=job.checkpoint.total_size_bytes,
         duration_s=time.monotonic() - started,
         stats=stats,
@@ -146,4 +151,4 @@ def _quantize(
         ),
         rounded=rounded,
     )
-    return build_quantization_report(outcome)
+    return make_quantize_result(outcome)
