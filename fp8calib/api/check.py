@@ -21,7 +21,8 @@ from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
-from fp8calib.jobs.stats import load_stats
+from fp8calib.jobs.stats import read_stats
+from fp8calib.requests.shared import Stats
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -38,7 +39,7 @@ def check(
     model: str | Path | None = None,
     require_kv: bool = False,
     allow_suspicious: bool = False,
-    stats: CalibrationStats | str | Path | None = None,
+    stats: Stats | None = None,
     run: bool = False,
     engine_python: str | Path | None = None,
 ) -> CheckReport:
@@ -73,10 +74,10 @@ def check(
         _refuse_outer_folder(path)
     found = _open_model(None if model is None else str(model), path, is_folder=is_folder)
     geometry, is_foreign = read_replayed_geometry(found)
-    measured = load_stats(stats) if isinstance(stats, str | Path) else stats
+    measured = None if stats is None else read_stats(stats)[0]
     if measured is not None:
         _refuse_other_stats(
-            "statistics" if measured is stats else str(stats), measured, found, geometry
+            str(stats) if isinstance(stats, str | Path) else "statistics", measured, found, geometry
         )
     if is_folder:
         folder = found if model is None else open_folder(path)

@@ -129,7 +129,7 @@ def _run_plainly(name: str, request: Any) -> None:
     with ConsoleReporter() as reporter:
         result = implementation.run(request, reporter)
     if prints_json():
-        print_json(result.model_dump(mode="json"))
+        print_json(result.to_json())
     else:
         print_text(str(result))
 

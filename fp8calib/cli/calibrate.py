@@ -80,7 +80,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     yield f"written to {result.out}: {list_top_level(result.files)}"
     if result.shard is not None:
         yield _describe_next(result.shard.index, result.shard.count)
-    report = result.model_dump(mode="json")
+    report = result.to_json()
     yield from describe_serving_briefly(report, explained=request.formats or ())
     yield f"more: {'; '.join(_suggest_further(result))}"
 

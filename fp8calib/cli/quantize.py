@@ -40,7 +40,7 @@ def run_quantize(request: QuantizeRequest) -> None:
     if isinstance(result, RunPlan):
         show_run_plan(result)
     elif result is not None and prints_json():
-        print_json(result.model_dump(mode="json"))
+        print_json(result.to_json())
     elif result is not None:
         for text in _describe(result):
             print_text(text)

@@ -16,11 +16,13 @@ def list_commands() -> list[str]:
 def find_request(command: str) -> type:
     """Import the request of a command: the class of its module that is named so."""
     module = import_module(f"{__name__}.{command}")
-    return next(
+    (found,) = (
         item
         for name, item in vars(module).items()
         if name.endswith("Request") and item.__module__ == module.__name__
     )
+    assert isinstance(found, type)  # noqa: S101
+    return found
 
 
 def find_implementation(command: str) -> ModuleType | None:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    SkipValidation,
-    model_serializer,
-)
+from pydantic import ConfigDict, Field, SkipValidation
 
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.overview import Overview, WithOverview
@@ -20,8 +14,13 @@ from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.record import BeforeAfter, Record, ShardIndex
 from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
 from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.stats.calibration_stats import CalibrationStats, Skipped
+from fp8calib.stats.calibration_stats import Skipped
 from fp8calib.stats.saturation import PositionSaturation, Saturation
+
+if TYPE_CHECKING:
+    from fp8calib.jobs.stats import CalibrationStats
+else:  # the class of the package above, which adds methods
+    from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 class Coverage(Record):
@@ -111,17 +110,12 @@ class CalibrateResult(WithOverview, Record):
         """Whether all was written."""
         return not self.failure
 
-    @model_serializer(mode="wrap")
-    def _leave_out_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        absent = {name for name in ("shard", "quantize") if getattr(self, name) is None}
-        return {name: value for name, value in handler(self).items() if name not in absent}
-
     def to_json(self) -> dict[str, Any]:
         """Give the content of report.json."""
         return {
             "schema_version": SCHEMA_VERSION,
             "passed": self.passed,
-            **self.model_dump(mode="json"),
+            **super().to_json(),
         }
 
     def overview(self) -> Overview:

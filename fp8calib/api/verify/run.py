@@ -20,6 +20,7 @@ from fp8calib.jobs.models import Placement, open_run_model
 from fp8calib.jobs.progress import CallbackProgress, warn_each
 from fp8calib.jobs.text import split_data
 from fp8calib.requests.shared import Model, ProgressCallback, TextData
+from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
@@ -30,7 +31,7 @@ from fp8calib.verification.report import SCALE_ONE, SERVER, VerifyReport
 from fp8calib.verification.tasks.task_files import require_harness
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
-Scales = str | Path | CalibrationStats
+Scales = str | Path | CalibrationStats | CalibrateResult
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 
 
@@ -192,7 +193,7 @@ def verify(
     return report
 
 
-def _list_scales(scales: object) -> tuple[Scales, ...]:
+def _list_scales(scales: object) -> tuple[str | Path | CalibrationStats, ...]:
     """List the candidates, of which one needs no list.
 
     Raises:
@@ -209,11 +210,11 @@ def _list_scales(scales: object) -> tuple[Scales, ...]:
                 f"scales: must be statistics or a path, or a list of them, found {each!r}",
                 hint="leave scales out to compare scale 1.0 alone",
             )
-    return listed
+    return tuple(each.stats if isinstance(each, CalibrateResult) else each for each in listed)
 
 
 def resolve_options(
-    scales: Sequence[Scales],
+    scales: Sequence[str | Path | CalibrationStats],
     *,
     engine: str,
     batch_size: int,
