@@ -26,9 +26,9 @@ from fp8calib.cli.console import (
     sign_of_life,
     warn,
 )
-from fp8calib.cli.setup import refuse_missing
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, list_commands
+from fp8calib.requests.early_checks import refuse_missing
 
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")

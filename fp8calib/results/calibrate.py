@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field, SkipValidation
 
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
+from fp8calib.dialects.registry import list_written
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.results.plan import MeasuredMemory, TextRows
 from fp8calib.results.quantize import QuantizeResult
@@ -109,6 +110,14 @@ class CalibrateResult(WithOverview, Record):
     def passed(self) -> bool:
         """Whether all was written."""
         return not self.failure
+
+    @property
+    def overlay(self) -> Path | None:
+        """The first checkpoint with KV scales that was written; None if there is none."""
+        overlays = (each.path() for each in list_written() if each.needs_model)
+        written = (path for path in overlays if any(f.startswith(f"{path}/") for f in self.files))
+        path = next(written, None)
+        return None if self.out is None or path is None else self.out / path
 
     def to_json(self) -> dict[str, Any]:
         """Give the content of report.json."""

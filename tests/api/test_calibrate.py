@@ -460,7 +460,7 @@ def test_a_folder_gets_what_the_command_writes(is_live: bool, tmp_path: Path) ->
     assert found.pop("report.json") != expected.pop("report.json")  # its times and paths
     assert found == expected
     assert {*result.files} - {"report.json"} == {n for n, kind in found.items() if kind != "folder"}
-    with pytest.raises(fp8calib.UsageError, match="holds files that this command"):
+    with pytest.raises(fp8calib.UsageError, match="the folder is not empty"):
         fp8calib.calibrate(source, spec, **given)
     again = fp8calib.calibrate(source, spec, resume=True, **given)
     assert again.was_finished
