@@ -14,29 +14,33 @@ from fp8calib.api.auto.report import AutoReport
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
-from fp8calib.results.extract import ExtractResult
+from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.results.export import ExportResult
+from fp8calib.results.extract_kv_scales import ExtractResult
 from fp8calib.results.merge import MergeResult
+from fp8calib.results.plan import RunPlan
+from fp8calib.results.quantize import QuantizeResult
 from fp8calib.scales.rules import AMAX
 from fp8calib.verification.report import VerifyReport
 from scripts import json_outputs as outputs
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OUTPUTS: Mapping[str, Any] = {
-    "calibrate": outputs.CalibrateOutput,
     "card": outputs.CardOutput,
     "engine-env": outputs.EngineEnvOutput,
     "error": outputs.ErrorOutput,
-    "export": outputs.ExportOutput,
-    "plan": outputs.PlanOutput,
-    "quantize": outputs.QuantizeOutput,
     "recipes": outputs.RecipeListOutput | outputs.RecipeOutput,
     "show": outputs.ShowStatsOutput | outputs.ShowScalesOutput,
 }
 """The types of outputs, by the names of the schemas."""
 RESULTS: Mapping[str, Any] = {
     "auto": AutoReport,
+    "calibrate": CalibrateResult,
+    "export": ExportResult,
     "extract-kv-scales": ExtractResult,
     "merge": MergeResult,
+    "plan": RunPlan,
+    "quantize": QuantizeResult,
 }
 """The types of results that are printed as they are."""
 _EVERY_OUTPUT: Mapping[str, Any] = {

@@ -45,7 +45,9 @@ def _show_signature(name: str, function: Callable[..., object]) -> Iterator[str]
         # An annotation is text already; `str(parameter)` would quote it.
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         yield f"    {parameter.name}: {parameter.annotation}{default},"
-    yield from (f") -> {signature.return_annotation}", "```", "")
+    result = signature.return_annotation
+    spelled = result if isinstance(result, str) else inspect.formatannotation(result)
+    yield from (f") -> {re.sub(r'[a-z0-9_]+[.]', '', spelled)}", "```", "")
 
 
 def _show_text(text: str) -> str:

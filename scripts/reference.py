@@ -6,16 +6,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
-from importlib import import_module
-from pkgutil import iter_modules
-from typing import Any, get_args, get_type_hints
 
-import fp8calib.requests
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Declared, Option, list_options
+from fp8calib.requests import find_request, list_commands
 
 Row = tuple[str, str, str]
 """The spellings, the value and the meaning of an option, as a table shows them."""
@@ -24,31 +19,20 @@ _COLUMNS = ("option", "value", "meaning")
 
 
 def list_requests() -> dict[str, type]:
-    """List the requests by the names of their commands, which their examples show."""
-    modules = (
-        import_module(f"fp8calib.requests.{found.name}")
-        for found in iter_modules(fp8calib.requests.__path__)
-    )
-    requests = (
-        value
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, type) and is_dataclass(value)
-        if value.__module__ == module.__name__ and value is not Option
-    )
-    return dict(sorted((_read_example(each).split()[1], each) for each in requests))
+    """List the requests by the names of their commands."""
+    return {name.replace("_", "-"): find_request(name) for name in list_commands()}
 
 
-def list_options(request: type) -> list[Row]:
+def list_rows(request: type) -> list[Row]:
     """List the options of a request in their order, positional arguments first."""
-    hints = get_type_hints(request, include_extras=True)
-    pairs = [(field, get_args(hints[field.name])[1]) for field in fields(request)]
-    return [_describe(*pair) for pair in sorted(pairs, key=lambda pair: bool(pair[1].flags))]
+    pairs = [(each, each.option) for each in list_options(request)]
+    rows = [_describe(declared, option) for declared, option in pairs if option is not None]
+    return sorted(rows, key=lambda row: row[0].startswith("`--"))
 
 
 def make_commands(requests: Mapping[str, type]) -> str:
     """Make a section for each command, and one for the options that several commands have."""
-    options = {name: list_options(request) for name, request in requests.items()}
+    options = {name: list_rows(request) for name, request in requests.items()}
     counts = Counter(row for rows in options.values() for row in rows if row[0].startswith("`--"))
     shared = sorted(row for row, count in counts.items() if count > 1)
     lines: list[str] = []
@@ -60,19 +44,26 @@ def make_commands(requests: Mapping[str, type]) -> str:
     return "\n".join([*lines, f"### {_SHARED}", "", *_make_table(shared)]) + "\n"
 
 
-def _describe(field: Field[Any], option: Option) -> Row:
+def _describe(declared: Declared, option: Option) -> Row:
     """Describe an option; a default that its help names is not repeated."""
     # A pipe separates the columns of a table, and the choices of an option.
-    values = (option.metavar or "").split("|")
-    meaning = re.sub(r"([|[])", r"\\\1", option.help).replace("<", "&lt;")  # no markup
-    if not option.flags:
+    values = (declared.metavar or "").split("|")
+    meaning = option.help.replace("|", r"\|").replace("<", "&lt;")
+    if not declared.flags:
         return f"`{' or '.join(values)}`", "", meaning
-    if field.default is MISSING and field.default_factory is MISSING:
+    if declared.is_required:
         meaning = f"Required. {meaning}"
-    elif "default" not in option.help.lower() and field.default not in (None, False, MISSING):
-        meaning = f"{meaning} Default: `{field.default}`."
+    elif "default" not in option.help.lower() and _is_shown(declared):
+        meaning = f"{meaning} Default: `{declared.default}`."
     spellings = ", ".join(f"`{flag}`" for flag in option.flags.replace("/--", " --").split())
     return spellings, _show_values(values, option), meaning
+
+
+def _is_shown(declared: Declared) -> bool:
+    """Whether the default is a value, rather than that of an option that is not given."""
+    return isinstance(declared.default, str | int | float) and not isinstance(
+        declared.default, bool
+    )
 
 
 def _show_values(values: Sequence[str], option: Option) -> str:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.stats import load_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
@@ -17,11 +15,14 @@ from fp8calib.dialects.read import check_origin, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.jobs.stats import read_stats
+from fp8calib.requests.shared import Stats
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -38,7 +39,7 @@ def check(
     model: str | Path | None = None,
     require_kv: bool = False,
     allow_suspicious: bool = False,
-    stats: CalibrationStats | str | Path | None = None,
+    stats: Stats | None = None,
     run: bool = False,
     engine_python: str | Path | None = None,
 ) -> CheckReport:
@@ -73,10 +74,10 @@ def check(
         _refuse_outer_folder(path)
     found = _open_model(None if model is None else str(model), path, is_folder=is_folder)
     geometry, is_foreign = read_replayed_geometry(found)
-    measured = load_stats(stats) if isinstance(stats, str | Path) else stats
+    measured = None if stats is None else read_stats(stats)[0]
     if measured is not None:
         _refuse_other_stats(
-            "statistics" if measured is stats else str(stats), measured, found, geometry
+            str(stats) if isinstance(stats, str | Path) else "statistics", measured, found, geometry
         )
     if is_folder:
         folder = found if model is None else open_folder(path)
@@ -166,22 +167,6 @@ def _wraps(name: object, config: Mapping[str, object]) -> bool:
 
 _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
 """Engines that choose the class of a model by its name in config.json."""
-
-
-def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
-    """Find the shape of a model, and whether its type is unknown to this tool.
-
-    Raises:
-        ModelError: it is no language model that generates from left to right with a KV cache.
-    """
-    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
-        is_known,
-        read_geometry,
-    )
-
-    if "auto_map" in model.config and not is_known(model.config):
-        return read_named_geometry(model), True
-    return read_geometry(model.path, model.config), False
 
 
 def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:

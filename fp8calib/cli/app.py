@@ -6,32 +6,29 @@ import gc
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING, fields
+from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from importlib.util import find_spec
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from fp8calib import __version__
-from fp8calib.cli.console import set_json, sign_of_life, warn
-from fp8calib.cli.setup import refuse_missing
-from fp8calib.requests.auto import AutoRequest
-from fp8calib.requests.calibrate import CalibrateRequest
-from fp8calib.requests.card import CardRequest
-from fp8calib.requests.check import CheckRequest
-from fp8calib.requests.engine_env import EngineEnvRequest
-from fp8calib.requests.export import ExportRequest
-from fp8calib.requests.extract import ExtractRequest
-from fp8calib.requests.merge import MergeRequest
-from fp8calib.requests.options import Option
-from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.requests.recipes import RecipesRequest
-from fp8calib.requests.show import ShowRequest
-from fp8calib.requests.verify import VerifyRequest
+from fp8calib.cli.console import (
+    ConsoleReporter,
+    print_json,
+    print_text,
+    prints_json,
+    set_json,
+    sign_of_life,
+    warn,
+)
+from fp8calib.options.option import Declared, list_options
+from fp8calib.requests import find_implementation, find_request, list_commands
+from fp8calib.requests.early_checks import refuse_missing
 
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
@@ -77,48 +74,34 @@ def _heavy_imports() -> Iterator[None]:
         gc.enable()
 
 
-_COMMANDS: Mapping[str, tuple[type, str]] = {
-    "calibrate": (CalibrateRequest, "calibrate.run:run_calibrate"),
-    "export": (ExportRequest, "export.run:run_export"),
-    "extract-kv-scales": (ExtractRequest, "extract:run_extract"),
-    "check": (CheckRequest, "check.run:run_check"),
-    "engine-env": (EngineEnvRequest, "engine_env:run_engine_env"),
-    "verify": (VerifyRequest, "verify.run:run_verify"),
-    "quantize": (QuantizeRequest, "quantize.run:run_quantize"),
-    "auto": (AutoRequest, "auto.run:run_auto_command"),
-    "card": (CardRequest, "card.run:run_card"),
-    "merge": (MergeRequest, "merge:run_merge"),
-    "show": (ShowRequest, "show.run:run_show"),
-    "recipes": (RecipesRequest, "recipes:run_recipes"),
-}
-"""What each command is asked, and the function below `fp8calib.cli` that runs and prints it."""
-_PARSED: Mapping[Any, Any] = {str | Path: Path, Sequence[str | Path]: list[Path]}
-"""What the parser reads where a function of Python takes more."""
 _STARTS_AT_ONCE = frozenset({"recipes"})
 """The commands that import no torch."""
 
 
-def _register(name: str, request: type, place: str) -> None:
+def _register(name: str) -> None:
     """Make a command of a request, whose docstring is its help."""
+    request = find_request(name)
+    declared = [each for each in list_options(request) if each.option is not None]
 
     def command(json: bool, **options: Any) -> int | KeyboardInterrupt | None:
         set_json(json)
-        given = request(**options)
+        given = request(**{each.name: _collect(each, options[each.name]) for each in declared})
         refuse_missing(given)
         try:
             with nullcontext() if name in _STARTS_AT_ONCE else sign_of_life():
                 with _heavy_imports():
-                    module, _, function = place.partition(":")
-                    run = getattr(import_module(f"fp8calib.cli.{module}"), function)
-                code: int | None = run(given)
-                return code
+                    run = _find_runner(name)
+                return run(given)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption
 
-    command.__signature__ = _derive_signature(request)  # type: ignore[attr-defined]
+    json = _make_keyword("json", _JSON, False)
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*map(_make_parameter, declared), json]
+    )
     text = inspect.getdoc(request) or ""
     app.command(
-        name,
+        name.replace("_", "-"),
         cls=_Command,
         context_settings=HELP_NAMES,
         help=text,
@@ -126,17 +109,38 @@ def _register(name: str, request: type, place: str) -> None:
     )(command)
 
 
-def _derive_signature(request: type) -> inspect.Signature:
-    """Make parameters of a request's fields, and add --json."""
-    hints = get_type_hints(request, include_extras=True)
-    parameters = []
-    for field in fields(request):
-        value, option = get_args(hints[field.name])
-        value = _PARSED.get(value, value)
-        made = _make_parameter(option, field.default_factory)
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        parameters.append(_make_keyword(field.name, Annotated[value, made], default))
-    return inspect.Signature([*parameters, _make_keyword("json", _JSON, False)])
+def _find_runner(name: str) -> Callable[[Any], int | None]:
+    """Find what runs a command and prints its result: of the command's own module, if it has one.
+
+    It returns the exit code; None is 0.
+    """
+    for place in (f"fp8calib.cli.{name}", f"fp8calib.cli.{name}.run"):
+        if find_spec(place) is None:
+            break
+        if hasattr(module := import_module(place), f"run_{name}"):
+            runner: Callable[[Any], int | None] = getattr(module, f"run_{name}")
+            return runner
+    return partial(_run_plainly, name)
+
+
+def _run_plainly(name: str, request: Any) -> None:
+    implementation = find_implementation(name)
+    assert implementation is not None  # noqa: S101 -- no command has neither
+    with ConsoleReporter() as reporter:
+        result = implementation.run(request, reporter)
+    if prints_json():
+        print_json(result.to_json())
+    else:
+        print_text(str(result))
+
+
+def _collect(declared: Declared, value: Any) -> Any:
+    """Make the value of a field of what the parser read."""
+    option = declared.option
+    assert option is not None  # noqa: S101 -- others are no options
+    if option.negates:
+        return False if value else declared.default
+    return value if value is None or option.collect is None else option.collect(value)
 
 
 def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -144,20 +148,29 @@ def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _make_parameter(option: Option, factory: Any) -> Any:
+def _make_parameter(declared: Declared) -> inspect.Parameter:
     """Make an option or an argument of typer; a default that the help names is not shown twice."""
+    option, default = declared.option, declared.default
+    assert option is not None  # noqa: S101 -- others are no options
     if not option.flags:
-        return typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
-    return typer.Option(
-        *option.flags.split(),
-        metavar=option.metavar,
-        help=option.help,
-        min=option.least,
-        max=option.most,
-        parser=option.parser,
-        show_default="default" not in option.help.lower() and factory is MISSING,
-        default_factory=None if factory is MISSING else factory,
-    )
+        made: Any = typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
+    else:
+        is_shown = "default" not in option.help.lower() and not isinstance(default, list | tuple)
+        made = typer.Option(
+            *declared.flags,
+            metavar=option.metavar,
+            help=option.help,
+            min=option.least,
+            max=option.most,
+            parser=option.parser,
+            show_default=is_shown and not option.negates,
+        )
+    value = bool if option.negates else option.reads or declared.annotation
+    if declared.is_required:
+        default = inspect.Parameter.empty
+    elif option.negates:
+        default = False
+    return _make_keyword(declared.name, Annotated[value, made], default)
 
 
 def _print_version(value: bool) -> None:
@@ -178,5 +191,5 @@ def _program(
     pass
 
 
-for _name, (_request, _place) in _COMMANDS.items():
-    _register(_name, _request, _place)
+for _name in list_commands():
+    _register(_name)

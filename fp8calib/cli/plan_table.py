@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fp8calib.cli.console import print_json, print_table, print_text
-from fp8calib.data.plan import DataPlan
+from fp8calib.cli.console import print_json, print_table, print_text, prints_json
 from fp8calib.machine.units import format_duration, format_gib
+from fp8calib.results.plan import RunPlan
 
 _TITLES = {
     "weights_size_bytes": "weights",
@@ -29,24 +29,24 @@ _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
 
 
 def show_plan(
-    plan: Mapping[str, Any], title: str, *, as_json: bool, text: DataPlan | None = None
+    plan: Mapping[str, Any], title: str, *, as_json: bool, lines: Sequence[str] = ()
 ) -> None:
-    """Print a plan (`{"plan": {...}}`); keys without a value are left out of the table.
+    """Print a plan (`{"plan": {...}}`), with lines below it.
 
-    The rows of `text` are described below it.
+    Keys without a value are left out of the table.
     """
     if as_json:
         print_json(plan)
         return
     print_table(title, ["what", "value"], list(_list_rows(plan["plan"])))
-    for line in describe_rows(text):
+    for line in lines:
         print_text(line)
 
 
-def describe_rows(text: DataPlan | None) -> Iterator[str]:
-    """Describe the rows of a text: their number, the chat template, and examples."""
-    if text is not None and text.rows is not None:
-        yield from text.rows.describe()
+def show_run_plan(planned: RunPlan) -> None:
+    """Print the plan of a run that writes files."""
+    title = "plan (nothing was run or written)"
+    show_plan(planned.model_dump(mode="json"), title, as_json=prints_json(), lines=planned.text)
 
 
 def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -40,7 +40,7 @@ def _open(name: str) -> Recipe:
     """Load a recipe; a file's formats are checked too, which those of shipped recipes need not."""
     if name in recipe_files():
         return load_recipe(name)
-    from fp8calib.api.recipe_options import open_recipe  # noqa: PLC0415 -- imports torch
+    from fp8calib.jobs.recipe_options import open_recipe  # noqa: PLC0415 -- imports torch
 
     return open_recipe(name)
 

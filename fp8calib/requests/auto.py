@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_emulated_and_replayed
-from fp8calib.requests.options import Option
+from fp8calib.options.keys import BATCH_SIZE, SAMPLES
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
-    BATCH_SIZE,
-    SAMPLES,
     DataOption,
     DeviceMapOption,
     DeviceOption,
@@ -60,9 +59,9 @@ class AutoRequest:
         Path | None,
         Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8."),
     ] = None
-    samples: Annotated[int, SAMPLES] = 512
+    samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: SeqLenOption = None
-    batch_size: Annotated[int, BATCH_SIZE] = 1
+    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     no_pack: NoPackOption = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"

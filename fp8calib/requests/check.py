@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_defaults, list_replayed
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from typing import Annotated
 from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.requests.options import Option
+from fp8calib.options.keys import BATCH_SIZE, SAMPLES
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
-    BATCH_SIZE,
-    SAMPLES,
     DataOption,
     DeviceMapOption,
     DeviceOption,
@@ -80,9 +79,9 @@ class VerifyRequest:
             help="FP8 format for statistics and scale 1.0.",
         ),
     ] = E4M3FN.name
-    samples: Annotated[int, SAMPLES] = 512
+    samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: SeqLenOption = None
-    batch_size: Annotated[int, BATCH_SIZE] = 1
+    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     no_pack: NoPackOption = False
     gate: Annotated[
         str | None,

@@ -12,9 +12,9 @@ import typer
 
 import fp8calib
 from fp8calib.cli.app import app
+from fp8calib.options.option import Option
 from fp8calib.recipe import parse_recipe
 from fp8calib.requests.merge import MergeRequest
-from fp8calib.requests.options import Option
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import list_requests, make_commands
 from tests.cli.program import succeed

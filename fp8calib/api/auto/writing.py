@@ -17,10 +17,10 @@ from fp8calib.api.auto.measure import (
 )
 from fp8calib.api.auto.report import Attempt, Checked, Outcome, WrittenResult
 from fp8calib.api.check import check
-from fp8calib.api.export.run import export
-from fp8calib.api.quantize.run import quantize
-from fp8calib.api.quantize.servable import find_fault
+from fp8calib.commands.export import export
+from fp8calib.commands.quantize import quantize
 from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.verification.report import CandidateResult, Verdict
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from fp8calib.api.arguments import checked
 from fp8calib.api.card.facts import CARD_NAME, CardFacts, Loss, find_version, read_facts
 from fp8calib.api.card.source import read_source_fields
 from fp8calib.api.check import check
-from fp8calib.api.quantize.servable import find_fault, find_load_fault
 from fp8calib.checkpoint.atomic import check_output_file, format_size, write_file_atomic
 from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, shorten
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.verification.report import (
     SCALE_ONE,
     SERVER,

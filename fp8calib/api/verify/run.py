@@ -6,11 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.models import Placement, open_run_model
-from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.api.saved import ModelOrPath
-from fp8calib.api.text import TextData, split_data
 from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
 from fp8calib.api.verify.dump import gather_alone
@@ -20,6 +15,12 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import find_scheme
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.models import Placement, open_run_model
+from fp8calib.jobs.progress import CallbackProgress, warn_each
+from fp8calib.jobs.text import split_data
+from fp8calib.requests.shared import Model, ProgressCallback, TextData
+from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
@@ -30,13 +31,13 @@ from fp8calib.verification.report import SCALE_ONE, SERVER, VerifyReport
 from fp8calib.verification.tasks.task_files import require_harness
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
-Scales = str | Path | CalibrationStats
+Scales = str | Path | CalibrationStats | CalibrateResult
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 
 
 @checked
 def verify(
-    model: ModelOrPath,
+    model: Model,
     scales: Scales | Iterable[Scales] = (),
     data: TextData | None = None,
     *,
@@ -192,7 +193,7 @@ def verify(
     return report
 
 
-def _list_scales(scales: object) -> tuple[Scales, ...]:
+def _list_scales(scales: object) -> tuple[str | Path | CalibrationStats, ...]:
     """List the candidates, of which one needs no list.
 
     Raises:
@@ -209,11 +210,11 @@ def _list_scales(scales: object) -> tuple[Scales, ...]:
                 f"scales: must be statistics or a path, or a list of them, found {each!r}",
                 hint="leave scales out to compare scale 1.0 alone",
             )
-    return listed
+    return tuple(each.stats if isinstance(each, CalibrateResult) else each for each in listed)
 
 
 def resolve_options(
-    scales: Sequence[Scales],
+    scales: Sequence[str | Path | CalibrationStats],
     *,
     engine: str,
     batch_size: int,

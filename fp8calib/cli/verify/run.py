@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fp8calib.api.models import open_run_model
 from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
 from fp8calib.api.verify.dump import gather_alone, write_dump
@@ -10,10 +9,9 @@ from fp8calib.api.verify.job import ServerRequest, VerifyJob
 from fp8calib.api.verify.memory import choose_mode_beside
 from fp8calib.api.verify.run import if_quantized
 from fp8calib.checkpoint.output_files import output_files
-from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, prints_json, say, warn
 from fp8calib.cli.plan_table import show_plan
-from fp8calib.cli.setup import make_placement, quiet_libraries
+from fp8calib.cli.setup import quiet_libraries
 from fp8calib.cli.verify.options import resolve_settings
 from fp8calib.cli.verify.show import (
     describe_report,
@@ -22,6 +20,8 @@ from fp8calib.cli.verify.show import (
     suggest_command,
 )
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.jobs.models import open_run_model, place
+from fp8calib.machine.command_line import spell_command
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.html.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport
@@ -43,7 +43,7 @@ def run_verify(settings: VerifyRequest) -> int:
     )
     with open_run_model(
         settings.model,
-        make_placement(settings),
+        place(settings),
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
         if_quantized=if_quantized(settings.model),

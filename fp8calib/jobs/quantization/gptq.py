@@ -1,0 +1,297 @@
+"""Write an FP8 checkpoint with weights rounded by GPTQ: calibrate layer by layer, round, write."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8calib.calibration import text_hashes_of
+from fp8calib.checkpoint.atomic import check_output
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
+from fp8calib.jobs.calibration import plan_recipe_text
+from fp8calib.jobs.calibration_result import describe_plan
+from fp8calib.jobs.models import Placement, place
+from fp8calib.jobs.processes import choose_rank_device
+from fp8calib.jobs.quantization.planned import (
+    Planned,
+    QuantizeTask,
+    find_finished,
+    write_planned,
+)
+from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_schemes
+from fp8calib.jobs.quantization.servable import require_servable
+from fp8calib.jobs.recipe_options import apply_request, resolve_text
+from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
+from fp8calib.jobs.resumable.memory import choose_calibration_mode
+from fp8calib.jobs.resumable.rounding import (
+    check_rounding_data,
+    count_code_bytes,
+    list_rounded,
+    make_rounding_record,
+    open_codes,
+)
+from fp8calib.jobs.resumable.run import run_job
+from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
+from fp8calib.machine.devices import choose_device
+from fp8calib.model.dtype import choose_dtype
+from fp8calib.model.load import build_skeleton, find_folder, open_source
+from fp8calib.model.prepared import prepare
+from fp8calib.model.stored_parameters import UnfilledModelError
+from fp8calib.quantization.calibrated_scales import (
+    check_stats_model,
+    find_scales,
+    split_static,
+)
+from fp8calib.quantization.gptq.input_map import map_inputs
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    PlanSettings,
+    QuantizePlan,
+    make_plan,
+    select_linears,
+)
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.recipe import Observe, Quantize, Recipe
+from fp8calib.results.plan import RunPlan
+from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.forward.decoder import check_runnable
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.patterns import span_layers, spell_options
+from fp8calib.selection.select import Selection
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqJob:
+    """A task whose model, text and checkpoint are planned; nothing is written yet."""
+
+    task: QuantizeTask
+    job: ResumableJob
+    selection: Selection
+    expected: QuantizePlan
+    """Input scales that are still to be measured are 1 in it."""
+
+
+@contextmanager
+def open_gptq(task: QuantizeTask) -> Iterator[GptqJob]:
+    """Open the model and the text, and plan the checkpoint.
+
+    Raises:
+        UsageError: an option is invalid, or there is no class that runs the model.
+        ModelError: the model cannot be read, is quantized already, or its layout is not known.
+        DataError: the text cannot be read.
+        ExportError: the statistics do not fit, or no engine can load the checkpoint.
+    """
+    with _open_job(task) as job:
+        for text in job.plan.warnings if job.plan else ():
+            task.reporter.warn(text)
+        if task.stats is not None:
+            check_stats_model(task.stats, job.checkpoint)
+        selection = select_matrices(job, task.asked)
+        if task.stats is None:
+            _check_measured(job, split_static(task.asked, selection)[0])
+        expected = _plan_checkpoint(job, task.asked, selection, task.stats, None)
+        if not task.request.allow_unservable and (
+            note := require_servable(expected, job.checkpoint.folder)
+        ):
+            task.reporter.warn(note)
+        yield GptqJob(task=task, job=job, selection=selection, expected=expected)
+
+
+def plan_gptq(opened: GptqJob) -> RunPlan:
+    """Describe what would be run and written."""
+    expected = opened.expected
+    schemes = list(list_layer_schemes(expected))
+    return describe_plan(
+        opened.job,
+        choose_calibration_mode(opened.job),
+        out=str(opened.task.out),
+        writes=sorted(expected.names),
+        scheme=expected.settings.schemes.default.name,
+        **({"layer_schemes": schemes} if schemes else {}),
+        rounding=GPTQ,
+        linears=len(expected.selection.quantized),
+        output_size_bytes=expected.size_bytes,
+        work_disk_bytes=count_code_bytes(expected.selection.quantized),
+    )
+
+
+def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> QuantizationOutcome | None:
+    """Round the weights and write the checkpoint; None in all processes but the first.
+
+    Raises:
+        UsageError: the output folder is in use.
+        CalibrationError: an activation is NaN or inf.
+        ExportError: the disk cannot hold the output.
+    """
+    task, job, expected = opened.task, opened.job, opened.expected
+    started = time.monotonic()
+    if task.request.resume and (written := find_finished(task.out, expected)) is not None:
+        task.reporter.say(f"{task.out} is finished already")
+        planned = Planned(checkpoint=job.checkpoint, plan=expected)
+        return planned.finish(written, task.out, started=started, stats=task.stats)
+    check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
+    mode = choose_calibration_mode(job)
+    for text in mode.describe():
+        task.reporter.say(text)
+    with work_folder(job, make_job_header(job), group) as work:
+        stats, _ = run_job(job, mode, work, group)
+        if group is not None and not group.is_first:
+            return None
+        plan = _plan_checkpoint(job, task.asked, opened.selection, task.stats, stats)
+        planned = Planned(checkpoint=job.checkpoint, plan=plan)
+        with open_codes(work.path) as codes:
+            written = write_planned(
+                planned,
+                task.out,
+                device="cpu",
+                resume=task.request.resume,
+                force=task.request.force,
+                inputs=task.inputs,
+                progress=task.reporter,
+                rounded=codes,
+            )
+            rounded = list_rounded(job, opened.selection, codes)
+    shutil.rmtree(job.folder, ignore_errors=True)
+    outcome = planned.finish(written, task.out, started=started, stats=task.stats)
+    return replace(outcome, rounded=rounded)
+
+
+# --- before the run -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open_job(task: QuantizeTask) -> Iterator[ResumableJob]:
+    device = choose_rank_device(task.request.device, task.process_rank)
+    placement = place(replace(task.request, device=device))
+    placement.check()
+    folder = find_folder(task.model, task.request.revision)
+    with Checkpoint.open(folder, require_config=True) as checkpoint:
+        check_unquantized(checkpoint)
+        select_linears(checkpoint, task.asked)
+        recipe, rows = resolve_text(_make_recipe(task), task.request.data)
+        job = _make_job(task, checkpoint, recipe, placement)
+        plan = plan_recipe_text(job, recipe, rows, tokenizer=task.request.tokenizer)
+        job = replace(job, plan=plan)
+        check_rounding_data(job.plan)
+        yield job
+
+
+def _make_job(
+    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, placement: Placement
+) -> ResumableJob:
+    """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
+
+    Raises:
+        UsageError: there is no class that runs the model.
+        UnfilledModelError: the checkpoint does not hold the model that its config describes.
+    """
+    request = task.request
+    device = choose_device(placement.device)
+    dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
+    try:
+        source = open_source(
+            task.model,
+            revision=request.revision,
+            trust_remote_code=request.trust_remote_code,
+            if_quantized=None,
+        )
+        prepared = prepare(build_skeleton(source), checkpoint, recipe)
+        check_runnable(prepared.model)
+    except UnfilledModelError:
+        raise  # of no use for any rounding
+    except ModelError as error:
+        raise UsageError(
+            f"--rounding {GPTQ} runs the model, which is not possible here: {error.message}",
+            hint=f"--rounding {NEAREST} needs neither text nor a class of the model",
+        ) from error
+    return ResumableJob(
+        name=task.model,
+        placement=placement,
+        recipe=recipe,
+        source=source,
+        checkpoint=checkpoint,
+        prepared=prepared,
+        plan=None,
+        out=task.out.with_name(f"{task.out.name}.rounding"),
+        resume=request.resume,
+        force=request.force,
+        expects_duration=request.dry_run,
+        reporter=task.reporter,
+        process_rank=task.process_rank,
+        device=device,
+        dtype=dtype,
+        dtype_why=why,
+        quantization=task.asked,
+    )
+
+
+def _make_recipe(task: QuantizeTask) -> Recipe:
+    """Make the recipe of a calibration that rounds, and observes what static scales need."""
+    schemes = task.asked.schemes
+    made = Recipe(
+        name=f"quantize --rounding {GPTQ}",
+        observe=Observe(kv=False, query=False, inputs=True, weights=schemes.has_static_inputs),
+        formats=(),
+        quantize=Quantize(
+            scheme=schemes.default.name,
+            layer_schemes=schemes.names,
+            rounding=GPTQ,
+            ignore=task.asked.ignore,
+        ),
+    )
+    return apply_request(made, task.request)
+
+
+def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
+    """Refuse linears of a static scheme whose inputs would not be measured, before the run."""
+    missing = map_inputs(job.prepared, static).unreached
+    if not missing:
+        return
+    patterns = dict.fromkeys(map(span_layers, missing))
+    raise UsageError(
+        f"--rounding {GPTQ}: no input of {next(iter(missing))} can be measured for a static scale",
+        hint=f"leave such linears unquantized: {spell_options(patterns)}; or choose a scheme that "
+        f"needs no input scales: {', '.join(list_without_calibration())}",
+    )
+
+
+def _plan_checkpoint(
+    job: ResumableJob,
+    asked: PlanSettings,
+    selection: Selection,
+    given: CalibrationStats | None,
+    measured: CalibrationStats | None,
+) -> QuantizePlan:
+    """Plan the checkpoint; input scales that are still to be measured are 1, at their places."""
+    static = split_static(asked, selection)[0]
+    measures_inputs = bool(static) and given is None
+    stats = given or (measured if measures_inputs else None)
+    if stats is not None:
+        scales = find_scales(stats, job.checkpoint, asked, selection)
+    elif measures_inputs:
+        ones = {matrix.module: torch.tensor(1.0) for matrix in static}
+        scales = CalibratedScales(inputs=ones, kv={})
+    else:
+        scales = NO_SCALES
+    if scales.origin is None or measures_inputs:
+        scales = replace(scales, origin=_find_origin(job))
+    assert job.plan is not None  # noqa: S101 -- gptq runs data
+    rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=measures_inputs)
+    return make_plan(job.checkpoint, asked, selection, scales=scales, rounding=rounding)
+
+
+def _find_origin(job: ResumableJob) -> CalibrationOrigin:
+    header = make_job_header(job)
+    return CalibrationOrigin(
+        model=header.model_fingerprint, data=header.data_fingerprint, text=text_hashes_of(job.plan)
+    )

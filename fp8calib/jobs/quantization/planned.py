@@ -1,0 +1,278 @@
+"""A quantized checkpoint: its options resolved, planned, and written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.calibration import Progress
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.checkpoint.resumable_folder import remove_progress_file
+from fp8calib.dialects.fp8.registry import find_written, list_written
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import (
+    GPTQ,
+    NEAREST,
+    Granularity,
+    Scheme,
+    list_without_calibration,
+)
+from fp8calib.jobs.quantization.report import QuantizationOutcome
+from fp8calib.jobs.quantization.servable import require_servable
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.machine.devices import choose_device
+from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.quantization import quantize as writing
+from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    PlanSettings,
+    QuantizePlan,
+    make_plan,
+    select_linears,
+)
+from fp8calib.quantization.rounded_codes import RoundedCodes
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.requests.quantize import QuantizeRequest
+from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
+from fp8calib.selection.select import Selection
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeTask:
+    """A request whose options are resolved."""
+
+    request: QuantizeRequest
+    model: str
+    """A folder or Hub id, also of a model that is in memory."""
+    asked: PlanSettings
+    stats: CalibrationStats | None
+    """For the scales of inputs, K and V."""
+    inputs: Sequence[Path]
+    """Files that the output must not replace."""
+    reporter: Reporter
+    process_rank: ProcessRank = ALONE
+
+    @property
+    def out(self) -> Path:
+        """The folder of the checkpoint."""
+        return Path(self.request.out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A checkpoint and what will be made of it."""
+
+    checkpoint: Checkpoint
+    plan: QuantizePlan
+    notes: tuple[str, ...] = ()
+    """On its scales."""
+    unchecked: str = ""
+    """Why it is not known whether an engine can load it; empty where it is."""
+
+    def finish(
+        self,
+        written: writing.Written,
+        out: Path,
+        *,
+        started: float,
+        stats: CalibrationStats | None,
+    ) -> QuantizationOutcome:
+        """Put the outcome together; `started` is the value of time.monotonic() at the start."""
+        return QuantizationOutcome(
+            plan=self.plan,
+            written=written,
+            folder=out,
+            out=out,
+            source_bytes=self.checkpoint.total_size_bytes,
+            duration_s=time.monotonic() - started,
+            stats=stats,
+            notes=self.notes,
+        )
+
+
+def check_rounding(rounding: str, given: Sequence[str], *, dequantize: bool) -> None:
+    """Refuse an unknown rounding, and options that it has no use for.
+
+    `given` are options of the text and of its run.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if rounding not in (NEAREST, GPTQ):
+        raise UsageError(f"--rounding {rounding}: must be {NEAREST} or {GPTQ}")
+    if rounding == NEAREST and given:
+        raise UsageError(
+            f"{given[0]}: --rounding {NEAREST} runs no text",
+            hint=f"leave it out, or use --rounding {GPTQ}",
+        )
+    if rounding == GPTQ and dequantize:
+        raise UsageError(
+            f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
+            hint="use the model that this one was made from",
+        )
+
+
+def resolve_plan(
+    scheme_name: str,
+    dialect_name: str,
+    *,
+    layer_schemes: Mapping[str, str],
+    ignore: Sequence[str],
+    power_of_two_scales: bool | None,
+    shared_scales: bool,
+    is_calibrated: bool,
+    rounding: str = NEAREST,
+) -> PlanSettings:
+    """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
+
+    `layer_schemes` are names of schemes, by pattern. With `power_of_two_scales` None,
+    `choose_block_scales` decides.
+
+    Raises:
+        UsageError: a name is unknown, or the options contradict each other.
+    """
+    schemes = make_layer_schemes(scheme_name, layer_schemes, rounding, power_of_two_scales)
+    dialect = find_written(dialect_name, schemes.default)
+    if layer_schemes and not dialect.has_groups:
+        others = (each.name for each in list_written() if each.has_groups)
+        raise UsageError(
+            f"{OPTION}: --format {dialect.name} has one scheme for all linears",
+            hint=f"leave it out, or write {', '.join(others)}",
+        )
+    if (
+        power_of_two_scales
+        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.BLOCK) is None
+    ):
+        raise UsageError(
+            f"--power-of-two-scales: --scheme {schemes.default.name} has no scales of blocks",
+            hint="leave it out: no engine rounds other scales",
+        )
+    if (
+        not shared_scales
+        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.TENSOR) is None
+    ):
+        raise UsageError(
+            f"--no-shared-scales: --scheme {schemes.default.name} has no scales of whole weights",
+            hint="leave it out: no other scales are shared",
+        )
+    static = _find_option(schemes, lambda scheme: scheme.has_static_inputs)
+    if static is not None and not is_calibrated:
+        raise UsageError(
+            f"{static}: its input scales come from calibration",
+            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, use --rounding "
+            f"{GPTQ}, which measures them, or choose a scheme that needs no calibration: "
+            f"{', '.join(list_without_calibration())}",
+        )
+    return PlanSettings(
+        schemes=schemes, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
+    )
+
+
+def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> str | None:
+    """Find the first option that names such a scheme."""
+    options = {f"--scheme {schemes.default.name}": schemes.default}
+    options |= {f"{OPTION} {pattern}={each.name}": each for pattern, each in schemes.by_pattern}
+    return next((option for option, scheme in options.items() if is_meant(scheme)), None)
+
+
+@contextmanager
+def open_planned(
+    model: str,
+    asked: PlanSettings,
+    stats: CalibrationStats | None,
+    *,
+    revision: str | None,
+    dequantize: bool,
+    allow_unservable: bool,
+) -> Iterator[Planned]:
+    """Open a model and plan its checkpoint, before a weight is read.
+
+    Raises:
+        ModelError: the model cannot be read, is quantized already, or its layout is not known.
+        ExportError: the statistics do not fit, or no engine can load the checkpoint.
+    """
+    reader = DequantizedCheckpoint if dequantize else Checkpoint
+    with reader.open(_find_folder(model, revision), require_config=True) as checkpoint:
+        check_unquantized(checkpoint)
+        selection = select_linears(checkpoint, asked)
+        scales = _find_scales(stats, checkpoint, asked, selection)
+        plan = make_plan(checkpoint, asked, selection, scales=scales)
+        unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
+        yield Planned(checkpoint=checkpoint, plan=plan, notes=scales.notes, unchecked=unchecked)
+
+
+def write_planned(
+    planned: Planned,
+    out: Path,
+    *,
+    device: str,
+    resume: bool,
+    force: bool,
+    inputs: Sequence[Path],
+    progress: Progress,
+    rounded: RoundedCodes | None = None,
+) -> writing.Written:
+    """Write the planned checkpoint; codes in `rounded` are not computed again.
+
+    Raises:
+        UsageError: the folder is in use.
+        ExportError: the disk cannot hold the output.
+    """
+    if resume and (found := find_finished(out, planned.plan)) is not None:
+        return found
+    total = sum(shard.data_bytes for shard in planned.plan.shards)
+    progress.stage("quantizing", total, unit="bytes")
+    return writing.quantize(
+        planned.checkpoint,
+        planned.plan,
+        out,
+        device=torch.device("cpu" if device == "auto" else choose_device(device)),
+        advance=progress.advance,
+        resume=resume,
+        force=force,
+        inputs=inputs,
+        rounded=rounded,
+    )
+
+
+def find_finished(out: Path, plan: QuantizePlan) -> writing.Written | None:
+    """Look for the checkpoint of this plan that an earlier run finished."""
+    if not writing.is_finished(out, plan):
+        return None
+    remove_progress_file(out)
+    return writing.Written(files=writing.list_files(out), all_zero=(), resumed=())
+
+
+def _find_folder(model: str, revision: str | None) -> Path:
+    """Find the model's folder; for a local one, without the slow import of transformers.
+
+    Raises:
+        ModelError: the model is neither local nor on the Hub.
+    """
+    if (local := find_local_model(model)) is not None:
+        return local
+    from fp8calib.model.load import find_folder  # noqa: PLC0415
+
+    return find_folder(model, revision)
+
+
+def _find_scales(
+    stats: CalibrationStats | None,
+    checkpoint: Checkpoint,
+    asked: PlanSettings,
+    selection: Selection,
+) -> CalibratedScales:
+    if stats is None:
+        return NO_SCALES
+    check_stats_model(stats, checkpoint)
+    return find_scales(stats, checkpoint, asked, selection)

@@ -1,0 +1,125 @@
+"""Whether an engine can load the checkpoint that a plan describes, before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fp8calib.checkpoint.json_files import encode_json
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.registry import list_defaults
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.weights.completeness import find_first_fault
+from fp8calib.errors import ExportError, ModelError, shorten
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.shard_layout import Constant, ShardLayout, WeightScale
+
+_CONFIG_HINT = "use the config.json that its weights were saved with"
+_FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
+_NOT_CHECKED = "whether an engine can load the output is not checked: {}"
+
+
+def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | None = None) -> str:
+    """Refuse a checkpoint that no engine of the default list can load.
+
+    What `check` reads is written to a temporary folder: configs, headers and scales, of which
+    those of weights are 1.0. The other data are holes in the files. Of a model whose shape `check`
+    does not know, a note says that this was not checked.
+
+    Args:
+        plan: the checkpoint.
+        source: the model's folder.
+        engines: one of them has to load it; None is the default list.
+
+    Returns:
+        The note, also where only one engine can load it; empty where there is nothing to note.
+
+    Raises:
+        ModelError: no model can be built from the config, or tensors of it are missing or have
+            other shapes.
+        ExportError: naming why each engine cannot load it.
+    """
+    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
+        UnusableConfigError,
+    )
+
+    with TemporaryDirectory(prefix="fp8calib-") as name:
+        folder = Path(name)
+        write_outline(plan, folder)
+        opened = open_folder(folder)
+        try:
+            geometry, is_foreign = read_replayed_geometry(opened)
+        except UnusableConfigError as error:
+            message = error.message.replace(str(folder), str(source))
+            raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
+        except ModelError as error:
+            return _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
+        if is_foreign:
+            return _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
+        tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
+        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
+        reports = check_folder(opened, geometry, engines or list_defaults(), 1).engines
+    faults = {engine: find_load_fault(report) for engine, report in reports.items()}
+    able = [engine for engine, fault in faults.items() if not fault]
+    what = f"{plan.settings.schemes.name} of this model in this format"
+    if not able:
+        listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
+        raise ExportError(
+            f"none of {', '.join(faults)} can load {what}: {listed}",
+            hint=f"choose another --scheme or --format; {_FORCE_HINT}",
+        )
+    _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
+    is_last = len(able) == 1 < len(faults)
+    return f"of {', '.join(faults)}, only {able[0]} can load {what}" if is_last else ""
+
+
+def _refuse_fault(source: Path, fault: str) -> None:
+    if fault:
+        hint = f"download the model again, or {_CONFIG_HINT}; {_FORCE_HINT}"
+        raise ModelError(f"{source}: {fault}", hint=hint)
+
+
+def write_outline(plan: QuantizePlan, folder: Path) -> None:
+    """Write what `check` reads of a checkpoint: configs, headers, and scales of 1.0."""
+    for document, content in {CONFIG_NAME: plan.config, **plan.json_files}.items():
+        (folder / document).write_bytes(encode_json(content))
+    for shard in plan.shards:
+        _write_shard(shard, folder)
+
+
+def _write_shard(shard: ShardLayout, folder: Path) -> None:
+    """Write the header and the scales of a file, and leave holes for the rest."""
+    with (folder / shard.name).open("wb") as file:
+        file.write(shard.head)
+        for tensor in shard.tensors:
+            if isinstance(tensor.content, WeightScale):
+                values = torch.ones(tensor.shape)
+            elif isinstance(tensor.content, Constant):
+                values = tensor.content.value
+            else:
+                continue
+            file.seek(shard.starts[tensor.name])
+            file.write(values.contiguous().numpy().tobytes())
+        file.truncate(shard.size_bytes)
+
+
+def find_load_fault(report: EngineReport) -> str:
+    """Say why an engine cannot load the weights; empty where it can."""
+    if report.weights is not None:
+        return shorten(report.weights.why)
+    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
+    refused = (verdict.why for verdict in verdicts if verdict.status is Status.REFUSED)
+    return shorten(next(refused, ""))
+
+
+def find_fault(report: EngineReport) -> str:
+    """Say why an engine cannot load the weights or does not use the KV scales; empty if ok."""
+    verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
+    unused = (verdict.why for verdict in verdicts if verdict.status is not Status.USED)
+    return "" if report.ok else find_load_fault(report) or shorten(next(unused, ""))

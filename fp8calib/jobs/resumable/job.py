@@ -1,0 +1,69 @@
+"""The job of a calibration that writes its progress to disk, so that it can be resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.dialects.write import list_outputs
+from fp8calib.errors import ExportError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.calibration import CalibrationJob
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.quantization.plan import PlanSettings, select_linears
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.selection.select import Selection
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumableJob(CalibrationJob):
+    """Everything decided before a weight is loaded."""
+
+    out: Path | None
+    """None writes nothing."""
+    process_rank: ProcessRank = ALONE
+    resume: bool
+    force: bool
+    expects_duration: bool = False
+    """Whether the time of the run is predicted."""
+    reporter: Reporter
+    quantization: PlanSettings | None = None
+    """How the FP8 checkpoint is written; None without one."""
+
+    @property
+    def rounds_by_gptq(self) -> bool:
+        """Whether the pass also rounds weights, layer by layer."""
+        return self.recipe.quantize is not None and self.recipe.quantize.rounding == GPTQ
+
+    @property
+    def folder(self) -> Path:
+        """The output folder of a job that has one."""
+        assert self.out is not None  # noqa: S101 -- the caller knows
+        return self.out
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of the files and folders that a calibration writes in the output folder."""
+        if self.out is None:
+            return frozenset()
+        formats = list_outputs(self.recipe.formats, self.recipe.tp)
+        folder = self.recipe.quantize and self.recipe.quantize.folder
+        checkpoint = {folder} if folder else frozenset[str]()
+        return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint
+
+
+def select_matrices(job: ResumableJob, settings: PlanSettings) -> Selection:
+    """Choose the linears to quantize.
+
+    Raises:
+        ModelError: the weights cannot be quantized.
+        ExportError: the recipe asks for another FP8 format than checkpoints hold.
+        UsageError: a pattern names no linear, or divides what engines load as one weight.
+    """
+    if job.recipe.scales.fp8_dtype != E4M3FN.name:
+        raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}")
+    check_unquantized(job.checkpoint.stored)
+    return select_linears(job.checkpoint, settings)

@@ -1,0 +1,175 @@
+"""The rounding of weights while a calibration streams the model: `rounding: gptq`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.atomic import require_free_space
+from fp8calib.data.plan import DataPlan
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
+from fp8calib.quantization.gptq.core import DAMPING
+from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
+from fp8calib.quantization.gptq.input_map import map_inputs
+from fp8calib.quantization.gptq.layer_rounding import (
+    LayerRounding,
+    estimate_rounding_bytes,
+    estimate_rounding_s,
+)
+from fp8calib.quantization.gptq.scale_search import STEPS, searches_scales
+from fp8calib.quantization.plan import PlanSettings, RoundingRecord
+from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
+from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.resume.journal import NAME_PREFIX
+from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.select import Selection
+
+_CODES = f"{NAME_PREFIX}rounding"
+"""The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
+_SMALLEST = "the smallest that saturate nothing"
+_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {STEPS} for each row"
+
+
+def check_rounding_data(plan: DataPlan | None) -> None:
+    """Refuse a text of which nothing could be held back.
+
+    Raises:
+        UsageError: there are too few sequences.
+    """
+    count = 0 if plan is None else len(plan.sequences)
+    if count < HELD_EVERY:
+        raise UsageError(
+            f"rounding {GPTQ} needs at least {HELD_EVERY} sequences, and the data gives {count}: "
+            f"one of {HELD_EVERY} is held back to measure the error",
+            hint="use more text, more --samples, or a shorter --seq-len",
+        )
+
+
+def open_rounding(
+    job: ResumableJob, settings: PlanSettings, folder: Path, group: ProcessGroup | None
+) -> LayerRounding:
+    """Make what rounds the weights of each layer, into the working folder of the run.
+
+    Raises:
+        ExportError: the disk cannot hold the codes.
+    """
+    matrices = select_matrices(job, settings).quantized
+    codes = RoundedCodes(folder / _CODES)
+    if group is None or group.is_first:
+        require_free_space(folder, count_code_bytes(matrices))
+        codes.begin(_list_options(settings))
+    inputs = map_inputs(job.prepared, matrices)
+    return LayerRounding(job.checkpoint, matrices, settings, inputs, codes, group=group)
+
+
+def check_same_rounding(job: ResumableJob, folder: Path) -> None:
+    """Refuse the codes of an interrupted run with other options.
+
+    Raises:
+        UsageError: the working folder holds such codes.
+    """
+    if job.quantization is None or not job.rounds_by_gptq:
+        return
+    if not RoundedCodes(folder / _CODES).is_of(_list_options(job.quantization)):
+        raise UsageError(
+            f"{folder}: the interrupted run had another scheme or other options",
+            hint="omit --resume to start again, or use the options of that run",
+        )
+
+
+def _list_options(settings: PlanSettings) -> dict[str, object]:
+    """List the options that the codes depend on, beside the model and the text."""
+    return {
+        "scheme": settings.schemes.default.name,
+        "power_of_two": settings.schemes.has_power_of_two_scales,
+        **({"layer_schemes": settings.schemes.names} if settings.schemes.by_pattern else {}),
+        "shares_scales": settings.shares_scales,
+        "ignore": sorted(settings.ignore),
+        "damping": DAMPING,
+        "length_power": LENGTH_POWER,
+        "scale_steps": STEPS,
+    }
+
+
+def make_rounding_probe(job: ResumableJob) -> LayerRounding | None:
+    """Make what only collects Hessians, to measure a layer; None where nothing is rounded."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return None
+    matrices = select_matrices(job, job.quantization).quantized
+    inputs = map_inputs(job.prepared, matrices)
+    nowhere = RoundedCodes(job.folder / _CODES)
+    return LayerRounding(job.checkpoint, matrices, job.quantization, inputs, nowhere)
+
+
+def count_code_bytes(matrices: Sequence[Matrix]) -> int:
+    """Count the bytes of the codes of weights, which the disk holds twice until the end."""
+    return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
+
+
+def plan_rounding(job: ResumableJob) -> Mapping[str, int]:
+    """Estimate the memory that rounding needs beside the batches; nothing if it does not round."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return {}
+    matrices = select_matrices(job, job.quantization).quantized
+    return {"rounding": estimate_rounding_bytes(matrices, map_inputs(job.prepared, matrices))}
+
+
+def expect_rounding_s(job: ResumableJob) -> float:
+    """Estimate the seconds that rounding takes after the batches; 0 if the job does not round."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return 0.0
+    matrices = select_matrices(job, job.quantization).quantized
+    inputs = map_inputs(job.prepared, matrices)
+    return estimate_rounding_s(matrices, inputs, torch.device(job.device))
+
+
+@contextmanager
+def open_codes(folder: Path) -> Iterator[RoundedCodes]:
+    """Open the codes in the working folder of a run."""
+    codes = RoundedCodes(folder / _CODES)
+    try:
+        yield codes
+    finally:
+        codes.close()
+
+
+def make_rounding_record(
+    plan: DataPlan, schemes: LayerSchemes, *, measures_inputs: bool
+) -> RoundingRecord:
+    """Make the record of the rounding for the checkpoint's metadata."""
+    searched = [searches_scales(scheme) for scheme in schemes.all]
+    scales = _SEARCHED if all(searched) else _SMALLEST
+    if any(searched) and not all(searched):
+        scales = f"per channel: {_SEARCHED}; others: {_SMALLEST}"
+    return RoundingRecord(
+        rounding=GPTQ,
+        data=plan.fingerprint,
+        sequences=len(plan.sequences),
+        held_back=HELD_EVERY,
+        damping=DAMPING,
+        order="by falling diagonal of the Hessian",
+        tokens=f"scaled to the power {LENGTH_POWER} of their length",
+        scales=scales,
+        measures_inputs=measures_inputs,
+    )
+
+
+def list_rounded(
+    job: ResumableJob, selection: Selection, codes: RoundedCodes
+) -> list[RoundedLinear]:
+    """List how every quantized linear was rounded, in the order of the checkpoint."""
+    known = {rounded.module: rounded for rounded in codes.report()}
+    reasons = map_inputs(job.prepared, selection.quantized).unreached
+    return [
+        known.get(matrix.module)
+        or RoundedLinear(
+            module=matrix.module, rounding="nearest", why=reasons.get(matrix.module, "not reached")
+        )
+        for matrix in selection.quantized
+    ]

@@ -1,0 +1,105 @@
+"""Run a resumable calibration: the pass over the text, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fp8calib.calibration import calibrate
+from fp8calib.data.plan import DataPlan
+from fp8calib.jobs.calibration import load_prepared
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.rounding import open_rounding
+from fp8calib.jobs.resumable.work_folder import WorkFolder
+from fp8calib.machine.memory import PeakMemory
+from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.forward.observed_batches import BackOff
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.resume.journal import NOTHING, Done
+from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMeasurements:
+    """What the run cost."""
+
+    duration_s: float
+    memory: Mapping[str, Any]
+    """The memory mode, its plan, and the measured peak."""
+    back_offs: tuple[BackOff, ...]
+    """Where batches became smaller because memory ran out."""
+    resumed: int
+    """Sequences that an interrupted run had finished."""
+    resumed_tokens: int
+    """Tokens in them; `duration_s` does not include these."""
+    num_ranks: int
+
+
+def run_job(
+    job: ResumableJob,
+    mode: MemoryMode,
+    work: WorkFolder | None,
+    group: ProcessGroup | None,
+) -> tuple[CalibrationStats, RunMeasurements]:
+    """Run the calibration of a job, with the rounding of weights if it asks for that.
+
+    Without a working folder it cannot be resumed, and rounds nothing.
+    """
+    progress, journal = job.reporter, None if work is None else work.journal
+    done = NOTHING if journal is None else journal.done
+    progress.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+    if group is not None:
+        progress.say(_describe_group(group))
+    started = time.monotonic()
+    share = WorkShare(shard=job.shard, journal=journal, group=group)
+    rounding = None
+    if job.rounds_by_gptq and job.quantization is not None and work is not None:
+        rounding = open_rounding(job, job.quantization, work.path, group)
+    with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
+        stats = calibrate(
+            load_prepared(job, mode, progress),
+            job.plan,
+            job.source,
+            job.checkpoint,
+            recipe=job.recipe,
+            batch_size=job.recipe.data.batch_size,
+            progress=progress,
+            streaming=mode.streaming,
+            share=share,
+            work=rounding,
+        )
+        back_offs = _gather_back_offs(share)
+    measured = RunMeasurements(
+        duration_s=time.monotonic() - started,
+        memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
+        back_offs=back_offs,
+        resumed=done.num_sequences,
+        resumed_tokens=_count_tokens(job.plan, done),
+        num_ranks=1 if group is None else group.size,
+    )
+    return stats, measured
+
+
+def _describe_group(group: ProcessGroup) -> str:
+    """Describe how many processes run."""
+    threads = torch.get_num_threads()
+    return f"{group.size} processes share the data, with {threads} threads each"
+
+
+def _gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
+    """Gather from all processes where batches became smaller."""
+    own = [asdict(each) for each in share.back_offs]
+    gathered = [own] if share.group is None else share.group.all_gather(own)
+    return tuple(BackOff(**each) for all_of_one in gathered for each in all_of_one)
+
+
+def _count_tokens(plan: DataPlan | None, done: Done) -> int:
+    if plan is None:
+        return 0
+    return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])

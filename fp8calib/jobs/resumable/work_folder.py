@@ -1,0 +1,221 @@
+"""The working folder of a calibration, and how --resume continues an earlier run in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.calibration import make_header, text_hashes_of
+from fp8calib.checkpoint.atomic import check_output
+from fp8calib.checkpoint.folder_lock import shared_lock
+from fp8calib.checkpoint.resumable_folder import (
+    PROGRESS_NAME,
+    ResumableFolder,
+    remove_progress_file,
+)
+from fp8calib.errors import ExportError, ModelError
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.rounding import check_same_rounding
+from fp8calib.jobs.stats import CalibrationStats as PublicStats
+from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.run.distributed.group import ProcessGroup, RankLostError
+from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    StatsHeader,
+    load_stats,
+)
+from fp8calib.stats.merge import explain_other_run
+
+_TAG = "fp8calib calibrate"
+_NO_FIELDS = ("schema_version", "passed")
+
+
+class UnwrittenError(ExportError):
+    """No output could be written; the run's checkpoints stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkFolder:
+    """Where a run writes its output and its checkpoints."""
+
+    path: Path
+    journal: Journal
+    finished: CalibrateResult | None = None
+    """Of an earlier run that wrote all output here but could not move it into place."""
+
+
+def check_output_of(job: ResumableJob) -> None:
+    """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
+    if not _looks_finished(job):
+        check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
+
+
+def make_job_header(job: ResumableJob) -> StatsHeader:
+    """Make the header of the statistics that a job will write."""
+    return make_header(
+        job.prepared,
+        job.plan,
+        job.source,
+        job.checkpoint,
+        job.recipe,
+        compute_dtype=job.dtype,
+    )
+
+
+def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | None:
+    """Find the result of the run that --resume continues, if that run is finished already.
+
+    Raises:
+        UsageError: the output folder holds something else.
+    """
+    if not _looks_finished(job):
+        return None
+    found = _read_finished(job, header, job.folder)
+    if found is None:
+        check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
+    else:
+        remove_progress_file(job.folder)
+    return found
+
+
+def _looks_finished(job: ResumableJob) -> bool:
+    return job.resume and _has_all(job, job.folder)
+
+
+def _has_all(job: ResumableJob, folder: Path) -> bool:
+    return all((folder / name).exists() for name in job.owned)
+
+
+def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
+    """Read the result from a folder that holds this run, finished; None if it does not."""
+    try:
+        stats = load_stats(folder / STATS_NAME, accepts_shard=True)
+        report = json.loads((folder / REPORT_NAME).read_bytes())
+        fields = {key: value for key, value in report.items() if key not in _NO_FIELDS}
+        result = CalibrateResult(stats=PublicStats.of(stats), was_finished=True, **fields)
+    except (ModelError, ValueError):
+        return None
+    return result if _is_of_run(job, header, stats) else None
+
+
+def _is_of_run(job: ResumableJob, header: StatsHeader, stats: CalibrationStats) -> bool:
+    shard = job.shard
+    cut = None if shard is None else (shard.index, shard.count)
+    found = None if stats.shard is None else (stats.shard.index, stats.shard.count)
+    return cut == found and not explain_other_run(stats.header, header)
+
+
+@contextmanager
+def work_folder(
+    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
+) -> Iterator[WorkFolder]:
+    """Open the working folder of a run; it becomes the output folder at the end.
+
+    An interruption, a failed peer and a failure to write the output keep it for --resume; any
+    other error removes it. Of several processes the first one does all of this; the others write
+    their checkpoints to its folder.
+
+    Raises:
+        UsageError: the folder is in use, or --resume finds another calibration in it.
+        ModelError: a checkpoint is damaged.
+    """
+    if group is not None and not group.is_first:
+        work = _join(job, header, group)
+        with shared_lock(work.path):
+            yield work
+        return
+    folder = ResumableFolder(
+        job.folder,
+        owned=job.owned,
+        tag=_TAG,
+        resume=job.resume,
+        force=job.force,
+        inputs=[job.source.folder],
+        check_resumed=lambda staging: _check_resumed(job, header, staging),
+        kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
+    )
+    with folder as staging:
+        if folder.discarded:
+            job.reporter.warn(
+                f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
+                "such a run, add --resume to its command line"
+            )
+        journal = _open_journal(job, header, staging)
+        if group is None and (finished := _find_complete(job, header, staging)) is not None:
+            yield WorkFolder(path=staging, journal=journal, finished=finished)
+            return
+        remove_outputs(staging)
+        if job.resume:
+            journal.load()
+            job.reporter.say(_describe_start(journal, header))
+        if group is not None:
+            folder.share()
+            group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
+        yield WorkFolder(path=staging, journal=journal)
+        journal.remove()
+
+
+def _check_resumed(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
+    _open_journal(job, header, staging).load()
+    check_same_rounding(job, staging)
+
+
+def _find_complete(job: ResumableJob, header: StatsHeader, staging: Path) -> CalibrateResult | None:
+    if not job.resume or not _has_all(job, staging):
+        return None
+    if any(map(is_checkpoint, staging.iterdir())):
+        return None
+    return _read_finished(job, header, staging)
+
+
+def _join(job: ResumableJob, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
+    """Open the folder that the first process made."""
+    made = group.broadcast(dict)
+    folder = Path(made["folder"])
+    journal = _open_journal(job, header, folder, rank=group.rank, done=Done.from_json(made))
+    return WorkFolder(path=folder, journal=journal)
+
+
+def _open_journal(
+    job: ResumableJob, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
+) -> Journal:
+    return Journal(
+        folder,
+        header,
+        text_hashes_of(job.plan),
+        shard=job.shard,
+        batch_size=job.recipe.data.batch_size,
+        warn=job.reporter.warn,
+        rank=rank,
+        done=done,
+    )
+
+
+def _describe_start(journal: Journal, header: StatsHeader) -> str:
+    done = journal.done
+    if journal.has_layers:
+        return "--resume: continuing after the finished layers"
+    if done == NOTHING:
+        return "--resume: no interrupted run found, starting from the beginning"
+    return (
+        f"--resume: {done.num_sequences} of {header.num_sequences} sequences are done, continuing "
+        "with the rest"
+    )
+
+
+def remove_outputs(folder: Path) -> None:
+    """Remove output that an earlier run began to write; it is written again."""
+    for path in folder.iterdir():
+        if path.name == PROGRESS_NAME or is_checkpoint(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

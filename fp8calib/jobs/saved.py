@@ -1,0 +1,64 @@
+"""A model as a folder: what needs the files of a model also takes one that is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.errors import Fp8CalibError
+from fp8calib.requests.shared import Model
+
+
+def warn_of_tokenizer(model: Model, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
+    """Warn of a checkpoint without a tokenizer, written from a model in memory."""
+    if isinstance(model, str | Path) or tokenizer is not None:
+        return
+    if any(Path(name).name == CONFIG_NAME for name in files):
+        yield "no tokenizer is written, which engines need: pass tokenizer=..."
+
+
+@contextmanager
+def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str]:
+    """Give the path of a model; one in memory is written to a temporary folder beside `near`.
+
+    Errors name such a model by its class, not by that folder.
+
+    Raises:
+        ModelError: a model in memory is quantized, sharded or offloaded.
+    """
+    if isinstance(model, str | Path):
+        yield str(model)
+        return
+    from fp8calib.model.live_model import borrowed, check_live_model  # noqa: PLC0415 -- transformers
+
+    check_live_model(model)
+    place = next(folder for folder in near.absolute().parents if folder.is_dir())
+    with TemporaryDirectory(prefix="fp8calib-model-", dir=place) as folder:
+        with borrowed(model), _no_progress_bars():
+            model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        try:
+            yield folder
+        except Fp8CalibError as error:
+            error.message = error.message.replace(folder, type(model).__name__)
+            error.hint = error.hint.replace(folder, type(model).__name__)
+            error.args = (error.message,)
+            raise
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging  # noqa: PLC0415 -- slow
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

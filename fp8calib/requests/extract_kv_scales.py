@@ -1,0 +1,82 @@
+"""The request of `fp8calib extract-kv-scales`, as it is asked: nothing is resolved yet."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.options.option import Option
+from fp8calib.requests.shared import (
+    BaseOption,
+    ForceOption,
+    FormatOption,
+    Fp8DtypeOption,
+    OtherWeightsOption,
+    ReplaceScalesOption,
+    RevisionOption,
+    TrustOption,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractRequest:
+    """Copy the KV scales of a quantized checkpoint to its unquantized model.
+
+    Example: fp8calib extract-kv-scales --quantized-model llama-fp8 --model llama --save-path out
+    """
+
+    quantized_model: Annotated[
+        str | Path,
+        Option(
+            "--quantized-model",
+            metavar="PATH",
+            reads=Path,
+            help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
+        ),
+    ]
+    model: Annotated[
+        str,
+        Option(
+            "--model",
+            metavar="MODEL",
+            help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
+            "keeps the quantization): folder or Hub id.",
+        ),
+    ]
+    save_path: Annotated[
+        str | Path,
+        Option(
+            "--save-path --out",
+            metavar="DIR",
+            reads=Path,
+            help="Output folder: a checkpoint, or the folder of one file, by --format.",
+        ),
+    ]
+    _: KW_ONLY
+    formats: FormatOption = None
+    base: BaseOption = None
+    other_weights: OtherWeightsOption = False
+    replace_scales: ReplaceScalesOption = False
+    source_dtype: Annotated[
+        str | None,
+        Option(
+            "--source-dtype",
+            metavar="|".join(KV_FORMATS),
+            help="FP8 format that the scales were made for, if the files do not state it.",
+        ),
+    ] = None
+    fp8_dtype: Fp8DtypeOption = None
+    tp: Annotated[
+        list[int] | None,
+        Option(
+            "--tp",
+            metavar="N",
+            help="Tensor-parallel degree of the JSON formats; repeat for more. Default: that of "
+            "the source.",
+        ),
+    ] = None
+    revision: RevisionOption = None
+    trust_remote_code: TrustOption = False
+    force: ForceOption = False
