@@ -26,14 +26,19 @@ if TYPE_CHECKING:
     from fp8calib.api.auto.report import AutoReport
     from fp8calib.api.auto.run import auto
     from fp8calib.api.calibrate import calibrate
-    from fp8calib.api.card.page import Card, card
-    from fp8calib.api.check import check
     from fp8calib.api.export.run import Exported, export
     from fp8calib.api.quantize.run import Quantized, quantize
     from fp8calib.api.stats import CalibrationStats, load_stats
     from fp8calib.api.verify.run import verify
+    from fp8calib.commands.card import card
+    from fp8calib.commands.check import check
+    from fp8calib.commands.engine_env import engine_env
     from fp8calib.commands.extract import extract_kv_scales
     from fp8calib.commands.merge import merge
+    from fp8calib.commands.recipes import recipes
+    from fp8calib.commands.show import show
+    from fp8calib.results.card import CardResult
+    from fp8calib.results.check import CheckResult
     from fp8calib.results.extract import ExtractResult
     from fp8calib.results.merge import MergeResult
 
@@ -43,10 +48,12 @@ _PLACES = {
     "auto": "api.auto.run",
     "AutoReport": "api.auto.report",
     "calibrate": "api.calibrate",
-    "Card": "api.card.page",
-    "card": "api.card.page",
+    "card": "commands.card",
+    "CardResult": "results.card",
     "CalibrationStats": "api.stats",
-    "check": "api.check",
+    "check": "commands.check",
+    "CheckResult": "results.check",
+    "engine_env": "commands.engine_env",
     "export": "api.export.run",
     "Exported": "api.export.run",
     "extract_kv_scales": "commands.extract",
@@ -54,6 +61,8 @@ _PLACES = {
     "load_stats": "api.stats",
     "merge": "commands.merge",
     "MergeResult": "results.merge",
+    "recipes": "commands.recipes",
+    "show": "commands.show",
     "quantize": "api.quantize.run",
     "Quantized": "api.quantize.run",
     "verify": "api.verify.run",
@@ -63,7 +72,8 @@ __all__ = [
     "AutoReport",
     "CalibrationError",
     "CalibrationStats",
-    "Card",
+    "CardResult",
+    "CheckResult",
     "DataError",
     "ExportError",
     "Exported",
@@ -81,11 +91,14 @@ __all__ = [
     "calibrate",
     "card",
     "check",
+    "engine_env",
     "export",
     "extract_kv_scales",
     "load_stats",
     "merge",
     "quantize",
+    "recipes",
+    "show",
     "verify",
 ]
 

@@ -6,19 +6,28 @@ import gc
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from fp8calib import __version__
-from fp8calib.cli.console import set_json, sign_of_life, warn
-from fp8calib.cli.setup import refuse_missing
+from fp8calib.cli.console import (
+    ConsoleReporter,
+    print_json,
+    prints_json,
+    set_json,
+    show,
+    sign_of_life,
+    warn,
+)
+from fp8calib.cli.setup import quiet_libraries, refuse_missing
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.requests.card import CardRequest
@@ -30,8 +39,14 @@ from fp8calib.requests.merge import MergeRequest
 from fp8calib.requests.options import Option
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.requests.recipes import RecipesRequest
+from fp8calib.requests.shared import StatsLike
 from fp8calib.requests.show import ShowRequest
 from fp8calib.requests.verify import VerifyRequest
+
+if TYPE_CHECKING:
+    from fp8calib.blocks import Block
+    from fp8calib.commands.function import Reporter
+    from fp8calib.results.record import Result
 
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
@@ -81,18 +96,26 @@ _COMMANDS: Mapping[str, tuple[type, str]] = {
     "calibrate": (CalibrateRequest, "calibrate.run:run_calibrate"),
     "export": (ExportRequest, "export.run:run_export"),
     "extract-kv-scales": (ExtractRequest, "extract:run_extract"),
-    "check": (CheckRequest, "check.run:run_check"),
-    "engine-env": (EngineEnvRequest, "engine_env:run_engine_env"),
+    "check": (CheckRequest, ""),
+    "engine-env": (EngineEnvRequest, ""),
     "verify": (VerifyRequest, "verify.run:run_verify"),
     "quantize": (QuantizeRequest, "quantize.run:run_quantize"),
     "auto": (AutoRequest, "auto.run:run_auto_command"),
-    "card": (CardRequest, "card.run:run_card"),
+    "card": (CardRequest, ""),
     "merge": (MergeRequest, "merge:run_merge"),
-    "show": (ShowRequest, "show.run:run_show"),
-    "recipes": (RecipesRequest, "recipes:run_recipes"),
+    "show": (ShowRequest, ""),
+    "recipes": (RecipesRequest, ""),
 }
-"""What each command is asked, and the function below `fp8calib.cli` that runs and prints it."""
-_PARSED: Mapping[Any, Any] = {str | Path: Path, Sequence[str | Path]: list[Path]}
+"""What each command is asked. The module of its name in `fp8calib.commands` runs it, and that in
+`fp8calib.render` describes the result; or else a function below `fp8calib.cli` does both."""
+_PARSED: Mapping[Any, Any] = {
+    str | Path: Path,
+    str | Path | None: str | None,
+    StatsLike | None: Path | None,
+    Sequence[str | Path]: list[Path],
+    Sequence[str | Path] | None: list[Path] | None,
+    str | Sequence[str] | None: list[str] | None,
+}
 """What the parser reads where a function of Python takes more."""
 _STARTS_AT_ONCE = frozenset({"recipes"})
 """The commands that import no torch."""
@@ -108,10 +131,8 @@ def _register(name: str, request: type, place: str) -> None:
         try:
             with nullcontext() if name in _STARTS_AT_ONCE else sign_of_life():
                 with _heavy_imports():
-                    module, _, function = place.partition(":")
-                    run = getattr(import_module(f"fp8calib.cli.{module}"), function)
-                code: int | None = run(given)
-                return code
+                    run = _find(name, place)
+                return run(given)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption
 
@@ -124,6 +145,45 @@ def _register(name: str, request: type, place: str) -> None:
         help=text,
         short_help=text.partition("\n")[0],  # or else the list of --help cuts the sentences
     )(command)
+
+
+def _find(name: str, place: str) -> Callable[[Any], int | None]:
+    """Import what runs a command."""
+    if place:
+        module, _, function = place.partition(":")
+        found: Callable[[Any], int | None] = getattr(
+            import_module(f"fp8calib.cli.{module}"), function
+        )
+        return found
+    module = name.replace("-", "_")
+    run = import_module(f"fp8calib.commands.{module}").run
+    describe = import_module(f"fp8calib.render.{module}").describe
+    return partial(_run_and_show, run, describe)
+
+
+def _run_and_show(
+    run: Callable[[Any, Reporter], Result],
+    describe: Callable[[Any, Any], Iterable[Block]],
+    request: Any,
+) -> int:
+    """Run a command, print its result and return its exit code."""
+    quiet_libraries()
+    result = run(request, ConsoleReporter())
+    if prints_json():
+        for option in _list_layout(request):
+            warn(f"--json prints everything: {option} has no effect")
+        print_json(result.to_json())
+    show(describe(result, request))
+    return result.exit_code
+
+
+def _list_layout(request: Any) -> Iterator[str]:
+    """List the options that were given and only choose what a terminal shows."""
+    hints = get_type_hints(type(request), include_extras=True)
+    for field in fields(request):
+        option: Option = get_args(hints[field.name])[1]
+        if option.is_layout and getattr(request, field.name) != field.default:
+            yield option.flags
 
 
 def _derive_signature(request: type) -> inspect.Signature:

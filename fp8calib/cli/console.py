@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from fp8calib import blocks
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
@@ -58,6 +59,10 @@ _MAX_RICH_ROWS = 2000
 
 class ConsoleReporter:
     """Prints what a command says."""
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+        say(text)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -119,6 +124,20 @@ def print_json(value: Mapping[str, Any]) -> None:
     with _to_stdout():
         numbered = {"schema_version": SCHEMA_VERSION, "passed": True, **value}
         sys.stdout.write(json.dumps(numbered, indent=2, allow_nan=False) + "\n")
+
+
+def show(found: Iterable[blocks.Block]) -> None:
+    """Print a result; where stdout gets JSON, only its answer, on stderr."""
+    for block in found:
+        if prints_json():
+            if isinstance(block, blocks.Answer):
+                say(block.text)
+        elif isinstance(block, blocks.Table):
+            print_table(block.title, block.columns, block.texts)
+        elif isinstance(block, blocks.Warn):
+            warn(block.text)
+        else:
+            print_text(block.text)
 
 
 @contextmanager

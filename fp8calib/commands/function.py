@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from typing import ParamSpec, Protocol, TypeVar, cast, get_args, get_type_hints
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args, get_type_hints
 
 from fp8calib.api.arguments import checked
 from fp8calib.api.progress import warn_each
@@ -19,12 +19,18 @@ Result = TypeVar("Result")
 class Reporter(Protocol):
     """Gets what a command says while it runs."""
 
+    def say(self, text: str) -> None:
+        """Tell what happens now."""
+
     def warn(self, text: str) -> None:
         """Tell of something that the user should know."""
 
 
 class _Warnings:
-    """Makes Python warnings of what a command says."""
+    """Makes Python warnings of what a command warns of, and drops what it says."""
+
+    def say(self, text: str) -> None:
+        pass
 
     def warn(self, text: str) -> None:
         warn_each([text])
@@ -51,9 +57,13 @@ def as_function(
             each.replace(annotation=_spell(hints[each.name]))
             for each in signature.parameters.values()
         ],
-        return_annotation=get_type_hints(run)["return"].__name__,
+        return_annotation=_spell_result(get_type_hints(run)["return"]),
     )
     return checked(function)
+
+
+def _spell_result(kind: Any) -> str:
+    return " | ".join(each.__name__ for each in get_args(kind) or (kind,))
 
 
 def _spell(annotation: object) -> str:

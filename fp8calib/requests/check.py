@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_defaults, list_replayed
 from fp8calib.requests.options import Option
+from fp8calib.requests.shared import StatsLike
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckRequest:
     """Report what each engine will do with KV scales and FP8 weights, without running it.
 
@@ -21,11 +23,12 @@ class CheckRequest:
     """
 
     path: Annotated[
-        Path,
+        str | Path,
         Option(metavar="PATH", help="A checkpoint folder or hub id, or a JSON file of any tool."),
     ]
+    _: KW_ONLY
     engine: Annotated[
-        list[str] | None,
+        str | Sequence[str] | None,
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
@@ -36,7 +39,7 @@ class CheckRequest:
         int, Option("--tp", metavar="N", least=1, help="Tensor-parallel degree; default 1.")
     ] = 1
     model: Annotated[
-        str | None,
+        str | Path | None,
         Option("--model", metavar="MODEL", help="The model the scales are for; for files."),
     ] = None
     require_kv: Annotated[
@@ -51,7 +54,7 @@ class CheckRequest:
         ),
     ] = False
     stats: Annotated[
-        Path | None,
+        StatsLike | None,
         Option(
             "--stats",
             metavar="FILE",
@@ -63,7 +66,7 @@ class CheckRequest:
         Option("--run", help="Load the folder with vLLM's own loader, without its weights."),
     ] = False
     engine_python: Annotated[
-        Path | None,
+        str | Path | None,
         Option(
             "--engine-python",
             metavar="PATH",

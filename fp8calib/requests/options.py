@@ -25,3 +25,5 @@ class Option:
     """The largest number."""
     parser: Callable[[str], Any] | None = None
     """Reads a value that is no plain number, text or path; raises UsageError."""
+    is_layout: bool = False
+    """Whether it only chooses what a terminal shows: JSON and the function of Python give all."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 from fp8calib.data.specs import ACCEPTED_SUFFIXES
 from fp8calib.dialects.registry import list_format_names, list_query_format_names
@@ -12,6 +13,16 @@ from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.requests.options import Option
 
+
+class StatsInMemory(Protocol):
+    """`fp8calib.CalibrationStats`, whose module imports torch."""
+
+    @property
+    def header(self) -> Any: ...  # noqa: D102
+
+
+StatsLike = StatsInMemory | str | Path
+"""Statistics, or the file or folder that holds them."""
 FormatOption = Annotated[
     list[str] | None,
     Option(

@@ -16,10 +16,10 @@ from fp8calib.api.auto.measure import (
     map_layer_names,
 )
 from fp8calib.api.auto.report import Attempt, Checked, Outcome, WrittenResult
-from fp8calib.api.check import check
 from fp8calib.api.export.run import export
 from fp8calib.api.quantize.run import quantize
 from fp8calib.api.quantize.servable import find_fault
+from fp8calib.commands.check import check
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.verification.report import CandidateResult, Verdict
 
@@ -86,7 +86,7 @@ def _check_written(task: AutoTask, path: Path) -> Iterator[tuple[str, Checked]]:
     report = check(path, engine=list(asked), allow_suspicious=True)
     for name, key in zip(asked, report.engines, strict=True):
         found = report.engines[key]
-        yield name, Checked(version=report.versions[key], ok=found.ok, why=find_fault(found))
+        yield name, Checked(version=found.version, ok=found.ok, why=find_fault(found))
 
 
 def _spell_serve(task: AutoTask, name: str, *, has_kv: bool) -> str:

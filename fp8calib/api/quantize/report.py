@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.check import read_replayed_geometry
+from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.serving import Serving, find_checkpoint_serving
 from fp8calib.errors import ModelError, VerificationError

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fp8calib.api.check import read_replayed_geometry
+from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.check import check_folder

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fp8calib.api.check import read_replayed_geometry
 from fp8calib.api.models import RunModel
 from fp8calib.api.quantize.servable import find_load_fault, write_outline
+from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.api.verify.job import VerifyOptions
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.dialects.fp8.registry import find_written

@@ -18,12 +18,14 @@ from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import list_top_level, print_text, prints_json, say, show_error, warn
 from fp8calib.cli.serving import describe_serving_briefly
-from fp8calib.cli.show.stats import describe_briefly, describe_skipped
+from fp8calib.commands.show import show_stats
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import ExportError
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
+from fp8calib.render.show import describe_skipped
+from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback
@@ -172,7 +174,8 @@ def show_calibration_report(
         f"{report['duration_s']:.1f} s ({report['tokens_per_s']:,.0f} tokens/s), "
         f"{report['coverage']['observed']} sites observed"
     )
-    for text in (*describe_briefly(stats), *describe_skipped(stats)):
+    shown = show_stats(stats)
+    for text in (*summarize_briefly(shown), *describe_skipped(shown)):
         show(text)
     if (saturation := compute_saturation(stats)) is not None:
         show(saturation.describe_half())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median_low
-from typing import Any
 
 from fp8calib.errors import cut_list, format_ranges, shorten
+from fp8calib.results.show import StatsShown
 
 FAR = 8.0
 """A value this many times larger or smaller than the median of its kind is an outlier."""
 _SHOWN_OUTLIERS = 3
-TABLES_HINT = "tables: --all, --kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +64,20 @@ def _describe_outlier(row: Magnitude, ratio: float) -> str:
     return f"{row.place}: {row.value:.4g} ({times} the median)"
 
 
-def summarize_layers(
-    layers: Sequence[Mapping[str, Any]],
-    linears: Sequence[Mapping[str, Any]],
-    unfit_queries: Iterable[int],
-) -> Iterator[str]:
-    """Summarize the rows of the tables of K, V and q and of linears."""
-    for column, rows in _list_magnitudes(layers, linears):
+def summarize_layers(result: StatsShown) -> Iterator[str]:
+    """Give the largest and the smallest amax of each kind, and the outliers."""
+    for column, rows in _list_magnitudes(result):
         of_linears = f" of {len(rows)} linears" if column in _OF_LINEARS else ""
         line = summarize(f"{column}{of_linears}", rows)
-        needed = list(unfit_queries) if column == "q amax" else []
+        needed = result.unfit_queries if column == "q amax" else []
         need = f"; layers that need a q scale: {format_ranges(needed)}" if needed else ""
         yield from [line + need] if line else []
 
 
-def summarize_briefly(
-    layers: Sequence[Mapping[str, Any]], linears: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
+def summarize_briefly(result: StatsShown) -> Iterator[str]:
     """Give the range of K, V and q in one line, and the outliers of all in another."""
     ranges, outliers = [], []
-    for column, rows in _list_magnitudes(layers, linears):
+    for column, rows in _list_magnitudes(result):
         role = column.removesuffix(" amax")
         known = [row for row in rows if row.value > 0]
         if known and column not in _OF_LINEARS:
@@ -103,26 +96,29 @@ def summarize_briefly(
 _OF_LINEARS = ("input amax", "weight amax")
 
 
-def _list_magnitudes(
-    layers: Sequence[Mapping[str, Any]], linears: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, list[Magnitude]]]:
+def _list_magnitudes(result: StatsShown) -> Iterator[tuple[str, list[Magnitude]]]:
     """List the known values of each column: of K, V and q by layer, and of linears by name."""
-    for column in ("k amax", "v amax", "q amax"):
+    columns = (
+        ("k amax", [(f"layer {row.layer}", row.k_amax) for row in result.layers]),
+        ("v amax", [(f"layer {row.layer}", row.v_amax) for row in result.layers]),
+        ("q amax", [(f"layer {row.layer}", row.q_amax) for row in result.layers]),
+    )
+    for column, values in columns:
         yield (
             column,
-            [
-                Magnitude(f"layer {row['layer']}", column, row[column])
-                for row in layers
-                if row[column] is not None
-            ],
+            [Magnitude(place, column, value) for place, value in values if value is not None],
         )
-    for column in _OF_LINEARS:
+    of_linears = (
+        ("input amax", [(row.linear, row.input_amax) for row in result.linears]),
+        ("weight amax", [(row.linear, row.weight_amax) for row in result.linears]),
+    )
+    for column, values in of_linears:
         yield (
             column,
             [
-                Magnitude(shorten(row["linear"]), _name_kind(row["linear"]), row[column])
-                for row in linears
-                if row[column] is not None
+                Magnitude(shorten(module), _name_kind(module), value)
+                for module, value in values
+                if value is not None
             ],
         )
 
@@ -132,14 +128,14 @@ def _name_kind(module: str) -> str:
     return ".".join(part for part in module.split(".") if not part.isdecimal())
 
 
-def summarize_scales(rows: Iterable[tuple[str, list[float] | str]]) -> Iterator[str]:
+def summarize_scales(rows: Iterable[tuple[str, Sequence[float | str] | str]]) -> Iterator[str]:
     """Summarize the scales of a file, those with the same name in different layers together."""
     kinds: dict[str, list[Magnitude]] = {}
     for name, values in rows:
         kind = name.rpartition(".")[2] if not name[-1:].isdecimal() else _name_kind(name)
         found = kinds.setdefault(kind, [])
-        if isinstance(values, list):
-            found += [Magnitude(shorten(name), _name_kind(name), value) for value in values]
+        if not isinstance(values, str):
+            found += [Magnitude(shorten(name), _name_kind(name), float(each)) for each in values]
     for kind, found in kinds.items():
         title = f"{len(found):,} of {shorten(kind)}"
         if not found:

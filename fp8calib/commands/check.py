@@ -6,22 +6,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.api.arguments import checked
+from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.api.stats import load_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.requests.check import CheckRequest
+from fp8calib.results.check import CheckResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -29,33 +31,8 @@ from fp8calib.stats.fingerprint import fingerprint_model
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
-@checked
-def check(
-    path: str | Path,
-    *,
-    engine: str | Sequence[str] | None = None,
-    tp: int = 1,
-    model: str | Path | None = None,
-    require_kv: bool = False,
-    allow_suspicious: bool = False,
-    stats: CalibrationStats | str | Path | None = None,
-    run: bool = False,
-    engine_python: str | Path | None = None,
-) -> CheckReport:
-    """Replay the loading rules of engines on scales or a checkpoint; `ok` tells the outcome.
-
-    Args:
-        path: a checkpoint folder or hub id, or a file of scales of any tool.
-        engine: names, each with `==VERSION` if wanted; None is vllm, sglang, tgi, transformers.
-        tp: the tensor-parallel degree.
-        model: the model that the scales are for; needed for a file.
-        require_kv: whether a checkpoint that asks for no KV scales fails.
-        allow_suspicious: whether scales that are most likely wrong, such as one that is 1000 times
-            larger than those of the other layers, are problems and no failure.
-        stats: of the unquantized model, or the file that holds them; scales that are far from what
-            they measured, such as reciprocals, fail.
-        run: load the folder with vLLM's own loader, without its weights; needs the engine vllm.
-        engine_python: the Python of an environment with vLLM; None is this one.
+def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
+    """Replay the loading rules of engines on scales or a checkpoint.
 
     Raises:
         UsageError: the path or an engine does not exist, or `model` is missing.
@@ -64,14 +41,15 @@ def check(
     """
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
+    tp, named, stats = request.tp, request.engine, request.stats
     if tp < 1:
         raise UsageError(f"tp: must be 1 or more, not {tp}")
-    engines = _choose_engines([engine] if isinstance(engine, str) else engine)
-    path = fetch_hub_id(Path(path))
+    engines = _choose_engines([named] if isinstance(named, str) else named)
+    path = fetch_hub_id(Path(request.path))
     is_folder = _is_folder(path)
     if is_folder:
         _refuse_outer_folder(path)
-    found = _open_model(None if model is None else str(model), path, is_folder=is_folder)
+    found = _open_model(None if request.model is None else str(request.model), path, is_folder)
     geometry, is_foreign = read_replayed_geometry(found)
     measured = load_stats(stats) if isinstance(stats, str | Path) else stats
     if measured is not None:
@@ -79,28 +57,28 @@ def check(
             "statistics" if measured is stats else str(stats), measured, found, geometry
         )
     if is_folder:
-        folder = found if model is None else open_folder(path)
         report = check_folder(
-            folder,
+            found if request.model is None else open_folder(path),
             geometry,
             engines,
             tp,
-            requires_kv=require_kv,
+            requires_kv=request.require_kv,
             model=found,
             stats=measured,
         )
-        report = _doubt_configs(report, found, geometry)
-        if run:
-            report = _ask_loader(report, path, geometry, tp, engine_python)
     else:
-        if run:
+        if request.run:
             raise UsageError(f"--run: {path} is no checkpoint folder", hint="check a folder")
         require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
-        report = _doubt_configs(report, found, geometry)
-    report = report.allow_suspicious() if allow_suspicious else report
-    return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
+    report = _doubt_configs(report, found, geometry)
+    if request.run:
+        report = _ask_loader(report, path, geometry, tp, request.engine_python)
+    report = report.allow_suspicious() if request.allow_suspicious else report
+    if is_foreign:
+        report = withdraw_used(report, shorten(geometry.model_type))
+    return CheckResult.of(report)
 
 
 def _ask_loader(
@@ -166,22 +144,6 @@ def _wraps(name: object, config: Mapping[str, object]) -> bool:
 
 _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
 """Engines that choose the class of a model by its name in config.json."""
-
-
-def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
-    """Find the shape of a model, and whether its type is unknown to this tool.
-
-    Raises:
-        ModelError: it is no language model that generates from left to right with a KV cache.
-    """
-    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
-        is_known,
-        read_geometry,
-    )
-
-    if "auto_map" in model.config and not is_known(model.config):
-        return read_named_geometry(model), True
-    return read_geometry(model.path, model.config), False
 
 
 def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
@@ -274,7 +236,7 @@ def _refuse_outer_folder(path: Path) -> None:
         )
 
 
-def _open_model(model: str | None, path: Path, *, is_folder: bool) -> ScaleFolder:
+def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     if model is not None:
@@ -286,3 +248,6 @@ def _open_model(model: str | None, path: Path, *, is_folder: bool) -> ScaleFolde
         hint = "the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)
+
+
+check = as_function("check", CheckRequest, run)

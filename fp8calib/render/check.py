@@ -1,48 +1,42 @@
-"""Print the verdicts of `fp8calib check`, layers with the same verdict on one line."""
+"""The verdicts of `check`, layers with the same verdict on one line."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from fp8calib.cli.console import print_json, print_table, print_text, warn
-from fp8calib.engines.replay.verdicts import (
-    CheckReport,
-    EngineReport,
-    LayerVerdict,
-    LoadVerdict,
-    Status,
-)
+from fp8calib.blocks import Block, Line, Table, Warn
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
 from fp8calib.errors import format_ranges
+from fp8calib.requests.check import CheckRequest
+from fp8calib.results.check import CheckResult
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
 
 
-def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
-    """Print every engine's verdicts, as tables or as one JSON object."""
-    if as_json:
-        print_json(report.to_json())
-        return
-    verdict = f"{path}: {'ok' if report.ok else 'not ok'}"
-    print_text(verdict)
-    for name, engine in report.engines.items():
-        title = f"{name.partition('==')[0]} {report.versions[name]}: {_summarize(engine)}"
+def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
+    """Give the verdict first and last, and a table for each engine."""
+    verdict = f"{request.path}: {'ok' if result.ok else 'not ok'}"
+    yield Line(verdict)
+    for name, engine in result.engines.items():
+        title = f"{engine.engine} {engine.version}: {_summarize(engine)}"
         if engine.loads_without_kv:
-            print_text(title)
+            yield Line(title)
         else:
-            print_table(title, ["layers", "", "what", "value", "why"], _rows(engine))
+            columns = ["layers", "", "what", "value", "why"]
+            yield Table(title=title, columns=columns, rows=_rows(engine))
         if engine.weights is not None:
-            print_text(f"  weights {engine.weights.status}: {engine.weights.why}")
+            yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")
         for fix in _list_fixes(engine):
-            print_text(f"  fix: {fix}")
+            yield Line(f"  fix: {fix}")
         for reason in engine.unknown:
-            warn(f"{name}: unknown: {reason}")
+            yield Warn(f"{name}: unknown: {reason}")
         for suspicion in engine.suspicious:
-            warn(f"{name}: suspicious: {suspicion}")
+            yield Warn(f"{name}: suspicious: {suspicion}")
         for problem in engine.problems:
-            warn(f"{name}: {problem}")
-    print_text(verdict)
+            yield Warn(f"{name}: {problem}")
+    yield Line(verdict)
 
 
 def _summarize(engine: EngineReport) -> str:
