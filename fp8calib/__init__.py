@@ -21,25 +21,21 @@ from fp8calib.errors import (
     UsageError,
     VerificationError,
 )
+from fp8calib.requests import find_implementation, list_commands
 
 if TYPE_CHECKING:
     from fp8calib.api.auto.report import AutoReport
     from fp8calib.api.auto.run import auto
     from fp8calib.api.calibrate import calibrate
-    from fp8calib.api.export.run import Exported, export
-    from fp8calib.api.quantize.run import Quantized, quantize
-    from fp8calib.api.stats import CalibrationStats, load_stats
+    from fp8calib.api.export import Exported, export
+    from fp8calib.api.quantize import Quantized, quantize
     from fp8calib.api.verify.run import verify
-    from fp8calib.commands.card import card
-    from fp8calib.commands.check import check
-    from fp8calib.commands.engine_env import engine_env
-    from fp8calib.commands.extract import extract_kv_scales
+    from fp8calib.commands.extract_kv_scales import extract_kv_scales
     from fp8calib.commands.merge import merge
-    from fp8calib.commands.recipes import recipes
-    from fp8calib.commands.show import show
+    from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.card import CardResult
     from fp8calib.results.check import CheckResult
-    from fp8calib.results.extract import ExtractResult
+    from fp8calib.results.extract_kv_scales import ExtractResult
     from fp8calib.results.merge import MergeResult
 
 __version__ = "0.2.0"
@@ -48,23 +44,16 @@ _PLACES = {
     "auto": "api.auto.run",
     "AutoReport": "api.auto.report",
     "calibrate": "api.calibrate",
-    "card": "commands.card",
     "CardResult": "results.card",
-    "CalibrationStats": "api.stats",
-    "check": "commands.check",
     "CheckResult": "results.check",
-    "engine_env": "commands.engine_env",
-    "export": "api.export.run",
-    "Exported": "api.export.run",
-    "extract_kv_scales": "commands.extract",
-    "ExtractResult": "results.extract",
-    "load_stats": "api.stats",
-    "merge": "commands.merge",
+    "CalibrationStats": "jobs.stats",
+    "export": "api.export",
+    "Exported": "api.export",
+    "ExtractResult": "results.extract_kv_scales",
+    "load_stats": "jobs.stats",
     "MergeResult": "results.merge",
-    "recipes": "commands.recipes",
-    "show": "commands.show",
-    "quantize": "api.quantize.run",
-    "Quantized": "api.quantize.run",
+    "quantize": "api.quantize",
+    "Quantized": "api.quantize",
     "verify": "api.verify.run",
 }
 
@@ -104,10 +93,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name in _PLACES:
+        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    if name not in list_commands() or (module := find_implementation(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    if hasattr(module, name):
+        return getattr(module, name)
+    from fp8calib.jobs.function import as_function  # noqa: PLC0415
+    from fp8calib.requests import find_request  # noqa: PLC0415
+
+    return as_function(name, find_request(name), module.run)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    return sorted({*globals(), *_PLACES, *__all__})

@@ -14,7 +14,7 @@ from fp8calib.api.auto.report import AutoReport
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
-from fp8calib.results.extract import ExtractResult
+from fp8calib.results.extract_kv_scales import ExtractResult
 from fp8calib.results.merge import MergeResult
 from fp8calib.scales.rules import AMAX
 from fp8calib.verification.report import VerifyReport

@@ -4,68 +4,104 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import KW_ONLY, dataclass
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import pytest
 from typer.testing import CliRunner
 
 import fp8calib
+from fp8calib import requests
 from fp8calib.cli import app as commands
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.errors import UsageError
-from fp8calib.requests.options import Option
+from fp8calib.options.option import list_options
+from fp8calib.requests import find_request, list_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_sources import SOURCES
 
+MADE_UP = '''
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.options.option import Argument, Option
+
 
 @dataclass(frozen=True, slots=True)
-class MadeUpRequest:
+class CountSheepRequest:
     """Count the sheep.
 
-    Example: fp8calib count field
+    Example: fp8calib count-sheep field
     """
 
-    place: Annotated[str | Path, Option(metavar="PLACE", help="Where they are.")]
+    place: Annotated[str | Path, Option(metavar="PLACE", reads=Path, help="Where they are.")]
     _: KW_ONLY
     most: Annotated[int, Option("--most", metavar="N", least=1, help="Stop after so many.")] = 7
+    lambs: Annotated[bool, Option("--no-lambs", negates=True, help="Skip lambs.")] = True
+    herd: Annotated[str | None, Argument("Their herd.")] = None
 
 
-def _run(request: MadeUpRequest, reporter: Reporter) -> str:
+def run(request: CountSheepRequest, reporter) -> str:
+    """Count.
+
+    Raises:
+        UsageError: there are none.
+    """
     reporter.warn("--most is small")
-    return f"{request.place} {request.most}"
+    return f"{request.place} {request.most} {request.lambs} {request.herd}"
+'''
 
 
-def test_a_field_is_an_option_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr("fp8calib.cli.recipes.run_recipes", seen.append)
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Add a command: one file."""
+    (tmp_path / "count_sheep.py").write_text(MADE_UP)
+    monkeypatch.setattr(requests, "__path__", [*requests.__path__, str(tmp_path)])
+    yield "count_sheep"
+    sys.modules.pop("fp8calib.requests.count_sheep", None)
+
+
+def test_a_file_is_a_command(made_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "app", commands.typer.Typer(rich_markup_mode=None))
-    commands._register("count", MadeUpRequest, "recipes:run_recipes")
-    commands._register("count-too", MadeUpRequest, "recipes:run_recipes")  # one is no sub-command
+    for name in (made_up, "merge"):  # one alone is no sub-command
+        commands._register(name)
     run = CliRunner().invoke
-    text = " ".join(run(commands.app, ["count", "--help"]).output.split())
+    text = " ".join(run(commands.app, ["count-sheep", "--help"]).output.split())
     assert "Count the sheep." in text
     assert "--most N Stop after so many. [default: 7; x>=1]" in text
-    assert run(commands.app, ["count", "x", "--most", "3"]).exit_code == 0
-    assert seen == [MadeUpRequest(Path("x"), most=3)]
-    assert run(commands.app, ["count", "x", "--most", "0"]).exit_code == 2
+    assert "--no-lambs Skip lambs. --json" in text
+    assert "herd" not in text
+    place = Path(__file__).name
+    counted = run(commands.app, ["count-sheep", place, "--most", "3", "--no-lambs"])
+    assert counted.output.splitlines()[-1] == f"{place} 3 False None"
+    assert run(commands.app, ["count-sheep", "x", "--most", "0"]).exit_code == 2
 
 
-def test_a_field_is_an_argument_of_the_function() -> None:
-    count = as_function("count", MadeUpRequest, _run)
-    with pytest.warns(fp8calib.Fp8CalibWarning, match="^most= is small|^most is small"):
-        assert count("x", most=3) == "x 3"
+def test_a_file_is_a_function(made_up: str) -> None:
+    assert made_up in list_commands()
+    count = getattr(fp8calib, made_up)
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="^most is small|^most= is small") as warned:
+        assert count("x", most=3, herd="a") == "x 3 True a"
+    assert warned[0].filename == __file__
     parameter = inspect.signature(count).parameters["most"]
     assert (parameter.default, parameter.annotation) == (7, "int")
     assert inspect.getdoc(count) == (
-        "Count the sheep.\n\nArgs:\n    place: Where they are.\n    most: Stop after so many."
+        "Count the sheep.\n\nArgs:\n    place: Where they are.\n    most: Stop after so many.\n"
+        "    lambs: Skip lambs.\n    herd: Their herd.\n\nRaises:\n    UsageError: there are none."
     )
     with pytest.raises(UsageError, match="most: must be a whole number, found str"):
-        count("x", most="3")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="least"):
-        count("x", least=3)  # type: ignore[call-arg]
+        count("x", most="3")
+    with pytest.raises(TypeError, match=r"^count_sheep\(\) got an unexpected keyword argument"):
+        count("x", least=3)
+
+
+def test_a_field_is_data(made_up: str) -> None:
+    place, most, lambs, herd = list_options(find_request(made_up))
+    assert (place.flags, place.type, place.is_required) == ((), "str | Path", True)
+    assert (most.flags, most.metavar, most.least, most.default) == (("--most",), "N", 1, 7)
+    assert (lambs.is_negated, herd.option) == (True, None)
 
 
 def test_shards_are_merged_by_a_function(tmp_path: Path) -> None:

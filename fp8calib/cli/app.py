@@ -6,18 +6,18 @@ import gc
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from fp8calib import __version__
+from fp8calib.blocks import Block, Line
 from fp8calib.cli.console import (
     ConsoleReporter,
     print_json,
@@ -28,24 +28,10 @@ from fp8calib.cli.console import (
     warn,
 )
 from fp8calib.cli.setup import quiet_libraries, refuse_missing
-from fp8calib.requests.auto import AutoRequest
-from fp8calib.requests.calibrate import CalibrateRequest
-from fp8calib.requests.card import CardRequest
-from fp8calib.requests.check import CheckRequest
-from fp8calib.requests.engine_env import EngineEnvRequest
-from fp8calib.requests.export import ExportRequest
-from fp8calib.requests.extract import ExtractRequest
-from fp8calib.requests.merge import MergeRequest
-from fp8calib.requests.options import Option
-from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.requests.recipes import RecipesRequest
-from fp8calib.requests.shared import StatsLike
-from fp8calib.requests.show import ShowRequest
-from fp8calib.requests.verify import VerifyRequest
+from fp8calib.options.option import Declared, list_options
+from fp8calib.requests import find_implementation, find_request, list_commands
 
 if TYPE_CHECKING:
-    from fp8calib.blocks import Block
-    from fp8calib.commands.function import Reporter
     from fp8calib.results.record import Result
 
 _JSON = Annotated[
@@ -92,54 +78,34 @@ def _heavy_imports() -> Iterator[None]:
         gc.enable()
 
 
-_COMMANDS: Mapping[str, tuple[type, str]] = {
-    "calibrate": (CalibrateRequest, "calibrate.run:run_calibrate"),
-    "export": (ExportRequest, "export.run:run_export"),
-    "extract-kv-scales": (ExtractRequest, "extract:run_extract"),
-    "check": (CheckRequest, ""),
-    "engine-env": (EngineEnvRequest, ""),
-    "verify": (VerifyRequest, "verify.run:run_verify"),
-    "quantize": (QuantizeRequest, "quantize.run:run_quantize"),
-    "auto": (AutoRequest, "auto.run:run_auto_command"),
-    "card": (CardRequest, ""),
-    "merge": (MergeRequest, "merge:run_merge"),
-    "show": (ShowRequest, ""),
-    "recipes": (RecipesRequest, ""),
-}
-"""What each command is asked. The module of its name in `fp8calib.commands` runs it, and that in
-`fp8calib.render` describes the result; or else a function below `fp8calib.cli` does both."""
-_PARSED: Mapping[Any, Any] = {
-    str | Path: Path,
-    str | Path | None: str | None,
-    StatsLike | None: Path | None,
-    Sequence[str | Path]: list[Path],
-    Sequence[str | Path] | None: list[Path] | None,
-    str | Sequence[str] | None: list[str] | None,
-}
-"""What the parser reads where a function of Python takes more."""
 _STARTS_AT_ONCE = frozenset({"recipes"})
 """The commands that import no torch."""
 
 
-def _register(name: str, request: type, place: str) -> None:
+def _register(name: str) -> None:
     """Make a command of a request, whose docstring is its help."""
+    request = find_request(name)
+    declared = [each for each in list_options(request) if each.option is not None]
 
     def command(json: bool, **options: Any) -> int | KeyboardInterrupt | None:
         set_json(json)
-        given = request(**options)
+        given = request(**{each.name: _collect(each, options[each.name]) for each in declared})
         refuse_missing(given)
         try:
             with nullcontext() if name in _STARTS_AT_ONCE else sign_of_life():
                 with _heavy_imports():
-                    run = _find(name, place)
+                    run = _find_runner(name)
                 return run(given)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption
 
-    command.__signature__ = _derive_signature(request)  # type: ignore[attr-defined]
+    json = _make_keyword("json", _JSON, False)
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*map(_make_parameter, declared), json]
+    )
     text = inspect.getdoc(request) or ""
     app.command(
-        name,
+        name.replace("_", "-"),
         cls=_Command,
         context_settings=HELP_NAMES,
         help=text,
@@ -147,56 +113,58 @@ def _register(name: str, request: type, place: str) -> None:
     )(command)
 
 
-def _find(name: str, place: str) -> Callable[[Any], int | None]:
-    """Import what runs a command."""
-    if place:
-        module, _, function = place.partition(":")
-        found: Callable[[Any], int | None] = getattr(
-            import_module(f"fp8calib.cli.{module}"), function
-        )
-        return found
-    module = name.replace("-", "_")
-    run = import_module(f"fp8calib.commands.{module}").run
-    describe = import_module(f"fp8calib.render.{module}").describe
-    return partial(_run_and_show, run, describe)
+def _find_runner(name: str) -> Callable[[Any], int | None]:
+    """Find what runs a command and prints its result: of the command's own module, if it has one.
+
+    It returns the exit code; None is 0.
+    """
+    for place in (f"fp8calib.cli.{name}", f"fp8calib.cli.{name}.run"):
+        if find_spec(place) is None:
+            break
+        if hasattr(module := import_module(place), f"run_{name}"):
+            runner: Callable[[Any], int | None] = getattr(module, f"run_{name}")
+            return runner
+    return partial(_run_plainly, name)
 
 
-def _run_and_show(
-    run: Callable[[Any, Reporter], Result],
-    describe: Callable[[Any, Any], Iterable[Block]],
-    request: Any,
-) -> int:
-    """Run a command, print its result and return its exit code."""
+def _run_plainly(name: str, request: Any) -> int:
+    """Run a command, and print its result as its module in `fp8calib.render` describes it."""
+    implementation = find_implementation(name)
+    assert implementation is not None  # noqa: S101 -- no command has neither
     quiet_libraries()
-    result = run(request, ConsoleReporter())
+    with ConsoleReporter() as reporter:
+        result: Result = implementation.run(request, reporter)
     if prints_json():
         for option in _list_layout(request):
             warn(f"--json prints everything: {option} has no effect")
         print_json(result.to_json())
-    show(describe(result, request))
+    show(_describe(name, result, request))
     return result.exit_code
+
+
+def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
+    place = f"fp8calib.render.{name}"
+    if find_spec(place) is None:
+        return [Line(str(result))]
+    described: Iterable[Block] = import_module(place).describe(result, request)
+    return described
 
 
 def _list_layout(request: Any) -> Iterator[str]:
     """List the options that were given and only choose what a terminal shows."""
-    hints = get_type_hints(type(request), include_extras=True)
-    for field in fields(request):
-        option: Option = get_args(hints[field.name])[1]
-        if option.is_layout and getattr(request, field.name) != field.default:
-            yield option.flags
+    for each in list_options(type(request)):
+        given = getattr(request, each.name)
+        if each.option is not None and each.option.is_layout and given != each.default:
+            yield each.flags[0]
 
 
-def _derive_signature(request: type) -> inspect.Signature:
-    """Make parameters of a request's fields, and add --json."""
-    hints = get_type_hints(request, include_extras=True)
-    parameters = []
-    for field in fields(request):
-        value, option = get_args(hints[field.name])
-        value = _PARSED.get(value, value)
-        made = _make_parameter(option, field.default_factory)
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        parameters.append(_make_keyword(field.name, Annotated[value, made], default))
-    return inspect.Signature([*parameters, _make_keyword("json", _JSON, False)])
+def _collect(declared: Declared, value: Any) -> Any:
+    """Make the value of a field of what the parser read."""
+    option = declared.option
+    assert option is not None  # noqa: S101 -- others are no options
+    if option.negates:
+        return False if value else declared.default
+    return value if value is None or option.collect is None else option.collect(value)
 
 
 def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -204,20 +172,29 @@ def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _make_parameter(option: Option, factory: Any) -> Any:
+def _make_parameter(declared: Declared) -> inspect.Parameter:
     """Make an option or an argument of typer; a default that the help names is not shown twice."""
+    option, default = declared.option, declared.default
+    assert option is not None  # noqa: S101 -- others are no options
     if not option.flags:
-        return typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
-    return typer.Option(
-        *option.flags.split(),
-        metavar=option.metavar,
-        help=option.help,
-        min=option.least,
-        max=option.most,
-        parser=option.parser,
-        show_default="default" not in option.help.lower() and factory is MISSING,
-        default_factory=None if factory is MISSING else factory,
-    )
+        made: Any = typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
+    else:
+        is_shown = "default" not in option.help.lower() and not isinstance(default, list | tuple)
+        made = typer.Option(
+            *declared.flags,
+            metavar=option.metavar,
+            help=option.help,
+            min=option.least,
+            max=option.most,
+            parser=option.parser,
+            show_default=is_shown and not option.negates,
+        )
+    value = bool if option.negates else option.reads or declared.annotation
+    if declared.is_required:
+        default = inspect.Parameter.empty
+    elif option.negates:
+        default = False
+    return _make_keyword(declared.name, Annotated[value, made], default)
 
 
 def _print_version(value: bool) -> None:
@@ -238,5 +215,5 @@ def _program(
     pass
 
 
-for _name, (_request, _place) in _COMMANDS.items():
-    _register(_name, _request, _place)
+for _name in list_commands():
+    _register(_name)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,18 +55,6 @@ _err = _Messages(stderr=True, highlight=False, soft_wrap=True)
 
 _MAX_RICH_ROWS = 2000
 """Rows; a million of them took rich more than two minutes and two gigabytes."""
-
-
-class ConsoleReporter:
-    """Prints what a command says."""
-
-    def say(self, text: str) -> None:
-        """Print a message."""
-        say(text)
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        warn(text)
 
 
 _prints_json = ContextVar("prints_json", default=False)
@@ -324,8 +312,11 @@ _BAR_MARGIN = 4
 _LINE_EVERY_S = 60.0
 
 
-class Bar:
-    """A progress bar on a terminal's stderr; a line a minute where stderr is piped."""
+class ConsoleReporter:
+    """Prints what a command says, and its progress until the end of the context.
+
+    The progress is a bar on a terminal's stderr; where stderr is piped, a line a minute.
+    """
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -338,16 +329,27 @@ class Bar:
         self._task: Any = None
         self._stage: _Stage | None = None
         self._memory = PeakMemory()
+        self._opened = ExitStack()
 
     def __enter__(self) -> Self:
-        _starting.stop()
-        self._memory.__enter__()
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-        self._memory.__exit__()
+        self._opened.close()
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+        say(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        warn(text)
+
+    def _open(self) -> None:
+        """Show the bar, and measure the memory from now on."""
+        _starting.stop()
+        self._opened.enter_context(self._memory)
+        self._opened.enter_context(self._progress)
 
     def stage(
         self,
@@ -359,7 +361,9 @@ class Bar:
         batches: int = 0,
     ) -> None:
         """Begin a stage of `total` steps, in `layers` or `batches` that follow each other."""
-        if self._task is not None:
+        if self._task is None:
+            self._open()
+        else:
             self._progress.remove_task(self._task)
         now = time.monotonic()
         self._stage = _Stage(
@@ -384,6 +388,7 @@ class Bar:
             say(self._stage.describe(now))
 
 
+Bar = ConsoleReporter  # for the commands that still print by themselves
 _LOADING = "loading libraries"
 
 

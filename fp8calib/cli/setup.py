@@ -12,7 +12,7 @@ from fp8calib.cli.names import refuse_unknown_names
 from fp8calib.data.specs import parse_spec
 
 if TYPE_CHECKING:
-    from fp8calib.api.models import Placement
+    from fp8calib.jobs.models import Placement
 
 
 class PlacementSettings(Protocol):
@@ -71,7 +71,7 @@ def refuse_missing(settings: Any) -> None:
 
 def make_placement(settings: PlacementSettings) -> Placement:
     """Say where the model of a command runs."""
-    from fp8calib.api.models import Placement  # noqa: PLC0415 -- imports transformers
+    from fp8calib.jobs.models import Placement  # noqa: PLC0415 -- imports transformers
 
     return Placement(
         device=settings.device,

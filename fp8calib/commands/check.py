@@ -6,13 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.api.replayed_geometry import read_replayed_geometry
-from fp8calib.api.stats import load_stats
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
@@ -22,6 +19,9 @@ from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.stats import load_stats
 from fp8calib.requests.check import CheckRequest
 from fp8calib.results.check import CheckResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -248,6 +248,3 @@ def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
         hint = "the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)
-
-
-check = as_function("check", CheckRequest, run)

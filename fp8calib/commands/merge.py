@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.errors import UsageError
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.reporter import Reporter
 from fp8calib.requests.merge import MergeRequest
 from fp8calib.results.merge import MergeResult
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats, save_stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fp8calib.commands.function import Reporter, as_function
+from fp8calib.jobs.reporter import Reporter
 from fp8calib.recipe import Recipe, find_section, load_recipe, recipe_files
 from fp8calib.requests.recipes import RecipesRequest
 from fp8calib.results.recipes import RecipeKey, RecipeList, RecipeShown
@@ -29,7 +29,7 @@ def _open(name: str) -> Recipe:
     """Load a recipe; a file's formats are checked too, which those of shipped recipes need not."""
     if name in recipe_files():
         return load_recipe(name)
-    from fp8calib.api.recipe_options import open_recipe  # noqa: PLC0415 -- imports torch
+    from fp8calib.jobs.recipe_options import open_recipe  # noqa: PLC0415 -- imports torch
 
     return open_recipe(name)
 
@@ -56,6 +56,3 @@ def _format_default(default: object) -> str:
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]
     return str(default)
-
-
-recipes = as_function("recipes", RecipesRequest, run)

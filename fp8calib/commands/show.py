@@ -15,13 +15,13 @@ from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.dialects.kv.rank_files import list_arrays, read_number
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.jobs.reporter import Reporter
 from fp8calib.requests.show import ShowRequest
 from fp8calib.results.show import (
     HeaderShown,
@@ -237,6 +237,3 @@ def _make_json(values: list[float] | str) -> tuple[float | str, ...] | str:
     if isinstance(values, str):
         return values
     return tuple(value if math.isfinite(value) else str(value) for value in values)
-
-
-show = as_function("show", ShowRequest, run)

@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from fp8calib.api.card.facts import CardFacts, Loss, find_version
-from fp8calib.api.quantize.servable import find_fault, find_load_fault
 from fp8calib.blocks import Table
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import shorten
+from fp8calib.jobs.card.facts import CardFacts, Loss, find_version
+from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.render.templates import MARKDOWN
 from fp8calib.results.check import CheckResult
 from fp8calib.verification.report import SCALE_ONE, SERVER, CandidateResult, candidates_table

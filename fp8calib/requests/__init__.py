@@ -1,0 +1,34 @@
+"""What each command is asked. A module here, other than `shared`, is a command."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from types import ModuleType
+
+
+def list_commands() -> list[str]:
+    """List the commands, as their modules and functions are named."""
+    return sorted(each.name for each in iter_modules(__path__) if each.name != "shared")
+
+
+def find_request(command: str) -> type:
+    """Import the request of a command: the class of its module that is named so."""
+    module = import_module(f"{__name__}.{command}")
+    return next(
+        item
+        for name, item in vars(module).items()
+        if name.endswith("Request") and item.__module__ == module.__name__
+    )
+
+
+def find_implementation(command: str) -> ModuleType | None:
+    """Import the module with the command's `run`; None where there is none.
+
+    It stands in `fp8calib.commands`. A command that imports nothing slow may have it beside its
+    request.
+    """
+    place = f"fp8calib.commands.{command}"
+    module = import_module(place if find_spec(place) else f"{__name__}.{command}")
+    return module if hasattr(module, "run") else None

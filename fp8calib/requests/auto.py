@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_emulated_and_replayed
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,9 @@ class CardRequest:
     folder: Annotated[
         str | Path,
         Option(
-            metavar="DIR", help="An FP8 checkpoint, an overlay, or a folder of files of KV scales."
+            metavar="DIR",
+            reads=Path,
+            help="An FP8 checkpoint, an overlay, or a folder of files of KV scales.",
         ),
     ]
     _: KW_ONLY
@@ -29,6 +31,7 @@ class CardRequest:
         Option(
             "--verify-report",
             metavar="JSON",
+            reads=list[Path],
             help="What `verify --json` printed about DIR; repeat for more. The report of `auto` is "
             "found in DIR or above it.",
         ),
@@ -56,6 +59,7 @@ class CardRequest:
         Option(
             "--model",
             metavar="MODEL",
+            reads=str,
             help="The unquantized model, whose layers are checked; files of scales need it.",
         ),
     ] = None

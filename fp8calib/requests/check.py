@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_defaults, list_replayed
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import StatsLike
 
 
@@ -24,7 +24,11 @@ class CheckRequest:
 
     path: Annotated[
         str | Path,
-        Option(metavar="PATH", help="A checkpoint folder or hub id, or a JSON file of any tool."),
+        Option(
+            metavar="PATH",
+            reads=Path,
+            help="A checkpoint folder or hub id, or a JSON file of any tool.",
+        ),
     ]
     _: KW_ONLY
     engine: Annotated[
@@ -32,6 +36,7 @@ class CheckRequest:
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
+            reads=list[str],
             help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
         ),
     ] = None
@@ -40,7 +45,12 @@ class CheckRequest:
     ] = 1
     model: Annotated[
         str | Path | None,
-        Option("--model", metavar="MODEL", help="The model the scales are for; for files."),
+        Option(
+            "--model",
+            metavar="MODEL",
+            reads=str,
+            help="The model the scales are for; for files.",
+        ),
     ] = None
     require_kv: Annotated[
         bool,
@@ -58,6 +68,7 @@ class CheckRequest:
         Option(
             "--stats",
             metavar="FILE",
+            reads=Path,
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
         ),
     ] = None
@@ -70,6 +81,7 @@ class CheckRequest:
         Option(
             "--engine-python",
             metavar="PATH",
+            reads=Path,
             help="The Python of an environment with vLLM for --run; default this one.",
         ),
     ] = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,5 +19,7 @@ class EngineEnvRequest:
     engine: Annotated[str, Option(metavar="ENGINE==VERSION", help="Such as vllm==0.32, for CPU.")]
     folder: Annotated[
         str | Path | None,
-        Option("--dir", metavar="DIR", help="Where environments are kept; default a cache."),
+        Option(
+            "--dir", metavar="DIR", reads=Path, help="Where environments are kept; default a cache."
+        ),
     ] = None

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,12 @@ class MergeRequest:
 
     shards: Annotated[
         Sequence[str | Path],
-        Option(metavar="STATS...", help="stats.safetensors of every shard, or its output folder."),
+        Option(
+            metavar="STATS...",
+            reads=list[Path],
+            help="stats.safetensors of every shard, or its output folder.",
+        ),
     ]
-    out: Annotated[str | Path, Option("--out", metavar="STATS", help="Output file.")]
+    out: Annotated[str | Path, Option("--out", metavar="STATS", reads=Path, help="Output file.")]
     _: KW_ONLY
     force: Annotated[bool, Option("--force", help="Replace older statistics.")] = False

@@ -11,7 +11,7 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from fp8calib.data.specs import ACCEPTED_SUFFIXES
 from fp8calib.dialects.registry import list_format_names, list_query_format_names
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 class StatsInMemory(Protocol):

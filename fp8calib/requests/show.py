@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class ShowRequest:
         str | Path,
         Option(
             metavar="STATS|SCALES",
+            reads=Path,
             help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
         ),
     ]

@@ -9,7 +9,7 @@ from typing import Annotated
 from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BATCH_SIZE,
     SAMPLES,

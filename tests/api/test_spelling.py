@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import fp8calib
-from fp8calib.api.spelling import spell_for_caller, spelled_for
 from fp8calib.errors import Fp8CalibWarning, UsageError
+from fp8calib.jobs.spelling import spell_for_caller, spelled_for
 from tests.cli.program import fail
 
 

@@ -194,7 +194,7 @@ def test_an_output_is_refused_before_hours_are_spent(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("fp8calib.api.models.load_model", refuse)
+    monkeypatch.setattr("fp8calib.jobs.models.load_model", refuse)
     (tmp_path / "thesis.tex").write_text("mine")
     fail(2, "calibrate", model, "--data", data, *QUICK, "--out", tmp_path)
 
@@ -240,7 +240,7 @@ def test_a_dry_run_reads_no_weights(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("fp8calib.api.models.load_model", refuse)
+    monkeypatch.setattr("fp8calib.jobs.models.load_model", refuse)
     succeed("calibrate", model, "--data", data, *QUICK, "--dry-run")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 CHILD = """
 import os, signal, sys
-from fp8calib.cli.console import Bar
+from fp8calib.cli.console import ConsoleReporter
 from fp8calib.cli.signals import handle_signals
 
 class Deaf:
@@ -21,7 +21,7 @@ class Deaf:
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 handle_signals()
-with Bar() as bar:
+with ConsoleReporter() as bar:
     bar.stage("work", 2)
     bar.advance(1)
     Deaf()

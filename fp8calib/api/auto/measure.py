@@ -10,11 +10,6 @@ from typing import Literal
 from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.api.auto.report import AnsweredQuestion
-from fp8calib.api.models import Placement, RunModel
-from fp8calib.api.quantize.planned import open_planned, resolve_plan
-from fp8calib.api.quantize.servable import find_fault, require_servable
-from fp8calib.api.stats import CalibrationStats
-from fp8calib.api.text import plan_text
 from fp8calib.api.verify.comparison import open_verify_job, run_verify_job
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.api.verify.run import resolve_options
@@ -35,6 +30,11 @@ from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, find_scheme, list_without_calibration
 from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.jobs.models import Placement, RunModel
+from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
+from fp8calib.jobs.quantization.servable import find_fault, require_servable
+from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.selection.select import select

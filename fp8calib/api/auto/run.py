@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8calib.api.arguments import checked
 from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import Combination, KvChoice
 from fp8calib.api.auto.measure import (
@@ -27,17 +26,6 @@ from fp8calib.api.auto.measure import (
 )
 from fp8calib.api.auto.report import AnsweredQuestion, AutoReport, Outcome
 from fp8calib.api.auto.writing import write_combination
-from fp8calib.api.calibrate import (
-    IF_QUANTIZED,
-    CalibrationJob,
-    choose_mode,
-    fields_of,
-    run_calibration,
-)
-from fp8calib.api.models import Placement, RunModel, open_run_model
-from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.api.recipe_options import override_recipe
-from fp8calib.api.stats import CalibrationStats
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
@@ -49,6 +37,18 @@ from fp8calib.engines.registry import (
 )
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.calibration import (
+    IF_QUANTIZED,
+    CalibrationJob,
+    choose_mode,
+    fields_of,
+    run_calibration,
+)
+from fp8calib.jobs.models import Placement, RunModel, open_run_model
+from fp8calib.jobs.progress import CallbackProgress, ProgressCallback, warn_each
+from fp8calib.jobs.recipe_options import override_recipe
+from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats

@@ -16,11 +16,13 @@ from fp8calib.api.auto.measure import (
     map_layer_names,
 )
 from fp8calib.api.auto.report import Attempt, Checked, Outcome, WrittenResult
-from fp8calib.api.export.run import export
-from fp8calib.api.quantize.run import quantize
-from fp8calib.api.quantize.servable import find_fault
-from fp8calib.commands.check import check
+from fp8calib.api.export import export
+from fp8calib.api.quantize import quantize
+from fp8calib.commands.check import run as check
 from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.jobs.quantization.servable import find_fault
+from fp8calib.jobs.reporter import PythonReporter
+from fp8calib.requests.check import CheckRequest
 from fp8calib.verification.report import CandidateResult, Verdict
 
 
@@ -83,7 +85,8 @@ def _check_written(task: AutoTask, path: Path) -> Iterator[tuple[str, Checked]]:
     """Replay the engine that was asked for, and those that `check` asks by itself."""
     asked = dict.fromkeys([task.engine, *list_defaults()])
     # The scales follow from the statistics of this very run.
-    report = check(path, engine=list(asked), allow_suspicious=True)
+    request = CheckRequest(path, engine=list(asked), allow_suspicious=True)
+    report = check(request, PythonReporter(None))
     for name, key in zip(asked, report.engines, strict=True):
         found = report.engines[key]
         yield name, Checked(version=found.version, ok=found.ok, why=find_fault(found))

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-from fp8calib.api.calibrate import fields_of
-from fp8calib.api.models import RunModel
-from fp8calib.api.text import plan_text
 from fp8calib.api.verify.job import ServerRequest, TaskJob, VerifyJob, VerifyOptions
 from fp8calib.api.verify.loadable import judge_loading, warn_of_loading
 from fp8calib.api.verify.memory import open_reference
@@ -23,6 +20,9 @@ from fp8calib.data.rows import Row
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
+from fp8calib.jobs.calibration import fields_of
+from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.text import plan_text
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fp8calib.api.models import RunModel
-from fp8calib.api.quantize.servable import find_load_fault, write_outline
-from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.api.verify.job import VerifyOptions
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.dialects.fp8.registry import find_written
@@ -19,6 +16,9 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import Fp8CalibError, ModelError
 from fp8calib.fp8.schemes import Scheme
+from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection

@@ -6,11 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.models import Placement, open_run_model
-from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.api.saved import ModelOrPath
-from fp8calib.api.text import TextData, split_data
 from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
 from fp8calib.api.verify.dump import gather_alone
@@ -20,6 +15,11 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import find_scheme
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.models import Placement, open_run_model
+from fp8calib.jobs.progress import CallbackProgress, ProgressCallback, warn_each
+from fp8calib.jobs.saved import ModelOrPath
+from fp8calib.jobs.text import TextData, split_data
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fp8calib.api.auto.measure import AutoTask
 from fp8calib.api.auto.report import AutoReport
-from fp8calib.api.auto.run import plan_auto, run_auto
+from fp8calib.api.auto.run import plan_auto
+from fp8calib.api.auto.run import run_auto as measure_and_write
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, print_text, prints_json, say, warn
 from fp8calib.cli.plan_table import show_plan
@@ -18,7 +19,7 @@ from fp8calib.requests.auto import AutoRequest
 from fp8calib.verification.report import format_kld
 
 
-def run_auto_command(settings: AutoRequest) -> int:
+def run_auto(settings: AutoRequest) -> int:
     """Choose and write the FP8 form of a model, print why, and return the exit code."""
     quiet_libraries()
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8")
@@ -43,7 +44,7 @@ def run_auto_command(settings: AutoRequest) -> int:
         show_plan(plan_auto(task), "plan (nothing was run or written)", as_json=prints_json())
         return 0
     with Bar() as bar:
-        report = run_auto(task, bar, say, command=spell_command())
+        report = measure_and_write(task, bar, say, command=spell_command())
     for text in report.warnings:
         warn(text)
     if prints_json():

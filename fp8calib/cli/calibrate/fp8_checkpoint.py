@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
-from fp8calib.api.resumable.job import ResumableJob, select_matrices
-from fp8calib.api.resumable.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
@@ -20,6 +17,9 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.console import Bar
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
+from fp8calib.jobs.quantization.report import QuantizationOutcome, build_quantization_report
+from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
+from fp8calib.jobs.resumable.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize

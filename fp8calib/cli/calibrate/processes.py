@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fp8calib.api.resumable.job import ResumableJob
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
+from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ProcessRank
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats

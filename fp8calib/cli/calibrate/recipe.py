@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp8calib.api.recipe_options import override_recipe
 from fp8calib.cli.console import warn
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError
+from fp8calib.jobs.recipe_options import override_recipe
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest

@@ -10,9 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fp8calib.api.recipe_options import decide_query
-from fp8calib.api.resumable.job import ResumableJob
-from fp8calib.api.resumable.run import RunMeasurements
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.command_line import spell_command
@@ -24,6 +21,9 @@ from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import ExportError
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
+from fp8calib.jobs.recipe_options import decide_query
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.run import RunMeasurements
 from fp8calib.render.show import describe_skipped
 from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest

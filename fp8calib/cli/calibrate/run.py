@@ -9,25 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.api.calibrate import (
-    IF_QUANTIZED,
-    fields_of,
-    plan_recipe_text,
-)
-from fp8calib.api.models import open_run_model
-from fp8calib.api.recipe_options import check_query, decide_query, list_ignored
-from fp8calib.api.resumable.job import ResumableJob
-from fp8calib.api.resumable.memory import choose_calibration_mode
-from fp8calib.api.resumable.rounding import check_rounding_data
-from fp8calib.api.resumable.run import RunMeasurements, run_job
-from fp8calib.api.resumable.work_folder import (
-    UnwrittenError,
-    check_output_of,
-    find_finished,
-    make_job_header,
-    remove_outputs,
-    work_folder,
-)
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.cli.calibrate.fp8_checkpoint import (
     add_checkpoint_report,
@@ -61,6 +42,25 @@ from fp8calib.dialects.write import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError
 from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.jobs.calibration import (
+    IF_QUANTIZED,
+    fields_of,
+    plan_recipe_text,
+)
+from fp8calib.jobs.models import open_run_model
+from fp8calib.jobs.recipe_options import check_query, decide_query, list_ignored
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.memory import choose_calibration_mode
+from fp8calib.jobs.resumable.rounding import check_rounding_data
+from fp8calib.jobs.resumable.run import RunMeasurements, run_job
+from fp8calib.jobs.resumable.work_folder import (
+    UnwrittenError,
+    check_output_of,
+    find_finished,
+    make_job_header,
+    remove_outputs,
+    work_folder,
+)
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest

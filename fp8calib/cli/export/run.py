@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from fp8calib.api.export.run import export
+from fp8calib.api.export import export
 from fp8calib.cli.console import list_top_level, print_json, print_text, prints_json, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries

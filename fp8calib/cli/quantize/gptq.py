@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 
-from fp8calib.api.models import Placement
-from fp8calib.api.quantize.gptq import GptqJob, GptqTask, open_gptq, run_gptq
-from fp8calib.api.quantize.report import QuantizationOutcome, list_layer_schemes
-from fp8calib.api.recipe_options import make_data_options
-from fp8calib.api.resumable.memory import choose_calibration_mode
-from fp8calib.api.resumable.rounding import count_code_bytes
 from fp8calib.cli.calibrate.processes import choose_rank_device
 from fp8calib.cli.calibrate.report import describe_calibration_plan
 from fp8calib.cli.console import Bar, prints_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.models import Placement
+from fp8calib.jobs.quantization.gptq import GptqJob, GptqTask, open_gptq, run_gptq
+from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_schemes
+from fp8calib.jobs.recipe_options import make_data_options
+from fp8calib.jobs.resumable.memory import choose_calibration_mode
+from fp8calib.jobs.resumable.rounding import count_code_bytes
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.requests.quantize import QuantizeRequest

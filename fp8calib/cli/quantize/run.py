@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 
-from fp8calib.api.quantize.planned import (
+from fp8calib.cli.console import Bar, prints_json, say, warn
+from fp8calib.cli.quantization_report import show_quantization_report
+from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.quantization.planned import (
     check_rounding,
     find_finished,
     open_planned,
     resolve_plan,
     write_planned,
 )
-from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
-from fp8calib.cli.console import Bar, prints_json, say, warn
-from fp8calib.cli.quantization_report import show_quantization_report
-from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.quantization.report import QuantizationOutcome, build_quantization_report
 from fp8calib.machine.units import format_gib
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.quantize import count_pinned_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fp8calib.api.models import open_run_model
 from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
 from fp8calib.api.verify.dump import gather_alone, write_dump
@@ -22,6 +21,7 @@ from fp8calib.cli.verify.show import (
     suggest_command,
 )
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.jobs.models import open_run_model
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.html.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport

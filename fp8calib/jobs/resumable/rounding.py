@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.api.resumable.job import ResumableJob, select_matrices
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.quantization.gptq.input_map import map_inputs

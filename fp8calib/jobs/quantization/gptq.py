@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from fp8calib.api.calibrate import plan_recipe_text
-from fp8calib.api.models import Placement
-from fp8calib.api.quantize.planned import Planned, find_finished, write_planned
-from fp8calib.api.quantize.report import QuantizationOutcome
-from fp8calib.api.quantize.servable import require_servable
-from fp8calib.api.resumable.job import ResumableJob, select_matrices
-from fp8calib.api.resumable.memory import choose_calibration_mode
-from fp8calib.api.resumable.rounding import (
-    check_rounding_data,
-    list_rounded,
-    make_rounding_record,
-    open_codes,
-)
-from fp8calib.api.resumable.run import run_job
-from fp8calib.api.resumable.work_folder import make_job_header, work_folder
-from fp8calib.api.text import TextData
 from fp8calib.calibration import Progress, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
+from fp8calib.jobs.calibration import plan_recipe_text
+from fp8calib.jobs.models import Placement
+from fp8calib.jobs.quantization.planned import Planned, find_finished, write_planned
+from fp8calib.jobs.quantization.report import QuantizationOutcome
+from fp8calib.jobs.quantization.servable import require_servable
+from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
+from fp8calib.jobs.resumable.memory import choose_calibration_mode
+from fp8calib.jobs.resumable.rounding import (
+    check_rounding_data,
+    list_rounded,
+    make_rounding_record,
+    open_codes,
+)
+from fp8calib.jobs.resumable.run import run_job
+from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
+from fp8calib.jobs.text import TextData
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import build_skeleton, find_folder, open_source

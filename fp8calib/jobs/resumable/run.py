@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fp8calib.api.calibrate import load_prepared
-from fp8calib.api.resumable.job import ResumableJob
-from fp8calib.api.resumable.rounding import open_rounding
-from fp8calib.api.resumable.work_folder import WorkFolder
 from fp8calib.calibration import Progress, calibrate
 from fp8calib.data.plan import DataPlan
+from fp8calib.jobs.calibration import load_prepared
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.rounding import open_rounding
+from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.observed_batches import BackOff

@@ -1,4 +1,4 @@
-"""The shape of a model whose loading is replayed."""
+"""The shape of a model whose loading is replayed, from its config or from its names of tensors."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.fp8.formats import KV_FORMATS
-from fp8calib.requests.options import Option
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BaseOption,
     ForceOption,
@@ -32,6 +32,7 @@ class ExtractRequest:
         Option(
             "--quantized-model",
             metavar="PATH",
+            reads=Path,
             help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
         ),
     ]
@@ -49,6 +50,7 @@ class ExtractRequest:
         Option(
             "--save-path --out",
             metavar="DIR",
+            reads=Path,
             help="Output folder: a checkpoint, or the folder of one file, by --format.",
         ),
     ]

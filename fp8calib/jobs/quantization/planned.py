@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.api.quantize.report import QuantizationOutcome
-from fp8calib.api.quantize.servable import require_servable
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
@@ -25,6 +23,8 @@ from fp8calib.fp8.schemes import (
     Scheme,
     list_without_calibration,
 )
+from fp8calib.jobs.quantization.report import QuantizationOutcome
+from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.machine.devices import choose_device
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales

@@ -10,15 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from fp8calib.api.export.graft import (
-    GraftOptions,
-    describe_graft,
-    relate_to_quantized,
-    require_server,
-)
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.commands.function import Reporter, as_function
 from fp8calib.dialects.dialect import Dialect, Graft
 from fp8calib.dialects.graft import QuantizedModel, find_quantized
 from fp8calib.dialects.metadata import Provenance
@@ -31,12 +24,20 @@ from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
+from fp8calib.jobs.export.graft import (
+    GraftOptions,
+    describe_graft,
+    relate_to_quantized,
+    require_server,
+)
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.requests.extract import ExtractRequest
+from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.requests.shared import split_names
-from fp8calib.results.extract import ExtractedLayer, ExtractResult
+from fp8calib.results.extract_kv_scales import ExtractedLayer, ExtractResult
 from fp8calib.results.record import BeforeAfter
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint
 from fp8calib.scales.ranks import fits_heads

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.resumable.job import ResumableJob
-from fp8calib.api.resumable.rounding import check_same_rounding
 from fp8calib.calibration import make_header, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
@@ -21,6 +19,8 @@ from fp8calib.checkpoint.resumable_folder import (
     remove_progress_file,
 )
 from fp8calib.errors import ExportError, ModelError
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.rounding import check_same_rounding
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import (

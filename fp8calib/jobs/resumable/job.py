@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.api.calibrate import CalibrationJob
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.calibration import CalibrationJob
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.selection.select import Selection

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.serving import Serving, find_checkpoint_serving
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.rounded_codes import RoundedLinear

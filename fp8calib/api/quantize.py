@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.api.quantize.planned import (
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.fp8.schemes import GPTQ, NEAREST
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.progress import CallbackProgress, ProgressCallback, warn_each
+from fp8calib.jobs.quantization.planned import (
     check_rounding,
     open_planned,
     resolve_plan,
     write_planned,
 )
-from fp8calib.api.quantize.report import build_quantization_report
-from fp8calib.api.recipe_options import make_data_options
-from fp8calib.api.saved import ModelOrPath, saved_model, warn_of_tokenizer
-from fp8calib.api.text import TextData
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.fp8.schemes import GPTQ, NEAREST
+from fp8calib.jobs.quantization.report import build_quantization_report
+from fp8calib.jobs.recipe_options import make_data_options
+from fp8calib.jobs.saved import ModelOrPath, saved_model, warn_of_tokenizer
+from fp8calib.jobs.text import TextData
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
 
@@ -139,8 +139,8 @@ def quantize(
     loaded = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
     with saved_model(model, out, tokenizer) as place:
         if rounding == GPTQ:
-            from fp8calib.api.models import Placement  # noqa: PLC0415 -- imports transformers
-            from fp8calib.api.quantize.gptq import (  # noqa: PLC0415 -- imports transformers
+            from fp8calib.jobs.models import Placement  # noqa: PLC0415 -- imports transformers
+            from fp8calib.jobs.quantization.gptq import (  # noqa: PLC0415 -- imports transformers
                 GptqTask,
                 open_gptq,
                 run_gptq,

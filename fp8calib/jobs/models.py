@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.api.saved import ModelOrPath
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
+from fp8calib.jobs.saved import ModelOrPath
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.dtype import DTYPES, choose_dtype
 from fp8calib.model.live_model import (

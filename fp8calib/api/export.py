@@ -8,14 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.export.graft import (
-    GraftOptions,
-    require_server,
-)
-from fp8calib.api.export.target import ExportTarget, ExportTask, open_target
-from fp8calib.api.recipe_options import decide_query, list_ignored, override_recipe
-from fp8calib.api.saved import ModelOrPath, saved_model, warn_of_tokenizer
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
@@ -24,10 +16,18 @@ from fp8calib.dialects.write import check_export, check_replaced, list_outputs, 
 from fp8calib.engines.serving import find_scale_serving
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.export.graft import (
+    GraftOptions,
+    require_server,
+)
+from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
+from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
+from fp8calib.jobs.saved import ModelOrPath, saved_model, warn_of_tokenizer
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, load_stats
 
 if TYPE_CHECKING:
-    from fp8calib.api.export.rank_weights import RankWeights
+    from fp8calib.jobs.export.rank_weights import RankWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +226,6 @@ def _prepare_weights(
 ) -> RankWeights | None:
     if not task.with_weights or source is None:
         return None
-    from fp8calib.api.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
+    from fp8calib.jobs.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
 
     return prepare_weights(stats, source, task.recipe)

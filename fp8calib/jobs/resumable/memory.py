@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.api.calibrate import choose_mode
-from fp8calib.api.resumable.job import ResumableJob
-from fp8calib.api.resumable.rounding import (
+from fp8calib.jobs.calibration import choose_mode
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.rounding import (
     expect_rounding_s,
     make_rounding_probe,
     plan_rounding,

@@ -8,12 +8,12 @@ from typing import Literal, Self
 
 import torch
 
-from fp8calib.api.arguments import checked
-from fp8calib.api.recipe_options import make_scale_options
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.sites import Role
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.recipe_options import make_scale_options
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats import calibration_stats

@@ -13,12 +13,12 @@ from fp8calib.cli.console import (
 )
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.commands.extract import run
-from fp8calib.requests.extract import ExtractRequest
-from fp8calib.results.extract import ExtractResult
+from fp8calib.commands.extract_kv_scales import run
+from fp8calib.requests.extract_kv_scales import ExtractRequest
+from fp8calib.results.extract_kv_scales import ExtractResult
 
 
-def run_extract(request: ExtractRequest) -> None:
+def run_extract_kv_scales(request: ExtractRequest) -> None:
     """Write the scales, and print where they are and who serves them."""
     quiet_libraries()
     result = run(request, ConsoleReporter())

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
-from fp8calib.api.spelling import spelled_for
 from fp8calib.errors import UsageError
+from fp8calib.jobs.spelling import spelled_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,11 +74,21 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the function
         with spelled_for(function, signature):
-            for name, value in bound.arguments.items():
-                _check(name, value, _UNION.split(str(signature.parameters[name].annotation)))
+            types = {each.name: str(each.annotation) for each in signature.parameters.values()}
+            check_arguments(bound.arguments, types)
             return function(*args, **kwargs)
 
     return call
+
+
+def check_arguments(given: Mapping[str, object], types: Mapping[str, str]) -> None:
+    """Refuse arguments of another type, and empty strings; `types` are spelled as in code.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    for name, value in given.items():
+        _check(name, value, _UNION.split(types[name]))
 
 
 def _check(name: str, value: object, annotations: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.api.export.graft import GraftOptions, describe_graft, relate_to_quantized
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.dialect import NO_GRAFT, Graft
 from fp8calib.dialects.graft import QuantizedModel, find_quantized
@@ -15,6 +14,7 @@ from fp8calib.dialects.metadata import describe_attention, explain_other_attenti
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.model_geometry import find_difference
+from fp8calib.jobs.export.graft import GraftOptions, describe_graft, relate_to_quantized
 from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source

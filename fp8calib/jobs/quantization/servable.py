@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fp8calib.api.replayed_geometry import read_replayed_geometry
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.check import check_folder
@@ -17,6 +16,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.engines.weights.completeness import find_first_fault
 from fp8calib.errors import ExportError, ModelError, shorten
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import Constant, ShardLayout, WeightScale
 

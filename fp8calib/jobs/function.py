@@ -1,0 +1,63 @@
+"""Commands as functions of Python: the fields of a request are the arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
+
+from fp8calib.jobs.arguments import check_arguments
+from fp8calib.jobs.reporter import PythonReporter, Reporter
+from fp8calib.jobs.spelling import spelled_for_request
+from fp8calib.options.option import list_options
+
+P = ParamSpec("P")
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+def as_function(
+    name: str, request: Callable[P, Request], run: Callable[[Request, Reporter], Result]
+) -> Callable[P, Result]:
+    """Make the public function of a command.
+
+    Its arguments are the fields of the request, with their types and defaults, for editors too. Its
+    documentation is that of the request and of its fields, and the errors that `run` lists.
+    Arguments of another type are refused, and messages name the arguments, not the options.
+    """
+    kind = cast("type", request)
+    declared = list_options(kind)
+    signature = inspect.signature(request)
+    types = {each.name: each.type for each in declared}
+    parameters = [
+        each.replace(annotation=types[each.name]) for each in signature.parameters.values()
+    ]
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}() {error}") from None
+        with spelled_for_request(f"fp8calib.{name}", declared):
+            check_arguments(given, types)
+            made = request(*args, **kwargs)
+            return run(made, PythonReporter(getattr(made, "progress", None), depth=2))
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = _describe(kind, {each.name: each.help for each in declared}, run)
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=_spell_result(get_type_hints(run)["return"])
+    )
+    return function
+
+
+def _spell_result(kind: Any) -> str:
+    return " | ".join(each.__name__ for each in get_args(kind) or (kind,))
+
+
+def _describe(request: type, helps: dict[str, str], run: Callable[..., object]) -> str:
+    """Write the documentation of a function."""
+    text = (inspect.getdoc(request) or "").partition("\n\nExample:")[0]
+    errors = (inspect.getdoc(run) or "").partition("\n\nRaises:\n")[2]
+    lines = [text, "", "Args:", *(f"    {name}: {about}" for name, about in helps.items())]
+    return "\n".join([*lines, "", "Raises:", errors] if errors else lines)

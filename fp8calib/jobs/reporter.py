@@ -1,0 +1,58 @@
+"""What a command says while it runs: on a console, or to a caller in Python."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Protocol
+
+from fp8calib.errors import Fp8CalibWarning
+from fp8calib.jobs.progress import CallbackProgress, ProgressCallback
+from fp8calib.jobs.spelling import spell_for_caller
+
+
+class Reporter(Protocol):
+    """Gets what a command says while it runs; the progress of a run may be any reporter."""
+
+    def say(self, text: str) -> None:
+        """Tell what the command does."""
+
+    def warn(self, text: str) -> None:
+        """Tell of something that the user should know about the result."""
+
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
+        """Begin a stage of `total` units, in some layers or batches one after the other."""
+
+    def advance(self, steps: int) -> None:
+        """Advance by `steps`."""
+
+
+class PythonReporter(CallbackProgress):
+    """Makes Python warnings of what the user should know, and calls back with the progress."""
+
+    def __init__(self, callback: ProgressCallback | None, depth: int = 1) -> None:
+        super().__init__(callback)
+        self._caller = sys._getframe(depth)  # the warnings are shown at the user's line
+        self._line = self._caller.f_lineno
+
+    def say(self, text: str) -> None:
+        """Drop it: the function's result has what is worth keeping."""
+
+    def warn(self, text: str) -> None:
+        """Issue a warning, as of the line that called the public function."""
+        warnings.warn_explicit(
+            spell_for_caller(text),
+            Fp8CalibWarning,
+            self._caller.f_code.co_filename,
+            self._line,
+            module=self._caller.f_globals.get("__name__"),
+            registry=self._caller.f_globals.setdefault("__warningregistry__", {}),
+        )

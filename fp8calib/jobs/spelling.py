@@ -1,0 +1,144 @@
+"""Messages name options as the command line spells them; Python callers read their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from fp8calib.engines.registry import list_replayed
+from fp8calib.errors import Fp8CalibError, names_options
+from fp8calib.options.option import Declared, list_options
+from fp8calib.requests import find_request, list_commands
+
+_OTHER_NAMES = {"format": ("formats", "dialect")}
+"""Options whose argument is called otherwise in some function, besides by a plural."""
+
+
+@cache
+def _list_words() -> frozenset[str]:
+    """List the values of options, which a message may put between an option and a verb."""
+    declared = (each for name in list_commands() for each in list_options(find_request(name)))
+    return frozenset(list_replayed()).union(*(each.choices for each in declared))
+
+
+@cache
+def _find_options() -> re.Pattern[str]:
+    words = sorted(map(re.escape, _list_words()), key=len, reverse=True)
+    return re.compile(
+        r"--(?P<name>[a-z][a-z0-9-]*[a-z0-9])"
+        r"(?: (?P<value>[0-9][0-9.]*(?![\w.])|[A-Z][A-Z_,.=/<>|-]*(?![\w])|\S+(?=: )"
+        rf"|(?:{'|'.join(words)})(?![\w-])))?"
+    )
+
+
+_COMMAND = re.compile(r"(`[^`]*`)")
+"""What is between backticks is a command line, and stays one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The argument of an option."""
+
+    name: str
+    is_flag: bool
+    is_negated: bool = False
+    """Whether the option makes it False."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How the arguments of a function are spelled."""
+
+    function: str
+    find: Callable[[str], _Named | None]
+    """Finds the argument of an option, such as `seq-len`."""
+
+    def spell(self, text: str) -> str:
+        """Replace the options in a message by the arguments of the function that has them."""
+        parts = _COMMAND.split(text)
+        return "".join(
+            part if part.startswith("`") else _find_options().sub(self._spell_option, part)
+            for part in parts
+        )
+
+    def _spell_option(self, found: re.Match[str]) -> str:
+        option, value = found["name"], found["value"]
+        if option == "help":
+            return f"help({self.function})"
+        argument = self.find(option)
+        if argument is None:
+            return found[0]
+        name = argument.name
+        if argument.is_flag:
+            return f"{name}={not argument.is_negated}{f' {value}' if value else ''}"
+        if value is None:
+            is_subject = found.string.startswith(":", found.end())
+            return name if is_subject else f"{name}="
+        is_literal = value[0].isdigit() or value.isupper() or value[0] in "'\""
+        if found.start() and not is_literal and value not in _list_words():
+            return f"{name}= {value}"  # a word of the sentence
+        return f"{name}={value if is_literal else repr(value)}"
+
+
+_current: ContextVar[_Spelling | None] = ContextVar("spelling", default=None)
+
+
+def spelled_for_request(
+    function: str, declared: Sequence[Declared]
+) -> AbstractContextManager[None]:
+    """Spell errors and warnings for the caller of the function that is made of a request."""
+    named = {
+        flag.removeprefix("--"): _Named(each.name, "bool" in each.type, each.is_negated)
+        for each in declared
+        for part in each.flags
+        for flag in part.split("/")
+    }
+    return _spelled(_Spelling(function, named.get))
+
+
+def spelled_for(
+    function: Callable[..., Any], signature: inspect.Signature
+) -> AbstractContextManager[None]:
+    """Spell errors and warnings for the caller of a function that no request describes."""
+    return _spelled(
+        _Spelling(f"fp8calib.{function.__qualname__}", partial(_find, signature.parameters))
+    )
+
+
+def _find(parameters: Mapping[str, inspect.Parameter], option: str) -> _Named | None:
+    plain = option.replace("-", "_")
+    for name in (plain, f"{plain}s", *_OTHER_NAMES.get(option, ())):
+        if name in parameters:
+            return _Named(name, "bool" in str(parameters[name].annotation))
+    negated = plain.removeprefix("no_")
+    return _Named(negated, True, True) if negated in parameters else None
+
+
+@contextmanager
+def _spelled(spelling: _Spelling) -> Iterator[None]:
+    """Spell for the function that the user called, not for another of ours below it."""
+    if names_options.get() or _current.get() is not None:
+        yield
+        return
+    token = _current.set(spelling)
+    try:
+        yield
+    except Fp8CalibError as error:
+        error.message = spelling.spell(error.message)
+        error.hint = spelling.spell(error.hint)
+        error.args = (error.message,)
+        raise
+    finally:
+        _current.reset(token)
+
+
+def spell_for_caller(text: str) -> str:
+    """Spell a warning for the caller of the public function that runs; else leave it as it is."""
+    spelling = _current.get()
+    return text if spelling is None else spelling.spell(text)
