@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -34,7 +34,9 @@ class Cell:
     aside: str = ""
     """What explains it; only a page has space for it."""
     kind: str = ""
-    """What it says, as a class of page.css: a verdict, or `bad`."""
+    """What it says: `name`, a verdict, or `bad`."""
+    anchor: str = ""
+    """The id of the figure on a page that shows more."""
 
     def __str__(self) -> str:
         return self.text
@@ -47,6 +49,12 @@ class Table:
     title: str = ""
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
+    words: Collection[int] = (0,)
+    """The columns of words; the others hold numbers."""
+
+    def kind_of(self, column: int) -> str:
+        """Tell whether a column holds words or numbers."""
+        return "words" if column in self.words else "number"
 
     @property
     def texts(self) -> list[list[str]]:

@@ -26,5 +26,6 @@ def _make_markdown_table(table: Table) -> str:
     )
 
 
+HTML = _make_environment(PackageLoader(__package__, ""), escapes=True)
 MARKDOWN = _make_environment(PackageLoader(__package__, ""), escapes=False)
 MARKDOWN.filters["table"] = _make_markdown_table

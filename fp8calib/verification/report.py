@@ -392,7 +392,7 @@ def candidates_table(
         for each in candidates
     ]
     columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "top-1"]
-    return Table(title=title, columns=columns, rows=rows)
+    return Table(title=title, columns=columns, rows=rows, words=(0, 1))
 
 
 _SMALLEST_FIXED_KLD = 0.001

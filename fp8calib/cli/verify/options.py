@@ -14,7 +14,7 @@ from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.console import warn
 from fp8calib.errors import UsageError
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.verification.html.page import is_page
+from fp8calib.render.page.page import is_page
 
 
 def resolve_settings(settings: VerifyRequest) -> VerifyOptions:

@@ -23,7 +23,7 @@ from fp8calib.cli.verify.show import (
 from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.jobs.models import open_run_model
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.verification.html.page import write_page
+from fp8calib.render.page.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport
 from fp8calib.verification.verify import VerificationResult
 

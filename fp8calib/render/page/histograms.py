@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from fp8calib.verification.html.charts import Axis, histogram, log_axis
-from fp8calib.verification.html.sections import Figure, PageSection
+from fp8calib.render.page.charts import Axis, histogram, log_axis
+from fp8calib.render.page.sections import Figure, PageSection
 from fp8calib.verification.report import HistogramResult
 
 _BIN_OCTAVES = 1 / 8

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
+from fp8calib.blocks import Table
 from fp8calib.errors import format_ranges
-from fp8calib.verification.html.charts import (
+from fp8calib.render.page.charts import (
     Limit,
     Line,
     bar_chart,
@@ -15,7 +16,7 @@ from fp8calib.verification.html.charts import (
     linear_axis,
     log_axis,
 )
-from fp8calib.verification.html.series import BASELINE, STYLES, Style, make_series
+from fp8calib.render.page.series import BASELINE, STYLES, Style, make_series
 from fp8calib.verification.judge.damaged import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -53,7 +54,7 @@ class PageSection:
     figures: Sequence[Figure] = ()
     findings: Sequence[str] = ()
     """Sentences above the figures."""
-    table: Element | None = None
+    table: Table | None = None
     is_folded: bool = True
 
     @property

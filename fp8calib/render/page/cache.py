@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.verification.html.charts import Axis, Limit, Line, line_chart, linear_axis, log_axis
-from fp8calib.verification.html.sections import DB_LIMIT, ROLE_NAMES, Figure, PageSection
-from fp8calib.verification.html.series import Series
+from fp8calib.render.page.charts import Axis, Limit, Line, line_chart, linear_axis, log_axis
+from fp8calib.render.page.sections import DB_LIMIT, ROLE_NAMES, Figure, PageSection
+from fp8calib.render.page.series import Series
 from fp8calib.verification.judge.damaged import FLUSHED, MOST_CLIPPED
 from fp8calib.verification.report import LayerResult, VerifyReport, format_db
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from fp8calib.verification.html.markup import element
-from fp8calib.verification.html.series import Style
+from fp8calib.render.page.markup import element
+from fp8calib.render.page.series import Style
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 8, 24, 38

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
-from fp8calib.verification.html.charts import heat_map
-from fp8calib.verification.html.sections import Figure, PageSection
-from fp8calib.verification.html.series import Series, Style
+from fp8calib.render.page.charts import heat_map
+from fp8calib.render.page.sections import Figure, PageSection
+from fp8calib.render.page.series import Series, Style
 from fp8calib.verification.judge.damaged import LEAST_DB
 from fp8calib.verification.report import LayerResult, format_db
 
