@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fp8calib.api.auto.report import AutoReport
+from fp8calib.results.auto import AutoReport
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe

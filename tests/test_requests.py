@@ -89,7 +89,8 @@ def test_a_file_is_a_function(made_up: str) -> None:
     assert (parameter.default, parameter.annotation) == (7, "int")
     assert inspect.getdoc(count) == (
         "Count the sheep.\n\nArgs:\n    place: Where they are.\n    most: Stop after so many.\n"
-        "    lambs: Skip lambs.\n    herd: Their herd.\n\nRaises:\n    UsageError: there are none."
+        "    lambs: False: skip lambs.\n    herd: Their herd.\n\n"
+        "Raises:\n    UsageError: there are none."
     )
     with pytest.raises(UsageError, match="most: must be a whole number, found str"):
         count("x", most="3")

@@ -132,8 +132,13 @@ def _run_plainly(name: str, request: Any) -> int:
     implementation = find_implementation(name)
     assert implementation is not None  # noqa: S101 -- no command has neither
     quiet_libraries()
-    with ConsoleReporter() as reporter:
-        result: Result = implementation.run(request, reporter)
+    try:
+        with ConsoleReporter() as reporter:
+            result: Result = implementation.run(request, reporter)
+    except Exception as error:
+        if hasattr(error, "result"):  # found before its files could not be written
+            show(_describe(name, error.result, request))
+        raise
     if prints_json():
         for option in _list_layout(request):
             warn(f"--json prints everything: {option} has no effect")

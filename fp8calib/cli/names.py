@@ -12,7 +12,8 @@ from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.errors import UsageError, join_or, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, KV_FORMATS
 from fp8calib.fp8.schemes import GPTQ, NEAREST, find_scheme
-from fp8calib.requests.shared import GATE_NAMES, split_names
+from fp8calib.options.keys import split_names
+from fp8calib.requests.shared import GATE_NAMES
 from fp8calib.scales.rules import Fallback, parse_rule
 
 
@@ -28,12 +29,12 @@ def refuse_unknown_names(settings: Any) -> None:
         known = find_scheme(scheme)
         if (dialect := getattr(settings, "dialect", None)) is not None:
             find_written(dialect, known)
-    for name in getattr(settings, "layer_schemes", {}).values():
+    for name in (getattr(settings, "layer_schemes", None) or {}).values():
         find_scheme(name, option=f"--layer-scheme {name}")
     _check_engines(getattr(settings, "engine", None))
     if (rule := getattr(settings, "rule", None)) is not None:
         _check_rule(rule)
-    for name in getattr(settings, "rules", ()):
+    for name in getattr(settings, "rules", None) or ():
         if name:
             parse_rule(name)
     fp8_formats = KV_FORMATS if hasattr(settings, "formats") else FP8_FORMATS

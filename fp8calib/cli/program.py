@@ -16,10 +16,10 @@ from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
 
 from fp8calib.cli.app import app
-from fp8calib.cli.command_line import remember_arguments
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
 from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
+from fp8calib.machine.command_line import remember_arguments
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.requests.shared import spread_formats
 

@@ -1,32 +1,15 @@
-"""What commands do first: refuse unknown names and paths, silence libraries, place a model."""
+"""What commands do first: refuse unknown names and paths, silence libraries."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.cli.names import refuse_unknown_names
 from fp8calib.data.specs import parse_spec
-
-if TYPE_CHECKING:
-    from fp8calib.jobs.models import Placement
-
-
-class PlacementSettings(Protocol):
-    """The options of a command that say where the model runs."""
-
-    @property
-    def device(self) -> str: ...  # noqa: D102
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
-    @property
-    def device_map(self) -> str | None: ...  # noqa: D102
-    @property
-    def memory(self) -> float | None: ...  # noqa: D102
-
 
 _PATH_HINTS = {
     "path": "name a checkpoint folder or a JSON file",
@@ -67,18 +50,6 @@ def refuse_missing(settings: Any) -> None:
         require_path(Path(each), option="--scales")
     for spec in getattr(settings, "data", None) or ():
         parse_spec(spec)
-
-
-def make_placement(settings: PlacementSettings) -> Placement:
-    """Say where the model of a command runs."""
-    from fp8calib.jobs.models import Placement  # noqa: PLC0415 -- imports transformers
-
-    return Placement(
-        device=settings.device,
-        dtype=settings.dtype,
-        device_map=settings.device_map,
-        memory=settings.memory,
-    )
 
 
 def quiet_libraries() -> None:

@@ -12,6 +12,7 @@ from fp8calib.engines.registry import list_defaults
 from fp8calib.errors import UsageError
 from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_facts
 from fp8calib.jobs.card.source import read_source_fields
+from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.render.model_card import render_card
 from fp8calib.requests.card import CardRequest
@@ -99,3 +100,6 @@ def _check(facts: CardFacts, model: str | Path | None, reporter: Reporter) -> Ch
         files = [each.name for each in facts.files if each.name.endswith((".safetensors", ".json"))]
         path = facts.folder / files[0]
     return check(CheckRequest(path, engine=list_defaults(), model=model), reporter)
+
+
+card = as_function("card", CardRequest, run)

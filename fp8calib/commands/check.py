@@ -19,9 +19,10 @@ from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.jobs.function import as_function
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import load_stats
+from fp8calib.jobs.stats import read_stats
 from fp8calib.requests.check import CheckRequest
 from fp8calib.results.check import CheckResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -51,10 +52,13 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
         _refuse_outer_folder(path)
     found = _open_model(None if request.model is None else str(request.model), path, is_folder)
     geometry, is_foreign = read_replayed_geometry(found)
-    measured = load_stats(stats) if isinstance(stats, str | Path) else stats
+    measured = None if stats is None else read_stats(stats)[0]
     if measured is not None:
         _refuse_other_stats(
-            "statistics" if measured is stats else str(stats), measured, found, geometry
+            str(stats) if isinstance(stats, str | Path) else "statistics",
+            measured,
+            found,
+            geometry,
         )
     if is_folder:
         report = check_folder(
@@ -248,3 +252,6 @@ def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
         hint = "the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)
+
+
+check = as_function("check", CheckRequest, run)

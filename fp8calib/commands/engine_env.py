@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8calib.errors import UsageError, VerificationError
+from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.requests.engine_env import EngineEnvRequest
 from fp8calib.results.engine_env import EngineEnvResult
@@ -90,3 +91,6 @@ def _call(command: Sequence[str]) -> str:
         tail = " ".join(done.stderr.split())[-400:]
         raise VerificationError(f"{' '.join(command[:4])}: {tail}", hint="is the network there?")
     return done.stdout
+
+
+engine_env = as_function("engine_env", EngineEnvRequest, run)

@@ -35,8 +35,8 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
+from fp8calib.options.keys import split_names
 from fp8calib.requests.extract_kv_scales import ExtractRequest
-from fp8calib.requests.shared import split_names
 from fp8calib.results.extract_kv_scales import ExtractedLayer, ExtractResult
 from fp8calib.results.record import BeforeAfter
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.recipe import Recipe, find_section, load_recipe, recipe_files
 from fp8calib.requests.recipes import RecipesRequest
@@ -56,3 +57,6 @@ def _format_default(default: object) -> str:
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]
     return str(default)
+
+
+recipes = as_function("recipes", RecipesRequest, run)

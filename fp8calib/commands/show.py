@@ -21,6 +21,7 @@ from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.requests.show import ShowRequest
 from fp8calib.results.show import (
@@ -237,3 +238,6 @@ def _make_json(values: list[float] | str) -> tuple[float | str, ...] | str:
     if isinstance(values, str):
         return values
     return tuple(value if math.isfinite(value) else str(value) for value in values)
+
+
+show = as_function("show", ShowRequest, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ import torch
 from fp8calib import calibration
 from fp8calib.calibration import PreparedModel, Progress
 from fp8calib.data.plan import Batch, DataPlan
+from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, select_batches
-from fp8calib.errors import UsageError
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.jobs.text import TextData, plan_text, split_data
+from fp8calib.jobs.text import plan_text
 from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
@@ -77,23 +77,20 @@ def fields_of(model: RunModel) -> dict[str, Any]:
 
 
 def plan_recipe_text(
-    model: RunModel, recipe: Recipe, data: TextData | None = None, *, tokenizer: Any = None
+    model: RunModel, recipe: Recipe, rows: Iterable[Row] | None = None, *, tokenizer: Any = None
 ) -> DataPlan | None:
-    """Plan the data of a recipe; None if it runs none. `data` replaces the recipe's sources.
+    """Plan the data of a recipe; None if it runs none. `rows` replace the recipe's sources.
 
     Raises:
-        UsageError: the recipe runs no data, and `data` is given.
+        UsageError: the length is above the model's maximum.
         DataError: the data cannot be read.
     """
     settings = recipe.data
     if not recipe.observe.needs_forward:
-        if data is not None:
-            raise UsageError(f"data: recipe {recipe.name} runs no data", hint="leave it out")
         return None
-    specs, rows = split_data(data, text_column=settings.text_column)
     return plan_text(
         model.source,
-        specs=specs if data is not None else settings.sources,
+        specs=settings.sources,
         rows=rows,
         samples=settings.samples,
         seq_len=settings.seq_len,

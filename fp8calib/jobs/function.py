@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
+from typing import ParamSpec, TypeVar, cast, get_type_hints
 
 from fp8calib.jobs.arguments import check_arguments
 from fp8calib.jobs.reporter import PythonReporter, Reporter
@@ -41,18 +41,18 @@ def as_function(
         with spelled_for_request(f"fp8calib.{name}", declared):
             check_arguments(given, types)
             made = request(*args, **kwargs)
-            return run(made, PythonReporter(getattr(made, "progress", None), depth=2))
+            reporter = PythonReporter(getattr(made, "progress", None), depth=2)
+            result = run(made, reporter)
+            if failure := getattr(result, "failure", ""):  # a command prints it as its error
+                reporter.warn(failure)
+            return result
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = _describe(kind, {each.name: each.help for each in declared}, run)
     function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=parameters, return_annotation=_spell_result(get_type_hints(run)["return"])
+        parameters=parameters, return_annotation=get_type_hints(run)["return"]
     )
     return function
-
-
-def _spell_result(kind: Any) -> str:
-    return " | ".join(each.__name__ for each in get_args(kind) or (kind,))
 
 
 def _describe(request: type, helps: dict[str, str], run: Callable[..., object]) -> str:

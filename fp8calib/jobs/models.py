@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +14,6 @@ from transformers import PreTrainedModel
 from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
-from fp8calib.jobs.saved import ModelOrPath
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.dtype import DTYPES, choose_dtype
 from fp8calib.model.live_model import (
@@ -33,6 +33,7 @@ from fp8calib.model.load import (
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.recipe import Recipe
+from fp8calib.requests.shared import Model
 from fp8calib.run.forward.decoder import check_runnable
 
 
@@ -69,6 +70,27 @@ class Placement:
                     f"{name}: the model is in memory already, where and as it is",
                     hint=f"leave {name} out, or pass the path of a checkpoint",
                 )
+
+
+class Placed(Protocol):
+    """A request that says where the model runs."""
+
+    @property
+    def device(self) -> str: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+    @property
+    def memory(self) -> float | None: ...  # noqa: D102
+
+
+def place(request: Placed) -> Placement:
+    """Say where the model of a request runs."""
+    return Placement(
+        device=request.device,
+        dtype=request.dtype,
+        device_map=getattr(request, "device_map", None),
+        memory=request.memory,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +139,7 @@ class RunModel:
 
 @contextmanager
 def open_run_model(
-    model: ModelOrPath,
+    model: Model,
     placement: Placement,
     *,
     revision: str | None,

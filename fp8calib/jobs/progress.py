@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from fp8calib.errors import Fp8CalibWarning
 from fp8calib.jobs.spelling import spell_for_caller
-
-ProgressCallback = Callable[[str, int, int | None], None]
-"""Called with the name of a stage, the steps done, and all steps (None: unknown)."""
+from fp8calib.requests.shared import ProgressCallback
 
 
 class CallbackProgress:

@@ -1,14 +1,15 @@
-"""Recipes with the options of the command line applied."""
+"""Recipes with the options of a request applied."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from fp8calib.data.rows import Row
 from fp8calib.dialects.registry import (
     find_dialect,
     list_format_names,
@@ -16,9 +17,24 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.geometry.tensor_parallel import check_degree
-from fp8calib.recipe import Data, Observe, Recipe, ScaleOptions, explain_value, load_recipe
+from fp8calib.jobs.text import split_data
+from fp8calib.options.keys import (
+    BATCH_SIZE,
+    DATA,
+    PACK,
+    SAMPLES,
+    SEED,
+    SEQ_LEN,
+    TEXT_COLUMN,
+    TP,
+)
+from fp8calib.options.option import Declared, list_options
+from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
+from fp8calib.requests.shared import TextData
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def open_recipe(name: str) -> Recipe:
@@ -38,32 +54,49 @@ def open_recipe(name: str) -> Recipe:
     return recipe
 
 
-def override_recipe(
-    name: str,
-    *,
-    data: Mapping[str, Any],
-    scales: Mapping[str, Any],
-    top: Mapping[str, Any],
-    observe: Collection[str] | None = None,
-) -> Recipe:
-    """Load a recipe and apply a caller's options to it; None means not given.
-
-    `observe` names all kinds of sites that are observed: kv, query, inputs, weights.
+def override_recipe(name: str, request: object) -> Recipe:
+    """Load a recipe and apply a request to it.
 
     Raises:
         RecipeError: the recipe itself is wrong.
         UsageError: an option has an invalid value.
     """
-    recipe = open_recipe(name).model_dump()
-    for degree in top.get("tp") or ():
-        check_degree(degree)
-    recipe |= _given(top)
-    recipe["data"] |= _given(data)
-    recipe["scales"] |= _given(scales)
-    if observe is not None:
-        recipe["observe"] |= _choose_kinds(observe)
-    with _usage_errors():
-        return Recipe.model_validate(recipe)
+    return apply_request(open_recipe(name), request)
+
+
+def apply_request(made: Recipe, request: object) -> Recipe:
+    """Apply to a recipe what a request gives; None means not given.
+
+    A field overrides the key that its option names, except for the text (`resolve_text`). The
+    field `observe` names all kinds of sites that are observed: kv, query, inputs, weights.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+    recipe = made.model_dump()
+    for declared, value in _list_given(request):
+        if declared.key == TP.key:
+            for degree in _as_tuple(value):
+                check_degree(degree)
+        *sections, key = declared.key.split(".")
+        section = reduce(dict.__getitem__, sections, recipe)
+        section[key] = _as_tuple(value) if isinstance(section[key], tuple) else value
+    if (kinds := getattr(request, "observe", None)) is not None:
+        recipe["observe"] |= _choose_kinds(kinds)
+    return _validate(Recipe, recipe, request)
+
+
+def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[Row] | None]:
+    """Give the recipe with the specs of the caller's text, or else the rows of this text.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    specs, rows = split_data(data, text_column=recipe.data.text_column)
+    if not specs:
+        return recipe, rows
+    changed = recipe.data.model_copy(update={"sources": tuple(specs)})
+    return recipe.model_copy(update={"data": changed}), None
 
 
 def make_scale_options(**given: Any) -> ScaleOptions:
@@ -72,28 +105,37 @@ def make_scale_options(**given: Any) -> ScaleOptions:
     Raises:
         UsageError: an option has an invalid value.
     """
-    with _usage_errors():
-        return ScaleOptions.model_validate(_given(given))
+    values = {key: value for key, value in given.items() if value is not None}
+    return _validate(ScaleOptions, values, None)
 
 
-def make_data_options(**given: Any) -> Data:
-    """Make the options of a text; None means not given.
+def list_given(request: object, section: str = "") -> list[str]:
+    """List the options for keys of a recipe that were given, as messages name them."""
+    texts = [] if getattr(request, "data", None) is None else [DATA]
+    given = [declared.option for declared, _ in _list_given(request)]
+    return [
+        each.flags for each in (*texts, *given) if each is not None and each.key.startswith(section)
+    ]
 
-    Raises:
-        UsageError: an option has an invalid value.
-    """
-    with _usage_errors():
-        return Data.model_validate(_given(given))
+
+def _list_given(request: object) -> Iterator[tuple[Declared, Any]]:
+    """List the fields that override a key of a recipe, with their values."""
+    for declared in list_options(type(request)):
+        value = getattr(request, declared.name)
+        if declared.key and declared.key != DATA.key and value is not None:
+            yield declared, value
 
 
-@contextmanager
-def _usage_errors() -> Iterator[None]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str | int) else tuple(value)
+
+
+def _validate(kind: type[M], values: Mapping[str, Any], request: object) -> M:
     try:
-        yield
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise UsageError(
-            "; ".join(map(_explain_option, error.errors())), hint="see --help"
-        ) from error
+        explained = (_explain_option(item, request) for item in error.errors())
+        raise UsageError("; ".join(explained), hint="see --help") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +183,21 @@ def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
     return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
 
 
-def list_ignored(recipe: Recipe, *, given: Mapping[str, Any]) -> Iterator[str]:
-    """Warn of options on the command line that have no effect with this recipe.
-
-    `given` are the values of --tp, and of the options that choose text.
-    """
-    named = [name for name, value in given.items() if value]
-    if "--tp" in named and not any(find_dialect(name).per_tp for name in recipe.formats):
+def list_ignored(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    """Warn of options that have no effect with this recipe; `given` are those of its keys."""
+    if TP.flags in given and not any(find_dialect(name).per_tp for name in recipe.formats):
         names = ", ".join(recipe.formats) or "nothing"
-        yield f"--tp has no effect: {names} does not depend on the number of ranks"
-    texts = [name for name in named if name != "--tp"]
+        yield f"{TP.flags} has no effect: {names} does not depend on the number of ranks"
+    texts = [name for name in given if name in _TEXT_OPTIONS]
     if texts and not recipe.observe.needs_forward:
         yield f"{', '.join(texts)}: no effect, as recipe {recipe.name} runs no text"
-    elif "--seed" in named and len(recipe.data.sources) < 2:
-        yield "--seed has no effect: it is for mixing several --data"
+    elif SEED.flags in given and len(recipe.data.sources) < 2:
+        yield f"{SEED.flags} has no effect: it is for mixing several --data"
+
+
+_TEXT_OPTIONS = [
+    each.flags for each in (DATA, TEXT_COLUMN, SAMPLES, SEQ_LEN, BATCH_SIZE, PACK, SEED)
+]
 
 
 def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
@@ -164,10 +207,10 @@ def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
     return {name: name in names for name in known}
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _explain_option(item: Any) -> str:
-    option = str(item["loc"][-1] if isinstance(item["loc"][-1], str) else item["loc"][-2])
-    return f"--{option.replace('_', '-')}: {explain_value(item)}"
+def _explain_option(item: Any, request: object) -> str:
+    """Explain a wrong value, by the option of the key that holds it."""
+    keys = [each for each in item["loc"] if isinstance(each, str)]
+    declared = [] if request is None else list_options(type(request))
+    known = {each.key: each.spelled for each in declared}
+    option = known.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
+    return f"{option}: {explain_value(item)}"

@@ -7,8 +7,9 @@ import warnings
 from typing import Protocol
 
 from fp8calib.errors import Fp8CalibWarning
-from fp8calib.jobs.progress import CallbackProgress, ProgressCallback
+from fp8calib.jobs.progress import CallbackProgress
 from fp8calib.jobs.spelling import spell_for_caller
+from fp8calib.requests.shared import ProgressCallback
 
 
 class Reporter(Protocol):

@@ -6,18 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.errors import Fp8CalibError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-ModelOrPath: TypeAlias = "str | Path | PreTrainedModel"
+from fp8calib.requests.shared import Model
 
 
-def warn_of_tokenizer(model: ModelOrPath, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
+def warn_of_tokenizer(model: Model, tokenizer: Any, files: Iterable[str]) -> Iterator[str]:
     """Warn of a checkpoint without a tokenizer, written from a model in memory."""
     if isinstance(model, str | Path) or tokenizer is not None:
         return
@@ -26,7 +22,7 @@ def warn_of_tokenizer(model: ModelOrPath, tokenizer: Any, files: Iterable[str]) 
 
 
 @contextmanager
-def saved_model(model: ModelOrPath, near: Path, tokenizer: Any = None) -> Iterator[str]:
+def saved_model(model: Model, near: Path, tokenizer: Any = None) -> Iterator[str]:
     """Give the path of a model; one in memory is written to a temporary folder beside `near`.
 
     Errors name such a model by its class, not by that folder.

@@ -14,6 +14,8 @@ from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.recipe_options import make_scale_options
+from fp8calib.requests.shared import Stats
+from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats import calibration_stats
@@ -88,6 +90,20 @@ def _per_rank(table: ScaleTable) -> dict[str, torch.Tensor]:
             if scale is not None:
                 found |= dict.fromkeys(name_scales(attention, role), scale.values)
     return found
+
+
+def read_stats(stats: Stats) -> tuple[calibration_stats.CalibrationStats, list[Path]]:
+    """Read what a caller gives as statistics; the file is listed if it is one.
+
+    Raises:
+        UsageError: there is no such file, or it holds one shard of a calibration.
+        ModelError: the file is damaged, or holds something else.
+    """
+    if isinstance(stats, CalibrateResult):
+        return stats.stats, []
+    if isinstance(stats, calibration_stats.CalibrationStats):
+        return stats, []
+    return calibration_stats.load_stats(Path(stats)), [Path(stats)]
 
 
 @checked

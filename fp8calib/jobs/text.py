@@ -16,16 +16,8 @@ from fp8calib.data.sources import BuiltinPart
 from fp8calib.data.specs import looks_like_spec
 from fp8calib.errors import DataError, UsageError
 from fp8calib.model.load import ModelSource, load_tokenizer
-
-DEFAULT_SEQ_LEN = 2048
-
-TextData = (
-    str
-    | Path
-    | Iterable[str | Path | torch.Tensor | np.ndarray[Any, Any] | Sequence[int] | Mapping[str, Any]]
-)
-"""One spec (`--data`), several as paths, texts, token ids (1-D tensors or arrays, lists), or rows
-as in JSONL."""
+from fp8calib.options.keys import DEFAULT_SEQ_LEN, Specs
+from fp8calib.requests.shared import TextData
 
 
 def plan_text(
@@ -77,6 +69,12 @@ def plan_text(
     )
 
 
+def list_specs(data: str | Path | Sequence[str | Path] | None) -> tuple[str, ...]:
+    """List data specs, where no other data is accepted."""
+    one = (data,) if isinstance(data, str | Path) else data
+    return tuple(map(str, one or ()))
+
+
 def split_data(
     data: TextData | None, *, text_column: str | None = None
 ) -> tuple[tuple[str, ...], Iterator[Row] | None]:
@@ -91,6 +89,8 @@ def split_data(
         return (), None
     if isinstance(data, str | Path):
         return (str(data),), None
+    if isinstance(data, Specs):
+        return data, None
     if isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
         raise DataError(
             f"data: it is {type(data).__name__}, not rows",

@@ -35,10 +35,19 @@ class Option:
     """Whether the flag makes the field False, as --no-pack does."""
     is_layout: bool = False
     """Whether it only chooses what a terminal shows: JSON and the function of Python give all."""
+    about_argument: str = ""
+    """The help of the function's argument, where that differs."""
     key: str = ""
     """The key of a recipe that it overrides, such as data.samples."""
     default: Any = None
     """The key's default."""
+
+    @property
+    def about(self) -> str:
+        """The help of the field, whose value False is what the flag of a negated option means."""
+        if self.negates:
+            return f"False: {self.help[0].lower()}{self.help[1:]}"
+        return self.about_argument or self.help
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,16 @@ class Declared:
         return self.option is not None and self.option.negates
 
     @property
+    def key(self) -> str:
+        """The key of a recipe that it overrides; empty where there is none."""
+        return "" if self.option is None else self.option.key
+
+    @property
+    def spelled(self) -> str:
+        """As messages name it; Python callers read its name instead."""
+        return self.flags[0] if self.flags else self.name
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The words that the metavar lists."""
         words = (self.metavar or "").split("|")
@@ -99,7 +118,7 @@ def _declare(field: Any, annotation: Any, given: Option | Argument) -> Declared:
         is_required=field.default is MISSING and not has_factory,
         least=None if option is None else option.least,
         most=None if option is None else option.most,
-        help=given.help,
+        help=given.help if option is None else option.about,
         option=option,
     )
 

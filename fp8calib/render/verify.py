@@ -8,7 +8,7 @@ from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.plan import describe_plan
 from fp8calib.render.verify_tables import describe_pair, rules_table, sites_table, tasks_table
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.plan import PlanResult
+from fp8calib.results.plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -24,9 +24,9 @@ from fp8calib.verification.report import (
 _SHOWN_SITES = 8
 
 
-def describe(result: VerifyResult | PlanResult, request: VerifyRequest) -> Iterator[Block]:
+def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator[Block]:
     """Describe the report, or the plan of a run that did not start."""
-    if isinstance(result, PlanResult):
+    if isinstance(result, RunPlan):
         yield from describe_plan(result, "plan (nothing was run)")
         return
     answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.option import Option
+from fp8calib.options.keys import BATCH_SIZE, SAMPLES, SEED
+from fp8calib.options.option import Argument, Option
 from fp8calib.requests.shared import (
-    BATCH_SIZE,
-    SAMPLES,
-    DataOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
@@ -19,51 +18,63 @@ from fp8calib.requests.shared import (
     FormatOption,
     Fp8DtypeOption,
     MemoryOption,
-    NoPackOption,
+    PackOption,
+    ProgressArgument,
     QueryScaleOption,
     ReplaceScalesOption,
     RevisionOption,
     RuleOption,
-    RunModel,
+    RunOrLiveModel,
     SeqLenOption,
     TextColumnOption,
+    TextDataOption,
+    TokenizerArgument,
     TpOption,
     TrustOption,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CalibrateRequest:
     """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    model: RunModel
-    data: DataOption = None
+    model: RunOrLiveModel
+    data: TextDataOption = None
+    _: KW_ONLY
     text_column: TextColumnOption = None
     recipe: Annotated[
-        str,
+        str | Path,
         Option(
             "--recipe",
             metavar="NAME|FILE",
+            reads=str,
             help="What to observe and write; see `fp8calib recipes`.",
         ),
     ] = "kv"
+    observe: Annotated[
+        Collection[str] | None,
+        Argument("The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's."),
+    ] = None
     out: Annotated[
-        Path | None,
-        Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8calib."),
+        str | Path | None,
+        Option(
+            "--out",
+            metavar="DIR",
+            reads=Path,
+            help="Output folder; default ./<model>-fp8calib.",
+            about_argument="Output folder; None writes nothing.",
+        ),
     ] = None
     formats: FormatOption = None
     tp: TpOption = None
     samples: Annotated[int | None, SAMPLES] = None
     seq_len: SeqLenOption = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
-    no_pack: NoPackOption = False
-    seed: Annotated[
-        int | None,
-        Option("--seed", metavar="S", help="Seed for mixing weighted data specs."),
-    ] = None
+    pack: PackOption = None
+    seed: Annotated[int | None, SEED] = None
     rule: RuleOption = None
     fallback: FallbackOption = None
     fp8_dtype: Fp8DtypeOption = None
@@ -90,17 +101,5 @@ class CalibrateRequest:
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
     force: ForceOption = False
-
-    @property
-    def ignorable(self) -> dict[str, object]:
-        """The options that have no effect with some recipes."""
-        return {
-            "--tp": self.tp,
-            "--data": self.data,
-            "--text-column": self.text_column,
-            "--samples": self.samples,
-            "--seq-len": self.seq_len,
-            "--batch-size": self.batch_size,
-            "--no-pack": self.no_pack,
-            "--seed": self.seed,
-        }
+    tokenizer: TokenizerArgument = None
+    progress: ProgressArgument = None

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fp8calib.engines.registry import list_defaults, list_replayed
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import StatsLike
+from fp8calib.requests.shared import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CheckRequest:
         ),
     ] = False
     stats: Annotated[
-        StatsLike | None,
+        Stats | None,
         Option(
             "--stats",
             metavar="FILE",

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.options.keys import FORMATS
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BaseOption,
     FallbackOption,
     ForceOption,
-    FormatOption,
     Fp8DtypeOption,
+    Model,
     OtherWeightsOption,
     QueryScaleOption,
     ReplaceScalesOption,
     RuleOption,
+    Stats,
+    TokenizerArgument,
     TpOption,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ExportRequest:
     """Write the scales of a calibration in other formats or for other tensor-parallel degrees.
 
     Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
     """
 
-    stats: Annotated[Path, Option(metavar="STATS", help="stats.safetensors of a calibration.")]
-    out: Annotated[Path, Option("--out", metavar="DIR", help="Output folder.")]
-    formats: FormatOption = None
+    stats: Annotated[
+        Stats, Option(metavar="STATS", reads=Path, help="stats.safetensors of a calibration.")
+    ]
+    formats: Annotated[str | Sequence[str], FORMATS]
+    out: Annotated[str | Path, Option("--out", metavar="DIR", reads=Path, help="Output folder.")]
+    _: KW_ONLY
     tp: TpOption = None
     model: Annotated[
-        str | None,
+        Model | None,
         Option(
             "--model",
             metavar="MODEL",
+            reads=str,
             help="The calibrated model, or a quantized checkpoint of it (of which an overlay keeps "
             "the quantization); needed for overlays and weights.",
         ),
@@ -58,3 +66,4 @@ class ExportRequest:
         ),
     ] = False
     force: ForceOption = False
+    tokenizer: TokenizerArgument = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,34 +11,23 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
+from fp8calib.options.keys import BATCH_SIZE, SAMPLES
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
-    BATCH_SIZE,
-    SAMPLES,
-    DataOption,
     DtypeOption,
     ForceOption,
     MemoryOption,
-    NoPackOption,
+    PackOption,
+    ProgressArgument,
     RevisionOption,
     SeqLenOption,
+    StatsOption,
     TextColumnOption,
+    TextDataOption,
+    TokenizerArgument,
     TrustOption,
-    UnquantizedModel,
+    UnquantizedOrLiveModel,
 )
-
-_OF_TEXT = (
-    "data",
-    "text_column",
-    "samples",
-    "seq_len",
-    "batch_size",
-    "no_pack",
-    "memory",
-    "dry_run",
-    "trust_remote_code",
-)
-"""The settings that rounding to nearest has no use for."""
 
 
 def _describe_schemes() -> Iterator[str]:
@@ -52,14 +41,31 @@ def _describe_dialects() -> Iterator[str]:
         yield f"{dialect.name}{only}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
+    """Read the names of schemes by pattern.
+
+    Raises:
+        UsageError: a scheme or a pattern is missing, or a pattern is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        pattern, _, scheme = text.rpartition("=")
+        if not pattern or not scheme:
+            raise UsageError(f"--layer-scheme {text}: must be PATTERN=SCHEME")
+        if pattern in found:
+            raise UsageError(f"--layer-scheme {pattern}: is given twice")
+        found[pattern] = scheme
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizeRequest:
     """Write an FP8 checkpoint shard by shard, without loading the model.
 
     Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
     """
 
-    model: UnquantizedModel
+    model: UnquantizedOrLiveModel
     scheme: Annotated[
         str,
         Option(
@@ -70,8 +76,10 @@ class QuantizeRequest:
         ),
     ]
     out: Annotated[
-        Path, Option("--out", metavar="DIR", help="Output folder of the FP8 checkpoint.")
+        str | Path,
+        Option("--out", metavar="DIR", reads=Path, help="Output folder of the FP8 checkpoint."),
     ]
+    _: KW_ONLY
     rounding: Annotated[
         str,
         Option(
@@ -84,20 +92,13 @@ class QuantizeRequest:
             "--seq-len, --batch-size and --no-pack.",
         ),
     ] = NEAREST
-    data: DataOption = None
+    data: TextDataOption = None
     text_column: TextColumnOption = None
     samples: Annotated[int | None, SAMPLES] = None
     seq_len: SeqLenOption = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
-    no_pack: NoPackOption = False
-    stats: Annotated[
-        Path | None,
-        Option(
-            "--stats",
-            metavar="STATS",
-            help="Statistics of a calibration, for the scales of inputs, K and V.",
-        ),
-    ] = None
+    pack: PackOption = None
+    stats: StatsOption = None
     dialect: Annotated[
         str,
         Option(
@@ -106,20 +107,23 @@ class QuantizeRequest:
             help=f"{', '.join(_describe_dialects())}.",
         ),
     ] = COMPRESSED_TENSORS.name
-    layer_scheme: Annotated[
-        list[str] | None,
+    layer_schemes: Annotated[
+        Mapping[str, str] | None,
         Option(
             "--layer-scheme",
             metavar="PATTERN=SCHEME",
+            reads=list[str],
+            collect=read_layer_schemes,
             help="Another scheme for the linears that a pattern like those of --ignore matches; "
             "repeat for more: the first pattern that matches counts.",
         ),
     ] = None
     ignore: Annotated[
-        list[str] | None,
+        Sequence[str] | None,
         Option(
             "--ignore",
             metavar="PATTERN",
+            reads=list[str],
             help="Leave a module and its submodules unquantized: a path, a glob, or re: and a "
             "regular expression that matches the whole path; repeat for more. Heads, embeddings, "
             "norms, routers, towers and projectors are never quantized.",
@@ -134,14 +138,15 @@ class QuantizeRequest:
             f"On with --rounding {GPTQ}, off with {NEAREST}.",
         ),
     ] = None
-    no_shared_scales: Annotated[
+    shared_scales: Annotated[
         bool,
         Option(
             "--no-shared-scales",
+            negates=True,
             help="With scales per tensor: give q, k and v, and gate and up, a weight scale each, "
             "and every expert its own input scale.",
         ),
-    ] = False
+    ] = True
     allow_unservable: Annotated[
         bool,
         Option(
@@ -180,26 +185,5 @@ class QuantizeRequest:
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
     force: ForceOption = False
-
-    @property
-    def layer_schemes(self) -> dict[str, str]:
-        """The names of schemes by pattern.
-
-        Raises:
-            UsageError: a scheme or a pattern is missing, or a pattern is given twice.
-        """
-        found: dict[str, str] = {}
-        for text in self.layer_scheme or ():
-            pattern, _, scheme = text.rpartition("=")
-            if not pattern or not scheme:
-                raise UsageError(f"--layer-scheme {text}: must be PATTERN=SCHEME")
-            if pattern in found:
-                raise UsageError(f"--layer-scheme {pattern}: is given twice")
-            found[pattern] = scheme
-        return found
-
-    @property
-    def text_options(self) -> dict[str, object]:
-        """The options that need a rounding that runs text."""
-        given = {name: getattr(self, name) for name in _OF_TEXT}
-        return {**given, "dtype": None if self.dtype == "auto" else self.dtype}
+    tokenizer: TokenizerArgument = None
+    progress: ProgressArgument = None

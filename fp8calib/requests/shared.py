@@ -3,74 +3,60 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from fp8calib.data.specs import ACCEPTED_SUFFIXES
-from fp8calib.dialects.registry import list_format_names, list_query_format_names
+from fp8calib.dialects.registry import list_format_names
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
-from fp8calib.options.option import Option
+from fp8calib.options.keys import (
+    DATA,
+    FALLBACK,
+    FORMATS,
+    FP8_DTYPE,
+    PACK,
+    QUERY_SCALE,
+    RULE,
+    SEQ_LEN,
+    TEXT_COLUMN,
+    TP,
+)
+from fp8calib.options.option import Argument, Option
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
-class StatsInMemory(Protocol):
-    """`fp8calib.CalibrationStats`, whose module imports torch."""
+    from fp8calib.results.calibrate import CalibrateResult
+    from fp8calib.stats.calibration_stats import CalibrationStats
 
-    @property
-    def header(self) -> Any: ...  # noqa: D102
+    Array: TypeAlias = np.ndarray[Any, Any]
+else:  # only named, as importing them takes seconds
+    _NAMES = ("Array", "Tensor", "PreTrainedModel", "CalibrateResult", "CalibrationStats")
+    Array, Tensor, PreTrainedModel, CalibrateResult, CalibrationStats = (
+        type(name, (), {}) for name in _NAMES
+    )
 
+Model: TypeAlias = str | Path | PreTrainedModel
+"""A folder, a Hub id, or a model that is in memory."""
+Stats: TypeAlias = str | Path | CalibrationStats | CalibrateResult
+"""Statistics: the file, or what `load_stats` and `calibrate` return."""
+TextData: TypeAlias = (
+    str | Path | Iterable[str | Path | Tensor | Array | Sequence[int] | Mapping[str, Any]]
+)
+"""One spec (`--data`), several as paths, texts, token ids (1-D tensors or arrays, lists), or rows
+as in JSONL."""
+ProgressCallback: TypeAlias = Callable[[str, int, int | None], None]
+"""Called with the name of a stage, the steps done, and all steps (None: unknown)."""
 
-StatsLike = StatsInMemory | str | Path
-"""Statistics, or the file or folder that holds them."""
-FormatOption = Annotated[
-    list[str] | None,
-    Option(
-        "--format",
-        metavar="|".join(list_format_names()),
-        help="What to write; several names, or repeat for more.",
-    ),
-]
-TpOption = Annotated[
-    list[int] | None,
-    Option(
-        "--tp", metavar="N", help="Tensor-parallel degree of the JSON formats; repeat for more."
-    ),
-]
-RuleOption = Annotated[
-    str | None,
-    Option(
-        "--rule",
-        metavar="amax|percentile:P|mse|headroom:H",
-        help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
-        "squared error) or headroom:H (H times amax). Weights always use amax.",
-    ),
-]
-FallbackOption = Annotated[
-    str | None,
-    Option(
-        "--fallback",
-        metavar="layer-max|one|refuse",
-        help="Scale of a site for which none can be computed.",
-    ),
-]
-Fp8DtypeOption = Annotated[
-    str | None,
-    Option(
-        "--fp8-dtype",
-        metavar="|".join(KV_FORMATS),
-        help=f"FP8 format; default {E4M3FN.name}.",
-    ),
-]
-QueryScaleOption = Annotated[
-    str | None,
-    Option(
-        "--query-scale",
-        metavar="auto|yes|no",
-        help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
-        "needs it in some layer.",
-    ),
-]
+FormatOption = Annotated[str | Sequence[str] | None, FORMATS]
+TpOption = Annotated[int | Sequence[int] | None, TP]
+RuleOption = Annotated[str | None, RULE]
+FallbackOption = Annotated[str | None, FALLBACK]
+Fp8DtypeOption = Annotated[str | None, FP8_DTYPE]
+QueryScaleOption = Annotated[str | None, QUERY_SCALE]
 GATE_NAMES = ("kv", "w8a8")
 """The gates of `fp8calib.verification.judge.gates`, which imports torch."""
 ForceOption = Annotated[
@@ -79,17 +65,17 @@ ForceOption = Annotated[
         "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
 ]
-UnquantizedModel = Annotated[
-    str, Option(metavar="MODEL", help="The unquantized model: folder or Hub id.")
-]
-RunModel = Annotated[
-    str,
-    Option(
-        metavar="MODEL",
-        help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
-        "of compressed-tensors is dequantized while it is read.",
-    ),
-]
+UNQUANTIZED = Option(metavar="MODEL", reads=str, help="The unquantized model: folder or Hub id.")
+_RUN = Option(
+    metavar="MODEL",
+    reads=str,
+    help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
+    "of compressed-tensors is dequantized while it is read.",
+)
+UnquantizedModel = Annotated[str, UNQUANTIZED]
+UnquantizedOrLiveModel = Annotated[Model, UNQUANTIZED]
+RunModel = Annotated[str, _RUN]
+RunOrLiveModel = Annotated[Model, _RUN]
 RevisionOption = Annotated[
     str | None, Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
 ]
@@ -98,6 +84,15 @@ TrustOption = Annotated[
     Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint."),
 ]
 
+StatsOption = Annotated[
+    Stats | None,
+    Option(
+        "--stats",
+        metavar="STATS",
+        reads=Path,
+        help="Statistics of a calibration, for the scales of inputs, K and V.",
+    ),
+]
 BaseOption = Annotated[
     str | None,
     Option(
@@ -119,38 +114,17 @@ ReplaceScalesOption = Annotated[
     bool, Option("--replace-scales", help="Replace the KV scales that MODEL has.")
 ]
 
-DataOption = Annotated[
-    list[str] | None,
-    Option(
-        "--data",
-        metavar="SPEC",
-        help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk[:SPLIT], "
-        "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several. Default: builtin.",
-    ),
+DataOption = Annotated[list[str] | None, DATA]
+TextDataOption = Annotated[TextData | None, DATA]
+TextColumnOption = Annotated[str | None, TEXT_COLUMN]
+SeqLenOption = Annotated[int | None, SEQ_LEN]
+PackOption = Annotated[bool | None, PACK]
+NoPackOption = Annotated[bool, replace(PACK, negates=False, key="")]
+TokenizerArgument = Annotated[
+    Any, Argument("For texts, and written beside a model in memory; None: that of the model.")
 ]
-TextColumnOption = Annotated[
-    str | None,
-    Option(
-        "--text-column",
-        metavar="NAME",
-        help="Column of the rows to read: text, messages or token ids. Default: the first of text, "
-        "messages, ... that there is.",
-    ),
-]
-SAMPLES = Option("--samples", metavar="N", least=1, help="Number of sequences; default 512.")
-SeqLenOption = Annotated[
-    int | None,
-    Option(
-        "--seq-len",
-        metavar="L",
-        least=2,
-        help="Tokens per sequence; default 2048, or the model's maximum if smaller.",
-    ),
-]
-BATCH_SIZE = Option("--batch-size", metavar="B", least=1, help="Sequences per batch; default 1.")
-NoPackOption = Annotated[
-    bool,
-    Option("--no-pack", help="One text per sequence, truncated or padded; padding is masked."),
+ProgressArgument = Annotated[
+    ProgressCallback | None, Argument("Called with stage, steps done and all steps (or None).")
 ]
 DeviceOption = Annotated[
     str, Option("--device", metavar="auto|cpu|cuda[:i]", help="Device to compute on.")
@@ -203,13 +177,3 @@ def spread_formats(arguments: Sequence[str]) -> list[str]:
             in_formats = is_value or argument.startswith("--format=")
         spread.append(argument)
     return spread
-
-
-def split_names(values: Sequence[str] | None) -> list[str] | None:
-    """Split `a,b` into two names and drop repetitions; None stays None (not given)."""
-    if values is None:
-        return None
-    names = [name.strip() for value in values for name in value.split(",")]
-    if not any(names):
-        raise UsageError("--format: no name given")
-    return list(dict.fromkeys(name for name in names if name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import computed_field
 
@@ -35,6 +36,7 @@ class EngineResult(EngineReport):
 class CheckResult(Result):
     """One report for each engine that was asked for."""
 
+    first_keys: ClassVar = ("ok",)
     engines: Mapping[str, EngineResult]
 
     @classmethod

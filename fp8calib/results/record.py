@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +19,9 @@ class Record(BaseModel):
 class Result(WithOverview, Record):
     """What a command gives: `--json` prints it, and the function of Python returns it."""
 
+    first_keys: ClassVar[tuple[str, ...]] = ()
+    """What stands at the top of the JSON object: the answer, before what it rests on."""
+
     @property
     def passed(self) -> bool:
         """Whether no check and no gate failed."""
@@ -31,8 +34,9 @@ class Result(WithOverview, Record):
 
     def to_json(self) -> dict[str, Any]:
         """Make the object that `--json` prints."""
+        found = self.model_dump(mode="json", by_alias=True)
         common = {"schema_version": SCHEMA_VERSION, "passed": self.passed}
-        return {**common, **self.model_dump(mode="json", by_alias=True)}
+        return {**common, **{key: found[key] for key in self.first_keys}, **found}
 
 
 class BeforeAfter(Record):
@@ -40,3 +44,18 @@ class BeforeAfter(Record):
 
     before: int
     after: int
+
+
+class ShardIndex(Record):
+    """Which shard of a run, from 1."""
+
+    index: int
+    count: int
+
+
+class LayerScheme(Record):
+    """A pattern that gives linears another scheme, and the number of these linears."""
+
+    pattern: str
+    scheme: str
+    linears: int

@@ -87,7 +87,7 @@ class StatsHeader(Frozen):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         """Describe the fields, which the serializer only leaves out."""
-        return handler({key: value for key, value in schema.items() if key != "serialization"})  # type: ignore[arg-type]
+        return handler({key: value for key, value in schema.items() if key != "serialization"})
 
 
 class StatsShard(Frozen):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from fp8calib.blocks import Cell, Table
 from fp8calib.fp8.schemes import Granularity
@@ -316,7 +316,8 @@ class VerifyReport(WithOverview, _Model):
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
-    histograms: tuple[HistogramResult, ...] = ()
+    histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
+    """For the page alone."""
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
@@ -327,6 +328,7 @@ class VerifyReport(WithOverview, _Model):
     warnings: tuple[str, ...] = ()
     provenance: RunProvenance | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def advice(self) -> str:
         """The decision in words, the details first."""
@@ -380,7 +382,7 @@ def candidates_table(
         verdict: its verdict in words.
         tokens: adds the standard error of the top-1 agreement, as of independent tokens.
     """
-    rows = [
+    rows: list[list[str | Cell]] = [
         [
             Cell(name(each), aside=each.description, kind="name"),
             Cell(verdict(each), aside=f"{each.verdict_why} ({each.gate} gate)", kind=each.verdict),

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from fp8calib.api.auto.report import AutoReport
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import CONFIG_NAME
@@ -24,6 +23,7 @@ from fp8calib.dialects.metadata import find_origin, read_file_origin
 from fp8calib.dialects.read import has_kv_scales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.results.auto import AutoResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
 from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
@@ -226,7 +226,7 @@ def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Lo
     try:
         fields = {k: v for k, v in document.items() if k not in _ADDED}
         if document.get("kind") == "auto":
-            loss = _from_auto(AutoReport.model_validate(fields))
+            loss = _from_auto(AutoResult.model_validate(fields))
         else:
             loss = _from_verify(VerifyReport.model_validate(fields), path, folder)
     except ValidationError as error:
@@ -249,7 +249,7 @@ _ADDED = ("schema_version", "passed", "next", "advice")
 """What the command line adds to a report."""
 
 
-def _from_auto(report: AutoReport) -> Loss:
+def _from_auto(report: AutoResult) -> Loss:
     assert report.verified is not None  # noqa: S101 -- the caller looked for what was written
     return Loss(
         model=report.model,

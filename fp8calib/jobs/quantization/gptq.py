@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from fp8calib.calibration import Progress, text_hashes_of
+from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.jobs.calibration import plan_recipe_text
-from fp8calib.jobs.models import Placement
-from fp8calib.jobs.quantization.planned import Planned, find_finished, write_planned
-from fp8calib.jobs.quantization.report import QuantizationOutcome
+from fp8calib.jobs.calibration_result import describe_plan
+from fp8calib.jobs.models import Placement, place
+from fp8calib.jobs.processes import choose_rank_device
+from fp8calib.jobs.quantization.planned import (
+    Planned,
+    QuantizeTask,
+    find_finished,
+    write_planned,
+)
+from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_schemes
 from fp8calib.jobs.quantization.servable import require_servable
+from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.jobs.resumable.memory import choose_calibration_mode
 from fp8calib.jobs.resumable.rounding import (
     check_rounding_data,
+    count_code_bytes,
     list_rounded,
     make_rounding_record,
     open_codes,
 )
 from fp8calib.jobs.resumable.run import run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
-from fp8calib.jobs.text import TextData
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import build_skeleton, find_folder, open_source
@@ -53,7 +59,8 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Data, Observe, Quantize, Recipe
+from fp8calib.recipe import Observe, Quantize, Recipe
+from fp8calib.results.plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.selection.matrices import Matrix
@@ -64,36 +71,10 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GptqTask:
-    """What to round, on which text, and where to write it."""
-
-    model: str
-    out: Path
-    asked: PlanSettings
-    stats: CalibrationStats | None
-    """For the scales of inputs, K and V."""
-    inputs: Sequence[Path]
-    """Files that the output must not replace."""
-    data: Data
-    """How much text; its sources are used where there are no `rows`."""
-    rows: TextData | None = None
-    tokenizer: Any = None
-    placement: Placement
-    revision: str | None
-    trust_remote_code: bool
-    allow_unservable: bool
-    resume: bool
-    force: bool
-    expects_duration: bool = False
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GptqJob:
     """A task whose model, text and checkpoint are planned; nothing is written yet."""
 
-    task: GptqTask
+    task: QuantizeTask
     job: ResumableJob
     selection: Selection
     expected: QuantizePlan
@@ -101,7 +82,7 @@ class GptqJob:
 
 
 @contextmanager
-def open_gptq(task: GptqTask) -> Iterator[GptqJob]:
+def open_gptq(task: QuantizeTask) -> Iterator[GptqJob]:
     """Open the model and the text, and plan the checkpoint.
 
     Raises:
@@ -112,23 +93,39 @@ def open_gptq(task: GptqTask) -> Iterator[GptqJob]:
     """
     with _open_job(task) as job:
         for text in job.plan.warnings if job.plan else ():
-            task.warn(text)
+            task.reporter.warn(text)
         if task.stats is not None:
             check_stats_model(task.stats, job.checkpoint)
         selection = select_matrices(job, task.asked)
         if task.stats is None:
             _check_measured(job, split_static(task.asked, selection)[0])
         expected = _plan_checkpoint(job, task.asked, selection, task.stats, None)
-        if not task.allow_unservable and (
+        if not task.request.allow_unservable and (
             note := require_servable(expected, job.checkpoint.folder)
         ):
-            task.warn(note)
+            task.reporter.warn(note)
         yield GptqJob(task=task, job=job, selection=selection, expected=expected)
 
 
-def run_gptq(
-    opened: GptqJob, progress: Progress, group: ProcessGroup | None = None
-) -> QuantizationOutcome | None:
+def plan_gptq(opened: GptqJob) -> RunPlan:
+    """Describe what would be run and written."""
+    expected = opened.expected
+    schemes = [each.model_dump() for each in list_layer_schemes(expected)]
+    return describe_plan(
+        opened.job,
+        choose_calibration_mode(opened.job),
+        out=str(opened.task.out),
+        writes=sorted(expected.names),
+        scheme=expected.settings.schemes.default.name,
+        **({"layer_schemes": schemes} if schemes else {}),
+        rounding=GPTQ,
+        linears=len(expected.selection.quantized),
+        output_size_bytes=expected.size_bytes,
+        work_disk_bytes=count_code_bytes(expected.selection.quantized),
+    )
+
+
+def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> QuantizationOutcome | None:
     """Round the weights and write the checkpoint; None in all processes but the first.
 
     Raises:
@@ -138,16 +135,16 @@ def run_gptq(
     """
     task, job, expected = opened.task, opened.job, opened.expected
     started = time.monotonic()
-    if task.resume and (written := find_finished(task.out, expected)) is not None:
-        task.say(f"{task.out} is finished already")
+    if task.request.resume and (written := find_finished(task.out, expected)) is not None:
+        task.reporter.say(f"{task.out} is finished already")
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
         return planned.finish(written, task.out, started=started, stats=task.stats)
-    check_output(task.out, expected.names, task.force, inputs=[job.source.folder])
+    check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
     mode = choose_calibration_mode(job)
     for text in mode.describe():
-        task.say(text)
+        task.reporter.say(text)
     with work_folder(job, make_job_header(job), group) as work:
-        stats, _ = run_job(job, mode, work, group, progress)
+        stats, _ = run_job(job, mode, work, group)
         if group is not None and not group.is_first:
             return None
         plan = _plan_checkpoint(job, task.asked, opened.selection, task.stats, stats)
@@ -157,14 +154,14 @@ def run_gptq(
                 planned,
                 task.out,
                 device="cpu",
-                resume=task.resume,
-                force=task.force,
+                resume=task.request.resume,
+                force=task.request.force,
                 inputs=task.inputs,
-                progress=progress,
+                progress=task.reporter,
                 rounded=codes,
             )
             rounded = list_rounded(job, opened.selection, codes)
-    shutil.rmtree(job.out, ignore_errors=True)
+    shutil.rmtree(job.folder, ignore_errors=True)
     outcome = planned.finish(written, task.out, started=started, stats=task.stats)
     return replace(outcome, rounded=rounded)
 
@@ -173,34 +170,39 @@ def run_gptq(
 
 
 @contextmanager
-def _open_job(task: GptqTask) -> Iterator[ResumableJob]:
-    task.placement.check()
-    folder = find_folder(task.model, task.revision)
+def _open_job(task: QuantizeTask) -> Iterator[ResumableJob]:
+    device = choose_rank_device(task.request.device, task.process_rank)
+    placement = place(replace(task.request, device=device))
+    placement.check()
+    folder = find_folder(task.model, task.request.revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         check_unquantized(checkpoint)
         select_linears(checkpoint, task.asked)
-        job = _make_job(task, checkpoint)
-        plan = plan_recipe_text(job, job.recipe, task.rows, tokenizer=task.tokenizer)
+        recipe, rows = resolve_text(_make_recipe(task), task.request.data)
+        job = _make_job(task, checkpoint, recipe, placement)
+        plan = plan_recipe_text(job, recipe, rows, tokenizer=task.request.tokenizer)
         job = replace(job, plan=plan)
         check_rounding_data(job.plan)
         yield job
 
 
-def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
+def _make_job(
+    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, placement: Placement
+) -> ResumableJob:
     """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
 
     Raises:
         UsageError: there is no class that runs the model.
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
-    device = choose_device(task.placement.device)
-    dtype, why = choose_dtype(task.placement.dtype, device=device, checkpoint=checkpoint)
-    recipe = _make_recipe(task)
+    request = task.request
+    device = choose_device(placement.device)
+    dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
     try:
         source = open_source(
             task.model,
-            revision=task.revision,
-            trust_remote_code=task.trust_remote_code,
+            revision=request.revision,
+            trust_remote_code=request.trust_remote_code,
             if_quantized=None,
         )
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
@@ -214,18 +216,18 @@ def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
         ) from error
     return ResumableJob(
         name=task.model,
-        placement=task.placement,
+        placement=placement,
         recipe=recipe,
         source=source,
         checkpoint=checkpoint,
         prepared=prepared,
         plan=None,
         out=task.out.with_name(f"{task.out.name}.rounding"),
-        resume=task.resume,
-        force=task.force,
-        expects_duration=task.expects_duration,
-        say=task.say,
-        warn=task.warn,
+        resume=request.resume,
+        force=request.force,
+        expects_duration=request.dry_run,
+        reporter=task.reporter,
+        process_rank=task.process_rank,
         device=device,
         dtype=dtype,
         dtype_why=why,
@@ -233,13 +235,12 @@ def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
     )
 
 
-def _make_recipe(task: GptqTask) -> Recipe:
+def _make_recipe(task: QuantizeTask) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
     schemes = task.asked.schemes
-    return Recipe(
+    made = Recipe(
         name=f"quantize --rounding {GPTQ}",
         observe=Observe(kv=False, query=False, inputs=True, weights=schemes.has_static_inputs),
-        data=task.data,
         formats=(),
         quantize=Quantize(
             scheme=schemes.default.name,
@@ -248,6 +249,7 @@ def _make_recipe(task: GptqTask) -> Recipe:
             ignore=task.asked.ignore,
         ),
     )
+    return apply_request(made, task.request)
 
 
 def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:

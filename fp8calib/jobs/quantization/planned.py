@@ -25,7 +25,9 @@ from fp8calib.fp8.schemes import (
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import require_servable
+from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
+from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
@@ -39,9 +41,31 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeTask:
+    """A request whose options are resolved."""
+
+    request: QuantizeRequest
+    model: str
+    """A folder or Hub id, also of a model that is in memory."""
+    asked: PlanSettings
+    stats: CalibrationStats | None
+    """For the scales of inputs, K and V."""
+    inputs: Sequence[Path]
+    """Files that the output must not replace."""
+    reporter: Reporter
+    process_rank: ProcessRank = ALONE
+
+    @property
+    def out(self) -> Path:
+        """The folder of the checkpoint."""
+        return Path(self.request.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +100,19 @@ class Planned:
         )
 
 
-def check_rounding(rounding: str, given: Mapping[str, object], *, dequantize: bool) -> None:
+def check_rounding(rounding: str, given: Sequence[str], *, dequantize: bool) -> None:
     """Refuse an unknown rounding, and options that it has no use for.
 
-    `given` are the options of the text and of its run, by name; None and False are none.
+    `given` are options of the text and of its run.
 
     Raises:
         UsageError: naming the option.
     """
     if rounding not in (NEAREST, GPTQ):
         raise UsageError(f"--rounding {rounding}: must be {NEAREST} or {GPTQ}")
-    names = [name for name, value in given.items() if value is not None and value is not False]
-    if rounding == NEAREST and names:
+    if rounding == NEAREST and given:
         raise UsageError(
-            f"--{names[0].replace('_', '-')}: --rounding {NEAREST} runs no text",
+            f"{given[0]}: --rounding {NEAREST} runs no text",
             hint=f"leave it out, or use --rounding {GPTQ}",
         )
     if rounding == GPTQ and dequantize:

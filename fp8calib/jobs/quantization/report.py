@@ -1,12 +1,11 @@
-"""The report of a quantization: the output of `quantize --json`."""
+"""The result of a quantization."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.serving import Serving, find_checkpoint_serving
@@ -16,6 +15,8 @@ from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.rounded_codes import RoundedLinear
+from fp8calib.results.quantize import QuantizeResult, Unquantized
+from fp8calib.results.record import BeforeAfter, LayerScheme
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
@@ -37,51 +38,52 @@ class QuantizationOutcome:
     """How each linear was rounded, if not all to nearest."""
 
 
-def build_quantization_report(outcome: QuantizationOutcome) -> dict[str, Any]:
-    """Build the report of a written checkpoint: the output of --json."""
-    plan, out = outcome.plan, outcome.out
+def make_quantize_result(outcome: QuantizationOutcome) -> QuantizeResult:
+    """Make the result of a written checkpoint."""
+    plan = outcome.plan
     serving, why_none = _find_serving(outcome)
     stats = outcome.stats if plan.has_kv else None
     size = kv_bytes_per_token(stats.geometry) if stats else estimate_kv_bytes(plan.config)
-    return {
-        "out": str(out),
-        "files": list(outcome.written.files),
-        "scheme": plan.settings.schemes.default.name,
-        "layer_schemes": list_layer_schemes(plan),
-        "format": plan.settings.dialect.name,
-        "bytes": {
-            "before": outcome.source_bytes,
-            "after": sum(shard.data_bytes for shard in plan.shards),
-        },
-        "duration_s": outcome.duration_s,
-        "resumed": list(outcome.written.resumed),
-        "quantized": [matrix.module for matrix in plan.selection.quantized],
-        "left": [{"module": item.module, "why": item.why} for item in plan.selection.unquantized],
-        "dead": [asdict(item) for item in outcome.written.all_zero],
-        "rounded": [asdict(item) for item in outcome.rounded],
-        "has_kv_scales": plan.has_kv,
-        "notes": [
+    return QuantizeResult(
+        out=outcome.out,
+        files=outcome.written.files,
+        scheme=plan.settings.schemes.default.name,
+        layer_schemes=list_layer_schemes(plan),
+        format=plan.settings.dialect.name,
+        bytes=BeforeAfter(
+            before=outcome.source_bytes, after=sum(shard.data_bytes for shard in plan.shards)
+        ),
+        duration_s=outcome.duration_s,
+        resumed=outcome.written.resumed,
+        quantized=tuple(matrix.module for matrix in plan.selection.quantized),
+        left=tuple(
+            Unquantized(module=item.module, why=item.why) for item in plan.selection.unquantized
+        ),
+        dead=outcome.written.all_zero,
+        rounded=tuple(outcome.rounded),
+        has_kv_scales=plan.has_kv,
+        notes=(
             *outcome.notes,
             *([f"no command can be given to serve it: {why_none}"] if why_none else []),
             *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
-        ],
-        "kv_bytes_per_token": None
+        ),
+        kv_bytes_per_token=None
         if size is None or why_none
-        else {"before": size[0], "after": size[1]},
-        "serving": [asdict(item) for item in serving.commands],
-        "limitations": [asdict(item) for item in serving.limitations],
-        "other_engines": [asdict(item) for item in serving.others],
-    }
+        else BeforeAfter(before=size[0], after=size[1]),
+        serving=serving.commands,
+        limitations=serving.limitations,
+        other_engines=serving.others,
+    )
 
 
-def list_layer_schemes(plan: QuantizePlan) -> list[dict[str, Any]]:
+def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
     """List the patterns that give linears another scheme, with the number of these linears."""
     schemes = plan.settings.schemes
     counts = Counter(schemes.pattern_of(matrix.module) for matrix in plan.selection.quantized)
-    return [
-        {"pattern": pattern, "scheme": name, "linears": counts[pattern]}
+    return tuple(
+        LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
         for pattern, name in schemes.names.items()
-    ]
+    )
 
 
 def _find_serving(outcome: QuantizationOutcome) -> tuple[Serving, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.calibration import CalibrationJob
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.selection.select import Selection
@@ -21,14 +22,14 @@ from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 class ResumableJob(CalibrationJob):
     """Everything decided before a weight is loaded."""
 
-    out: Path
+    out: Path | None
+    """None writes nothing."""
+    process_rank: ProcessRank = ALONE
     resume: bool
     force: bool
     expects_duration: bool = False
     """Whether the time of the run is predicted."""
-    say: Callable[[str], None]
-    """Prints what the run does."""
-    warn: Callable[[str], None]
+    reporter: Reporter
     quantization: PlanSettings | None = None
     """How the FP8 checkpoint is written; None without one."""
 
@@ -38,8 +39,16 @@ class ResumableJob(CalibrationJob):
         return self.recipe.quantize is not None and self.recipe.quantize.rounding == GPTQ
 
     @property
+    def folder(self) -> Path:
+        """The output folder of a job that has one."""
+        assert self.out is not None  # noqa: S101 -- the caller knows
+        return self.out
+
+    @property
     def owned(self) -> frozenset[str]:
         """Names of the files and folders that a calibration writes in the output folder."""
+        if self.out is None:
+            return frozenset()
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
         folder = self.recipe.quantize and self.recipe.quantize.folder
         checkpoint = {folder} if folder else frozenset[str]()

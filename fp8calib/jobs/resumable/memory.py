@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from fp8calib.jobs.resumable.rounding import (
     make_rounding_probe,
     plan_rounding,
 )
-from fp8calib.machine.launch import find_process_rank
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 
 _WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
@@ -28,8 +26,8 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
     rounding = plan_rounding(job)
     mode = choose_mode(
         job,
-        scratch=_nearest_folder(job.out),
-        process_rank=find_process_rank(os.environ),
+        scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
+        process_rank=job.process_rank,
         extra_bytes=rounding,
         work=make_rounding_probe(job),
         always_streams=_WHY_STREAMED if rounding else "",

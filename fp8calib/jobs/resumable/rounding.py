@@ -103,7 +103,7 @@ def make_rounding_probe(job: ResumableJob) -> LayerRounding | None:
         return None
     matrices = select_matrices(job, job.quantization).quantized
     inputs = map_inputs(job.prepared, matrices)
-    nowhere = RoundedCodes(job.out / _CODES)
+    nowhere = RoundedCodes(job.folder / _CODES)
     return LayerRounding(job.checkpoint, matrices, job.quantization, inputs, nowhere)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration import Progress, calibrate
+from fp8calib.calibration import calibrate
 from fp8calib.data.plan import DataPlan
 from fp8calib.jobs.calibration import load_prepared
 from fp8calib.jobs.resumable.job import ResumableJob
@@ -20,7 +20,7 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
-from fp8calib.run.resume.journal import Done
+from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -44,18 +44,22 @@ class RunMeasurements:
 def run_job(
     job: ResumableJob,
     mode: MemoryMode,
-    work: WorkFolder,
+    work: WorkFolder | None,
     group: ProcessGroup | None,
-    progress: Progress,
 ) -> tuple[CalibrationStats, RunMeasurements]:
-    """Run the calibration of a job, with the rounding of weights if it asks for that."""
-    job.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+    """Run the calibration of a job, with the rounding of weights if it asks for that.
+
+    Without a working folder it cannot be resumed, and rounds nothing.
+    """
+    progress, journal = job.reporter, None if work is None else work.journal
+    done = NOTHING if journal is None else journal.done
+    progress.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
     if group is not None:
-        job.say(_describe_group(group))
+        progress.say(_describe_group(group))
     started = time.monotonic()
-    share = WorkShare(shard=job.shard, journal=work.journal, group=group)
+    share = WorkShare(shard=job.shard, journal=journal, group=group)
     rounding = None
-    if job.rounds_by_gptq and job.quantization is not None:
+    if job.rounds_by_gptq and job.quantization is not None and work is not None:
         rounding = open_rounding(job, job.quantization, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
@@ -75,8 +79,8 @@ def run_job(
         duration_s=time.monotonic() - started,
         memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
         back_offs=back_offs,
-        resumed=work.journal.done.num_sequences,
-        resumed_tokens=_count_tokens(job.plan, work.journal.done),
+        resumed=done.num_sequences,
+        resumed_tokens=_count_tokens(job.plan, done),
         num_ranks=1 if group is None else group.size,
     )
     return stats, measured

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fp8calib.calibration import make_header, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
@@ -21,6 +20,7 @@ from fp8calib.checkpoint.resumable_folder import (
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import check_same_rounding
+from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import (
@@ -33,6 +33,7 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.stats.merge import explain_other_run
 
 _TAG = "fp8calib calibrate"
+_NO_FIELDS = ("schema_version", "passed")
 
 
 class UnwrittenError(ExportError):
@@ -45,14 +46,14 @@ class WorkFolder:
 
     path: Path
     journal: Journal
-    report: Mapping[str, Any] | None = None
+    finished: CalibrateResult | None = None
     """Of an earlier run that wrote all output here but could not move it into place."""
 
 
 def check_output_of(job: ResumableJob) -> None:
     """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
     if not _looks_finished(job):
-        check_output(job.out, job.owned, job.force, inputs=[job.source.folder])
+        check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
 
 
 def make_job_header(job: ResumableJob) -> StatsHeader:
@@ -67,40 +68,40 @@ def make_job_header(job: ResumableJob) -> StatsHeader:
     )
 
 
-def find_finished(job: ResumableJob, header: StatsHeader) -> Mapping[str, Any] | None:
-    """Find the report of the run that --resume continues, if that run is finished already.
+def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | None:
+    """Find the result of the run that --resume continues, if that run is finished already.
 
     Raises:
         UsageError: the output folder holds something else.
     """
     if not _looks_finished(job):
         return None
-    found = _read_finished(job, header, job.out)
+    found = _read_finished(job, header, job.folder)
     if found is None:
-        check_output(job.out, job.owned, job.force, inputs=[job.source.folder])
+        check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
     else:
-        remove_progress_file(job.out)
+        remove_progress_file(job.folder)
     return found
 
 
 def _looks_finished(job: ResumableJob) -> bool:
-    return job.resume and _has_all(job, job.out)
+    return job.resume and _has_all(job, job.folder)
 
 
 def _has_all(job: ResumableJob, folder: Path) -> bool:
     return all((folder / name).exists() for name in job.owned)
 
 
-def _read_finished(
-    job: ResumableJob, header: StatsHeader, folder: Path
-) -> Mapping[str, Any] | None:
-    """Read the report of a folder that holds this run, finished; None if it does not."""
+def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
+    """Read the result from a folder that holds this run, finished; None if it does not."""
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
-        report: Mapping[str, Any] = json.loads((folder / REPORT_NAME).read_bytes())
+        report = json.loads((folder / REPORT_NAME).read_bytes())
+        fields = {key: value for key, value in report.items() if key not in _NO_FIELDS}
+        result = CalibrateResult(stats=stats, was_finished=True, **fields)
     except (ModelError, ValueError):
         return None
-    return report if _is_of_run(job, header, stats) else None
+    return result if _is_of_run(job, header, stats) else None
 
 
 def _is_of_run(job: ResumableJob, header: StatsHeader, stats: CalibrationStats) -> bool:
@@ -130,7 +131,7 @@ def work_folder(
             yield work
         return
     folder = ResumableFolder(
-        job.out,
+        job.folder,
         owned=job.owned,
         tag=_TAG,
         resume=job.resume,
@@ -141,18 +142,18 @@ def work_folder(
     )
     with folder as staging:
         if folder.discarded:
-            job.warn(
+            job.reporter.warn(
                 f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
                 "such a run, add --resume to its command line"
             )
         journal = _open_journal(job, header, staging)
-        if group is None and (report := _find_complete(job, header, staging)) is not None:
-            yield WorkFolder(path=staging, journal=journal, report=report)
+        if group is None and (finished := _find_complete(job, header, staging)) is not None:
+            yield WorkFolder(path=staging, journal=journal, finished=finished)
             return
         remove_outputs(staging)
         if job.resume:
             journal.load()
-            job.say(_describe_start(journal, header))
+            job.reporter.say(_describe_start(journal, header))
         if group is not None:
             folder.share()
             group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
@@ -165,9 +166,7 @@ def _check_resumed(job: ResumableJob, header: StatsHeader, staging: Path) -> Non
     check_same_rounding(job, staging)
 
 
-def _find_complete(
-    job: ResumableJob, header: StatsHeader, staging: Path
-) -> Mapping[str, Any] | None:
+def _find_complete(job: ResumableJob, header: StatsHeader, staging: Path) -> CalibrateResult | None:
     if not job.resume or not _has_all(job, staging):
         return None
     if any(map(is_checkpoint, staging.iterdir())):
@@ -192,7 +191,7 @@ def _open_journal(
         text_hashes_of(job.plan),
         shard=job.shard,
         batch_size=job.recipe.data.batch_size,
-        warn=job.warn,
+        warn=job.reporter.warn,
         rank=rank,
         done=done,
     )

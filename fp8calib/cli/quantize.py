@@ -1,0 +1,108 @@
+"""Print what `fp8calib quantize` wrote, or its plan."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from fp8calib.checkpoint.atomic import format_size
+from fp8calib.cli.console import (
+    ConsoleReporter,
+    list_top_level,
+    print_json,
+    print_text,
+    prints_json,
+    show,
+)
+from fp8calib.cli.serving import describe_serving
+from fp8calib.cli.setup import quiet_libraries
+from fp8calib.commands.quantize import run
+from fp8calib.errors import cut_list
+from fp8calib.fp8.schemes import GPTQ
+from fp8calib.machine.launch import find_process_rank
+from fp8calib.quantization.gptq.core import DAMPING
+from fp8calib.quantization.rounded_codes import RoundedLinear
+from fp8calib.render.plan import describe_plan
+from fp8calib.requests.quantize import QuantizeRequest
+from fp8calib.results.plan import RunPlan
+from fp8calib.results.quantize import QuantizeResult, Unquantized
+
+_SHOWN = 5
+
+
+def run_quantize(request: QuantizeRequest) -> None:
+    """Quantize a checkpoint and print the outcome, or the plan."""
+    if request.rounding == GPTQ:
+        quiet_libraries()
+    with ConsoleReporter() as reporter:
+        result = run(request, reporter, find_process_rank(os.environ))
+    if isinstance(result, RunPlan):
+        if prints_json():
+            print_json(result.to_json())
+        show(describe_plan(result, "plan (nothing was run or written)"))
+    elif result is not None and prints_json():
+        print_json(result.model_dump(mode="json"))
+    elif result is not None:
+        for text in _describe(result):
+            print_text(text)
+
+
+def _describe(result: QuantizeResult) -> Iterator[str]:
+    before, after = map(format_size, (result.bytes.before, result.bytes.after))
+    yield (
+        f"{len(result.quantized)} linears quantized ({_describe_schemes(result)}, "
+        f"{result.format}), weights {before} -> {after}, {result.duration_s:.1f} s"
+    )
+    yield from _describe_unquantized(result.left)
+    yield from _describe_rounding(result.rounded)
+    if (sizes := result.kv_bytes_per_token) is not None:
+        scales = "with its scales" if result.has_kv_scales else "without scales: 1.0"
+        yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8 ({scales})"
+    yield f"written to {result.out}: {_list_files(result.files)}"
+    yield from describe_serving(result.model_dump(mode="json"))
+
+
+def _describe_schemes(result: QuantizeResult) -> str:
+    """Name the scheme, and how many linears have another."""
+    counts: Counter[str] = Counter()
+    for each in result.layer_schemes:
+        counts[each.scheme] += each.linears
+    return ", ".join([result.scheme, *(f"{number} {name}" for name, number in counts.items())])
+
+
+def _describe_unquantized(left: Sequence[Unquantized]) -> Iterator[str]:
+    """Describe what stays unquantized for each reason, with a few names."""
+    for reason in dict.fromkeys(item.why for item in left):
+        names = [item.module for item in left if item.why == reason]
+        yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
+
+
+def _describe_rounding(rounded: Sequence[RoundedLinear]) -> Iterator[str]:
+    """Describe how many linears GPTQ rounded, how much it gained, and which it did not round."""
+    if not rounded:
+        return
+    chosen = [item for item in rounded if item.rounding == GPTQ]
+    gains = [
+        item.gptq_db - item.nearest_db
+        for item in chosen
+        if item.gptq_db is not None and item.nearest_db is not None
+    ]
+    gained = f": {median(gains):.1f} dB less output error in the median" if gains else ""
+    yield f"{len(chosen)} of {len(rounded)} linears rounded by GPTQ{gained}"
+    for why in dict.fromkeys(item.why for item in rounded if item.why):
+        names = [item.module for item in rounded if item.why == why]
+        yield f"  rounded to nearest ({why}): {cut_list(names, _SHOWN)}"
+    raised = [item.module for item in rounded if (item.damping or 0) > DAMPING]
+    if raised:
+        yield f"  more damping, for a Hessian that was not positive: {cut_list(raised, _SHOWN)}"
+
+
+def _list_files(files: Sequence[str]) -> str:
+    """List files, all shards as one entry."""
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if len(shards) <= 1:
+        return list_top_level(files)
+    others = [name for name in files if name not in shards]
+    return f"{len(shards)} shards, {list_top_level(others)}"

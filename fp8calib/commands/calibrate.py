@@ -1,0 +1,397 @@
+"""Run calibration text through a model: plan, calibrate, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.rows import Row
+from fp8calib.data.shares import Share, parse_share
+from fp8calib.dialects.dialect import Graft
+from fp8calib.dialects.registry import find_dialect
+from fp8calib.dialects.write import (
+    check_export,
+    check_overlay_source,
+    check_replaced,
+    write_formats,
+)
+from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.jobs.calibration import IF_QUANTIZED, fields_of, plan_recipe_text
+from fp8calib.jobs.calibration_result import (
+    describe_plan,
+    describe_rows,
+    make_calibrate_result,
+    save_report,
+)
+from fp8calib.jobs.fp8_checkpoint import (
+    add_checkpoint,
+    check_replaced_checkpoint,
+    explain_refusal,
+    make_plan_settings,
+    write_checkpoint,
+)
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.processes import check_shard, choose_rank_device
+from fp8calib.jobs.recipe_options import (
+    check_query,
+    decide_query,
+    list_given,
+    list_ignored,
+    override_recipe,
+    resolve_text,
+)
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.memory import choose_calibration_mode
+from fp8calib.jobs.resumable.rounding import check_rounding_data
+from fp8calib.jobs.resumable.run import RunMeasurements, run_job
+from fp8calib.jobs.resumable.work_folder import (
+    UnwrittenError,
+    check_output_of,
+    find_finished,
+    make_job_header,
+    remove_outputs,
+    work_folder,
+)
+from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.options.keys import FORMATS, TP
+from fp8calib.recipe import Recipe
+from fp8calib.requests.calibrate import CalibrateRequest
+from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.results.plan import RunPlan
+from fp8calib.run.distributed.group import ProcessGroup, open_process_group
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.resume.journal import is_checkpoint
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    StatsHeader,
+    save_stats,
+)
+
+
+def run(
+    request: CalibrateRequest, reporter: Reporter, process_rank: ProcessRank = ALONE
+) -> CalibrateResult | RunPlan | None:
+    """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
+
+    A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
+    checkpoint that `save_pretrained` writes of it.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        RecipeError: the recipe is invalid.
+        ModelError: the model cannot be read or run, or is quantized in a form that cannot be read.
+        DataError: the data cannot be read.
+        CalibrationError: the forward pass failed, or gave NaN or infinity.
+        ExportError: a format or the checkpoint of the recipe cannot be written.
+    """
+    if request.out is None:
+        _refuse_unwritten(request)
+    recipe, rows = resolve_text(override_recipe(str(request.recipe), request), request.data)
+    recipe = _leave_out_unwritten(request, recipe, reporter)
+    given = (name for name in list_given(request) if request.out is not None or name != TP.flags)
+    for text in list_ignored(recipe, list(given)):
+        reporter.warn(text)
+    shard = None if request.shard is None else parse_share(request.shard)
+    device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
+    request = replace(request, device=device)
+    with (
+        open_process_group(process_rank) as group,
+        _open_job(request, recipe, rows, shard, reporter, process_rank) as job,
+    ):
+        told = _warn_each(reporter, job.plan.warnings if job.plan else (), ())
+        result = _run(job, request, group)
+        if isinstance(result, CalibrateResult) and not result.was_finished:
+            files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+            _warn_each(reporter, (*result.warnings, *files), (*told, result.failure))
+        return result
+
+
+def _warn_each(reporter: Reporter, texts: Iterable[str], told: Iterable[str]) -> tuple[str, ...]:
+    new = tuple(text for text in texts if text not in told)
+    for text in new:
+        reporter.warn(text)
+    return new
+
+
+def _run(
+    job: ResumableJob, request: CalibrateRequest, group: ProcessGroup | None
+) -> CalibrateResult | RunPlan | None:
+    header = make_job_header(job)
+    is_finished, finished = _find_finished(job, header, group)
+    if is_finished:
+        return finished
+    mode = choose_calibration_mode(job)
+    if request.dry_run:
+        return describe_plan(job, mode)
+    if job.out is None:
+        stats, measured = run_job(job, mode, None, group)
+        return make_calibrate_result(job, stats, measured) if job.process_rank.is_first else None
+    return _run_into(job, mode, header, request, group)
+
+
+def _run_into(
+    job: ResumableJob,
+    mode: MemoryMode,
+    header: StatsHeader,
+    request: CalibrateRequest,
+    group: ProcessGroup | None,
+) -> CalibrateResult | None:
+    """Run a job that writes files."""
+    for text in (*describe_rows(job.plan), *mode.describe()):
+        job.reporter.say(text)
+    with work_folder(job, header, group) as work:
+        if work.finished is not None:
+            return _tell_finished(job, work.finished)
+        stats, measured = run_job(job, mode, work, group)
+        if not job.process_rank.is_first:
+            return None
+        return _write(job, stats, measured, work.path, request)
+
+
+# --- before the run -------------------------------------------------------------------------------
+
+
+def _refuse_unwritten(request: CalibrateRequest) -> None:
+    """Refuse options for files that are not written."""
+    given = {
+        FORMATS.flags: request.formats,
+        "--resume": request.resume,
+        "--force": request.force,
+        "--replace-scales": request.replace_scales,
+    }
+    if needless := [option for option, value in given.items() if value]:
+        raise UsageError(
+            f"{needless[0]}: nothing is written without --out", hint="add --out, or leave it out"
+        )
+
+
+def _leave_out_unwritten(request: CalibrateRequest, recipe: Recipe, reporter: Reporter) -> Recipe:
+    """Leave out of the recipe what is not written: without a folder, and for a shard."""
+    if request.shard is not None and request.formats:
+        reporter.warn(
+            "--format has no effect on a shard: run `fp8calib export` after `fp8calib merge`"
+        )
+    if request.shard is None and request.out is not None:
+        return recipe
+    # a shard has no outputs that need the statistics of all
+    return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
+
+
+def _find_finished(
+    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
+) -> tuple[bool, CalibrateResult | None]:
+    """Look for finished output in the first process alone: others may see what it writes now."""
+    if job.out is None:
+        return False, None
+    found: list[CalibrateResult | None] = []
+
+    def look() -> bool:
+        found.append(find_finished(job, header))
+        return found[0] is not None
+
+    is_finished = look() if group is None else bool(group.broadcast(look))
+    if found and found[0] is not None:
+        return True, _tell_finished(job, found[0])
+    return is_finished, None
+
+
+def _tell_finished(job: ResumableJob, finished: CalibrateResult) -> CalibrateResult:
+    job.reporter.say(f"{job.out} is finished already")
+    return finished
+
+
+@contextmanager
+def _open_job(
+    request: CalibrateRequest,
+    recipe: Recipe,
+    rows: Iterable[Row] | None,
+    shard: Share | None,
+    reporter: Reporter,
+    process_rank: ProcessRank,
+) -> Iterator[ResumableJob]:
+    _check_observed(recipe)
+    with (
+        open_run_model(
+            request.model,
+            place(request),
+            revision=request.revision,
+            trust_remote_code=request.trust_remote_code,
+            if_quantized=IF_QUANTIZED,
+            recipe=recipe,
+        ) as opened,
+        ExitStack() as stack,
+    ):
+        model = _give_files(opened, request, recipe, stack)
+        prepared, checkpoint = model.prepared, model.checkpoint
+        fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+        check_query(recipe)
+        _check_excluded(recipe, prepared)
+        check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
+        graft = Graft(replaces_scales=request.replace_scales)
+        check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)
+        job = ResumableJob(
+            **fields_of(model),
+            resume=request.resume,
+            force=request.force,
+            expects_duration=request.dry_run,
+            reporter=reporter,
+            process_rank=process_rank,
+            recipe=recipe,
+            shard=shard,
+            plan=None,
+            out=None if request.out is None else Path(request.out),
+            quantization=make_plan_settings(recipe),
+        )
+        if job.out is not None:
+            _check_outputs(job, dry_run=request.dry_run)
+        job = replace(job, plan=plan_recipe_text(model, recipe, rows, tokenizer=request.tokenizer))
+        if job.rounds_by_gptq:
+            check_rounding_data(job.plan)
+        check_shard(job)
+        yield job
+
+
+def _give_files(
+    model: RunModel, request: CalibrateRequest, recipe: Recipe, stack: ExitStack
+) -> RunModel:
+    """Give a model in memory the files that an overlay or FP8 checkpoint of it is made from."""
+    needs_files = recipe.quantize is not None or any(
+        find_dialect(name).needs_model for name in recipe.formats
+    )
+    if not model.is_live or not needs_files or request.out is None or request.dry_run:
+        return model
+    folder = stack.enter_context(saved_model(request.model, Path(request.out), request.tokenizer))
+    checkpoint = stack.enter_context(Checkpoint.open(Path(folder), require_config=True))
+    return replace(model, checkpoint=checkpoint)
+
+
+def _check_outputs(job: ResumableJob, *, dry_run: bool) -> None:
+    """Refuse an output folder that is in use, and a checkpoint that cannot be written."""
+    if not dry_run:
+        check_output_of(job)
+    check_replaced(job.recipe.formats, job.folder, job.checkpoint.stored)
+    check_replaced_checkpoint(job)
+    if refusal := explain_refusal(job):
+        folder = job.recipe.quantize and job.recipe.quantize.folder
+        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
+        raise ExportError(f"{folder} cannot be written: {refusal}", hint=hint)
+
+
+def _check_excluded(recipe: Recipe, prepared: PreparedModel) -> None:
+    """Refuse formats whose K and V the recipe excludes, before text is run."""
+    modules = (attention.module for _, attention in prepared.geometry.attentions())
+    excluded = next((module for module in modules if module in prepared.ignored), None)
+    if recipe.formats and excluded is not None:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: needs K and V of {excluded}, which recipe "
+            f"{recipe.name} excludes",
+            hint="take it out of observe.ignore, or write `formats: []`",
+        )
+
+
+def _check_observed(recipe: Recipe) -> None:
+    """Refuse unknown formats, and those whose scales the recipe does not observe."""
+    observe = recipe.observe
+    with_linears = [name for name in recipe.formats if find_dialect(name).has_linears]
+    if recipe.formats and not observe.kv:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
+            hint="choose another recipe",
+        )
+    if with_linears and not (observe.inputs and observe.weights):
+        raise UsageError(
+            f"{', '.join(with_linears)}: needs inputs and weights, and recipe {recipe.name} does "
+            "not observe both",
+            hint="choose another recipe",
+        )
+    if recipe.query_scale is True and not observe.query:
+        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
+
+
+# --- after the run --------------------------------------------------------------------------------
+
+
+def _write(
+    job: ResumableJob,
+    stats: CalibrationStats,
+    measured: RunMeasurements,
+    folder: Path,
+    request: CalibrateRequest,
+) -> CalibrateResult:
+    """Write all output; where a format cannot be written, save at least the statistics."""
+    try:
+        return _write_all(job, stats, measured, folder, request)
+    except OSError as error:
+        failed = explain_os_error(error, job.folder, needed_bytes=measure_folder(folder))
+    except ExportError as error:
+        failed = error
+    remove_outputs(folder)
+    try:
+        with OutputFolder(
+            job.folder, owned=job.owned, force=job.force, inputs=[job.source.folder]
+        ) as kept:
+            save_stats(stats, kept / STATS_NAME)
+    except Fp8CalibError as error:
+        if not any(map(is_checkpoint, folder.iterdir())):
+            raise
+        raise UnwrittenError(
+            error.message,
+            hint=f"the run's checkpoints stay in {folder}: fix the cause and add --resume",
+        ) from error
+    raise ExportError(
+        failed.message,
+        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME}` writes scales "
+        f"without another run. {failed.hint}".strip(),
+    ) from failed
+
+
+def _write_all(
+    job: ResumableJob,
+    stats: CalibrationStats,
+    measured: RunMeasurements,
+    folder: Path,
+    request: CalibrateRequest,
+) -> CalibrateResult:
+    recipe = job.recipe
+    save_stats(stats, folder / STATS_NAME)
+    written = write_formats(
+        stats,
+        recipe.formats,
+        folder,
+        fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
+        tps=recipe.tp,
+        source=job.checkpoint.stored,
+        query=decide_query(recipe, stats).is_written,
+        fallback=recipe.scales.fallback,
+        rule=recipe.scales.rule,
+        graft=Graft(replaces_scales=request.replace_scales),
+    )
+    files = sorted([STATS_NAME, REPORT_NAME, *written.files])
+    result = make_calibrate_result(
+        job, stats, measured, folder=folder, files=files, notes=written.notes
+    )
+    checkpoint = write_checkpoint(job, stats, folder)
+    if checkpoint is not None and recipe.quantize is not None:
+        result = add_checkpoint(result, checkpoint, recipe.quantize.folder)
+    save_report(folder / REPORT_NAME, result)
+    return result
+
+
+# In one process, and without `dry_run`, which gives a RunPlan, it always gives a CalibrateResult.
+calibrate = as_function(
+    "calibrate",
+    CalibrateRequest,
+    cast("Callable[[CalibrateRequest, Reporter], CalibrateResult]", run),
+)

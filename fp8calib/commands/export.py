@@ -1,0 +1,180 @@
+"""Write the scales of statistics in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.kv.rfc import RFC, name_rank_files
+from fp8calib.dialects.registry import find_dialect, list_format_names
+from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
+from fp8calib.engines.serving import Serving, find_scale_serving
+from fp8calib.errors import UsageError
+from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.jobs.export.graft import GraftOptions, require_server
+from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.jobs.stats import read_stats
+from fp8calib.options.keys import TP
+from fp8calib.requests.export import ExportRequest
+from fp8calib.results.export import ExportResult
+from fp8calib.results.served import Served
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
+
+if TYPE_CHECKING:
+    from fp8calib.jobs.export.rank_weights import RankWeights
+
+
+def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
+    """Write the scales of statistics in every requested format; no model runs.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        ModelError: the statistics are damaged; or the model cannot be read, or is another one.
+        ExportError: a scale cannot be computed, or a format not written.
+    """
+    recipe = override_recipe("kv", request)
+    if not recipe.formats:
+        raise UsageError(
+            "export: --format is missing",
+            hint=f"known formats: {', '.join(list_format_names())}",
+        )
+    for name in recipe.formats:
+        find_dialect(name)  # refuses unknown ones
+    model, out = request.model, Path(request.out)
+    with ExitStack() as stack:
+        place = (
+            None
+            if model is None
+            else stack.enter_context(saved_model(model, out, request.tokenizer))
+        )
+        is_file = isinstance(request.stats, str | Path)
+        task = ExportTask(
+            stats_name=str(request.stats) if is_file else STATS_NAME,
+            recipe=recipe,
+            model=place,
+            model_name=str(model) if isinstance(model, str | Path) else "MODEL",
+            out=out,
+            with_weights=request.with_weights,
+            graft=GraftOptions(
+                base=request.base,
+                other_weights=request.other_weights,
+                replaces_scales=request.replace_scales,
+            ),
+        )
+        _check_weights(task)
+        stats, inputs = read_stats(request.stats)
+        result = _export(task, stats, inputs=inputs, force=request.force)
+    more = () if model is None else warn_of_tokenizer(model, request.tokenizer, result.files)
+    result = result.model_copy(update={"warnings": (*result.warnings, *more)})
+    for text in result.warnings:
+        reporter.warn(text)
+    return result
+
+
+def _export(
+    task: ExportTask, stats: CalibrationStats, *, inputs: Sequence[Path], force: bool
+) -> ExportResult:
+    recipe = task.recipe
+    fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+    check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
+    query = decide_query(recipe, stats)
+    with open_target(task, stats) as target:
+        source, stats, graft = target.source, target.stats, target.graft
+        if source is not None:
+            check_replaced(recipe.formats, task.out, source)
+        with OutputFolder(
+            task.out,
+            owned=list_outputs(recipe.formats, recipe.tp) | _list_weight_files(task),
+            force=force,
+            inputs=[*inputs, *([source.folder] if source else [])],
+        ) as folder:
+            weights = _prepare_weights(task, stats, source)
+            written = write_formats(
+                stats,
+                recipe.formats,
+                folder,
+                fmt=fmt,
+                tps=recipe.tp,
+                source=source,
+                query=query.is_written,
+                fallback=recipe.scales.fallback,
+                rule=recipe.scales.rule,
+                quantized=None if weights is None else weights.tables,
+                graft=graft,
+            )
+            served = _find_serving(task, target, folder)
+            files = sorted([*written.files, *(weights.write(folder) if weights else ())])
+        return ExportResult(
+            out=task.out,
+            files=tuple(files),
+            warnings=(
+                *list_ignored(recipe, [TP.flags] if max(recipe.tp) > 1 else []),
+                *query.notes,
+                *(weights.notes if weights else ()),
+                *target.describe(),
+                *map(str, written.notes),
+            ),
+            **served,
+        )
+
+
+def _find_serving(task: ExportTask, target: ExportTarget, folder: Path) -> dict[str, Any]:
+    """Find who serves what was written; nothing without a model.
+
+    Raises:
+        ExportError: no server uses the overlay of a quantized model.
+    """
+    if target.source is None or task.with_weights:
+        return {}
+    found: list[tuple[str, Serving]] = []
+    for dialect in map(find_dialect, task.recipe.formats):
+        if target.quantized is not None and dialect.needs_model:
+            require_server(folder / dialect.path(), target.stats.geometry, target.quantized)
+        for tp in dialect.degrees(task.recipe.tp):
+            serving = find_scale_serving(
+                folder / dialect.path(tp),
+                task.out / dialect.path(tp),
+                target.stats.geometry,
+                model=target.source.folder,
+                model_name=task.model_name,
+                tp=tp,
+            )
+            found.append((dialect.name, serving))
+    return dict(Served.of(found))
+
+
+def _check_weights(task: ExportTask) -> None:
+    if task.with_weights and RFC.name not in task.recipe.formats:
+        raise UsageError(
+            "--with-weights needs --format rfc",
+            hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
+        )
+    if task.with_weights and task.model is None:
+        raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
+
+
+def _list_weight_files(task: ExportTask) -> frozenset[str]:
+    if not task.with_weights:
+        return frozenset()
+    return frozenset(name for tp in task.recipe.tp for name in name_rank_files(tp).values())
+
+
+def _prepare_weights(
+    task: ExportTask, stats: CalibrationStats, source: Checkpoint | None
+) -> RankWeights | None:
+    if not task.with_weights or source is None:
+        return None
+    from fp8calib.jobs.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
+
+    return prepare_weights(stats, source, task.recipe)
+
+
+export = as_function("export", ExportRequest, run)

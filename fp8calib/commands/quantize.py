@@ -1,0 +1,136 @@
+"""Write an FP8 checkpoint shard by shard: to nearest, or by GPTQ, which runs text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from fp8calib.fp8.schemes import GPTQ
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.quantization.planned import (
+    QuantizeTask,
+    check_rounding,
+    find_finished,
+    open_planned,
+    resolve_plan,
+    write_planned,
+)
+from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
+from fp8calib.jobs.recipe_options import list_given
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.jobs.stats import read_stats
+from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.units import format_gib
+from fp8calib.quantization.quantize import count_pinned_bytes
+from fp8calib.requests.quantize import QuantizeRequest
+from fp8calib.results.plan import RunPlan
+from fp8calib.results.quantize import QuantizeResult
+
+
+def run(
+    request: QuantizeRequest, reporter: Reporter, process_rank: ProcessRank = ALONE
+) -> QuantizeResult | RunPlan | None:
+    """Quantize a checkpoint; a dry run gives the plan, other processes than the first one nothing.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        ModelError: the model cannot be read, is quantized already, or its layout is not known.
+        DataError: the data cannot be read.
+        CalibrationError: a forward pass of `gptq` failed, or gave NaN or infinity.
+        ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
+            cannot hold it.
+    """
+    check_rounding(request.rounding, _list_of_text(request), dequantize=request.dequantize)
+    asked = resolve_plan(
+        request.scheme,
+        request.dialect,
+        layer_schemes=request.layer_schemes or {},
+        ignore=request.ignore or (),
+        power_of_two_scales=request.power_of_two_scales,
+        shared_scales=request.shared_scales,
+        is_calibrated=request.stats is not None or request.rounding == GPTQ,
+        rounding=request.rounding,
+    )
+    stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
+    with saved_model(request.model, Path(request.out), request.tokenizer) as model:
+        task = QuantizeTask(
+            request=request,
+            model=model,
+            asked=asked,
+            stats=stats,
+            inputs=inputs,
+            reporter=reporter,
+            process_rank=process_rank,
+        )
+        outcome = _round(task)
+        if not isinstance(outcome, QuantizationOutcome):
+            return outcome
+        result = make_quantize_result(outcome)
+    files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
+    for text in (*result.notes, *result.describe_dead(), *files):
+        reporter.warn(text)
+    return result
+
+
+def _list_of_text(request: QuantizeRequest) -> list[str]:
+    """List the options that were given and need a rounding that runs text."""
+    others = {
+        "--memory": request.memory is not None,
+        "--dry-run": request.dry_run,
+        "--trust-remote-code": request.trust_remote_code,
+        "--dtype": request.dtype != "auto",
+    }
+    return [*list_given(request), *(option for option, is_given in others.items() if is_given)]
+
+
+def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
+    if task.request.rounding != GPTQ:
+        return _round_to_nearest(task)
+    from fp8calib.jobs.quantization.gptq import (  # noqa: PLC0415 -- imports transformers
+        open_gptq,
+        plan_gptq,
+        run_gptq,
+    )
+    from fp8calib.run.distributed.group import open_process_group  # noqa: PLC0415
+
+    with open_process_group(task.process_rank) as group, open_gptq(task) as opened:
+        return plan_gptq(opened) if task.request.dry_run else run_gptq(opened, group)
+
+
+def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
+    request, reporter = task.request, task.reporter
+    with open_planned(
+        task.model,
+        task.asked,
+        task.stats,
+        revision=request.revision,
+        dequantize=request.dequantize,
+        allow_unservable=request.allow_unservable,
+    ) as planned:
+        if planned.unchecked:
+            reporter.warn(planned.unchecked)
+        started = time.monotonic()
+        if request.resume and find_finished(task.out, planned.plan) is not None:
+            reporter.say(f"{task.out} is finished already")
+        if request.device not in ("auto", "cpu"):
+            size = format_gib(count_pinned_bytes())
+            reporter.say(f"weights are copied to the GPU through pinned buffers of {size}")
+        written = write_planned(
+            planned,
+            task.out,
+            device=request.device,
+            resume=request.resume,
+            force=request.force,
+            inputs=task.inputs,
+            progress=reporter,
+        )
+        return planned.finish(written, task.out, started=started, stats=task.stats)
+
+
+# In one process, and without `dry_run`, which gives a RunPlan, it always gives a QuantizeResult.
+quantize = as_function(
+    "quantize", QuantizeRequest, cast("Callable[[QuantizeRequest, Reporter], QuantizeResult]", run)
+)

@@ -1,0 +1,170 @@
+"""The result of a calibration, and the plan of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fp8calib.data.plan import DataPlan
+from fp8calib.dialects.registry import find_dialect
+from fp8calib.dialects.write import Note
+from fp8calib.engines.serving import Serving, find_scale_serving
+from fp8calib.geometry.kv_bytes import kv_bytes_per_token
+from fp8calib.jobs.processes import count_planned, count_run
+from fp8calib.jobs.recipe_options import decide_query
+from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.run import RunMeasurements
+from fp8calib.machine.command_line import spell_command
+from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
+from fp8calib.results.plan import RunPlan
+from fp8calib.results.record import BeforeAfter
+from fp8calib.results.served import Served
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.scales.rules import Fallback
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
+
+
+def make_calibrate_result(
+    job: ResumableJob,
+    stats: CalibrationStats,
+    measured: RunMeasurements,
+    *,
+    folder: Path | None = None,
+    files: Sequence[str] = (),
+    notes: Sequence[Note] = (),
+) -> CalibrateResult:
+    """Make the result of a finished run.
+
+    `folder` is where the files are now; `job.out` is where they will be.
+    """
+    served = Served.of(() if folder is None else _replay_engines(job, stats, folder))
+    before, after = kv_bytes_per_token(stats.geometry)
+    counted = count_run(job, stats)
+    return CalibrateResult(
+        stats=stats,
+        model=job.name,
+        command=spell_command(),
+        recipe=job.recipe.name,
+        data=job.plan.sources if job.plan else (),
+        seq_len=job.plan.seq_len if job.plan else None,
+        rows=job.plan.rows.to_json() if job.plan and job.plan.rows else None,
+        measured_quantized=job.checkpoint.form,
+        architecture=stats.geometry.architecture,
+        out=job.out,
+        files=tuple(files),
+        **counted,
+        duration_s=measured.duration_s,
+        tokens_per_s=(counted["tokens"] - measured.resumed_tokens) / measured.duration_s,
+        dtype=job.dtype,
+        dtype_why=job.dtype_why,
+        device=job.device,
+        memory=dict(measured.memory),
+        batch_size=job.recipe.data.batch_size,
+        batch_back_off=measured.back_offs,
+        resumed_sequences=measured.resumed,
+        ranks=measured.num_ranks,
+        rule=str(job.recipe.scales.rule),
+        coverage=Coverage(observed=len(stats.sites), skipped=stats.header.skipped),
+        saturation=compute_saturation(stats),
+        positions=compute_position_saturation(stats),
+        expert_tokens=_expert_tokens(stats),
+        experts=count_experts(stats, job.recipe.scales.fallback),
+        kv_bytes_per_token=BeforeAfter(before=before, after=after),
+        serving=served.serving,
+        limitations=served.limitations,
+        other_engines=served.other_engines,
+        warnings=(
+            *job.describe_decoded(),
+            *(job.plan.warnings if job.plan else ()),
+            *decide_query(job.recipe, stats).notes,
+            *map(str, notes),
+        ),
+        versions=stats.header.versions,
+    )
+
+
+def _replay_engines(
+    job: ResumableJob, stats: CalibrationStats, folder: Path
+) -> Iterator[tuple[str, Serving]]:
+    """Find who serves each file that was written, by the name of its format."""
+    for name in job.recipe.formats:
+        dialect = find_dialect(name)
+        for tp in dialect.degrees(job.recipe.tp):
+            yield (
+                name,
+                find_scale_serving(
+                    folder / dialect.path(tp),
+                    job.folder / dialect.path(tp),
+                    stats.geometry,
+                    model=job.checkpoint.folder,
+                    model_name=job.name,
+                    tp=tp,
+                ),
+            )
+
+
+def save_report(path: Path, result: CalibrateResult) -> None:
+    """Write a result as JSON."""
+    text = json.dumps(result.to_json(), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
+    return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
+
+
+def describe_plan(job: ResumableJob, mode: MemoryMode, **more: Any) -> RunPlan:
+    """Describe the planned run; `more` is added to it, or replaces what it has."""
+    plan = job.plan
+    described = {
+        "model": job.name,
+        "architecture": job.prepared.geometry.architecture,
+        "layers": len(job.prepared.geometry.layers),
+        "weights_size_bytes": job.checkpoint.total_size_bytes,
+        "dtype": job.dtype,
+        "dtype_why": job.dtype_why,
+        "device": job.device,
+        **count_planned(job),
+        "data": list(plan.sources) if plan else [],
+        "rows": plan.rows.to_json() if plan and plan.rows else None,
+        "out": str(job.out),
+        "writes": sorted(job.owned),
+        **mode.as_json(),
+        **more,
+    }
+    return RunPlan(plan=described, text=tuple(describe_rows(plan)))
+
+
+def describe_rows(text: DataPlan | None) -> Iterator[str]:
+    """Describe the rows of a text: their number, the chat template, and examples."""
+    if text is not None and text.rows is not None:
+        yield from text.rows.describe()
+
+
+def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> Experts | None:
+    """Count the tokens that reached the experts of each layer; None without experts.
+
+    None for a shard too: another shard may reach the experts that this one did not.
+    """
+    if stats.shard is not None:
+        return None
+    counts = dict(sorted(_expert_tokens(stats).items()))
+    if not counts:
+        return None
+    return Experts(
+        fallback=fallback or Fallback.LAYER_MAX,
+        layers=tuple(
+            ExpertLayer(
+                module=module,
+                min=min(tokens),
+                median=median(tokens),
+                max=max(tokens),
+                never_reached=tuple(expert for expert, count in enumerate(tokens) if count == 0),
+            )
+            for module, tokens in counts.items()
+        ),
+    )

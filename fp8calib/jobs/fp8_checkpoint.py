@@ -1,0 +1,154 @@
+"""The FP8 checkpoint that `calibrate` writes for a recipe with `quantize`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.atomic import refuse_unknown_entries
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.overlay import find_side_files
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.errors import ExportError, ModelError
+from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
+from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
+from fp8calib.jobs.resumable.rounding import list_rounded, make_rounding_record, open_codes
+from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
+from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.recipe import Recipe
+from fp8calib.results.calibrate import CalibrateResult, NotQuantized
+from fp8calib.results.quantize import QuantizeResult
+from fp8calib.results.served import Served
+from fp8calib.selection.layer_schemes import make_layer_schemes
+from fp8calib.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
+    """Make the options of the recipe's checkpoint; None if it has none."""
+    if recipe.quantize is None:
+        return None
+    asked = recipe.quantize
+    return PlanSettings(
+        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
+        dialect=COMPRESSED_TENSORS,
+        ignore=asked.ignore,
+    )
+
+
+def explain_refusal(job: ResumableJob) -> str | None:
+    """Explain before the run why the weights cannot be quantized; None if they can."""
+    if job.quantization is None:
+        return None
+    try:
+        select_matrices(job, job.quantization)
+    except (ModelError, ExportError) as error:
+        return error.message
+    return None
+
+
+def check_replaced_checkpoint(job: ResumableJob) -> None:
+    """Refuse to replace a folder that holds files such a checkpoint does not have.
+
+    Raises:
+        UsageError: naming what would be lost.
+    """
+    if job.recipe.quantize is None:
+        return
+    folder = job.folder / job.recipe.quantize.folder
+    shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
+    sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    refuse_unknown_entries(folder, found - shards - sides - {CONFIG_NAME})
+
+
+def write_checkpoint(
+    job: ResumableJob, stats: CalibrationStats, folder: Path
+) -> QuantizeResult | NotQuantized | None:
+    """Write the recipe's checkpoint under `folder`.
+
+    Returns:
+        The result that `quantize` gives; why the checkpoint cannot be written, so that the
+        statistics and scales of a long run are kept; None if the recipe has none.
+    """
+    if job.quantization is None:
+        return None
+    try:
+        return _quantize(job, job.quantization, stats, folder)
+    except (ModelError, ExportError) as error:
+        scheme = job.quantization.schemes.default.name
+        return NotQuantized(scheme=scheme, why="; ".join(filter(None, (error.message, error.hint))))
+
+
+def add_checkpoint(
+    result: CalibrateResult, checkpoint: QuantizeResult | NotQuantized, folder: str
+) -> CalibrateResult:
+    """Add the FP8 checkpoint in a folder of this name to the result of the calibration."""
+    if isinstance(checkpoint, NotQuantized):
+        failure = f"{folder} is not written: {checkpoint.why}"
+        warnings = (*result.warnings, failure)
+        changed = {"quantize": checkpoint, "failure": failure, "warnings": warnings}
+        return result.model_copy(update=changed)
+    files = sorted([*result.files, *(f"{folder}/{name}" for name in checkpoint.files)])
+    notes = (f"{folder}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
+    served = Served.of([(folder, checkpoint)])
+    return result.model_copy(
+        update={
+            "quantize": checkpoint,
+            "files": tuple(files),
+            "warnings": (*result.warnings, *notes),
+            "serving": (*result.serving, *served.serving),
+            "limitations": (*result.limitations, *served.limitations),
+            "other_engines": (*result.other_engines, *served.other_engines),
+        }
+    )
+
+
+def _quantize(
+    job: ResumableJob, asked: PlanSettings, stats: CalibrationStats, folder: Path
+) -> QuantizeResult:
+    started = time.monotonic()
+    name, settings = asked.schemes.name, asked
+    selection = select_matrices(job, settings)
+    unmeasured = list_unmeasured(stats, *split_static(settings, selection))
+    if unmeasured:
+        settings = replace(settings, ignore=(*asked.ignore, *unmeasured))
+        selection = select(job.checkpoint, ignore=settings.ignore)
+    scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
+    rounding = None
+    if job.rounds_by_gptq and job.plan is not None:
+        rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=True)
+    if rounding is not None:
+        scales = replace(scales, origin=stats.origin)
+    plan = make_plan(job.checkpoint, settings, selection, scales=scales, rounding=rounding)
+    job.reporter.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
+    with open_codes(folder) as codes:
+        written = quantize(
+            job.checkpoint,
+            plan,
+            folder / name,
+            device=torch.device("cpu"),
+            advance=job.reporter.advance,
+            rounded=codes if job.rounds_by_gptq else None,
+        )
+        rounded = list_rounded(job, selection, codes) if job.rounds_by_gptq else ()
+    outcome = QuantizationOutcome(
+        plan=plan,
+        written=written,
+        folder=folder / name,
+        out=job.folder / name,
+        source_bytes=job.checkpoint.total_size_bytes,
+        duration_s=time.monotonic() - started,
+        stats=stats,
+        notes=tuple(  # notes on scales are in the report already
+            f"{module}: left unquantized: outside the decoder layers inputs are not observed"
+            for module in unmeasured
+        ),
+        rounded=rounded,
+    )
+    return make_quantize_result(outcome)

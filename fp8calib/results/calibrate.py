@@ -1,0 +1,136 @@
+"""What a calibration measured and wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    SkipValidation,
+    model_serializer,
+)
+
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
+from fp8calib.overview import Overview, WithOverview
+from fp8calib.results.plan import MeasuredMemory, TextRows
+from fp8calib.results.quantize import QuantizeResult
+from fp8calib.results.record import BeforeAfter, Record, ShardIndex
+from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
+from fp8calib.run.forward.observed_batches import BackOff
+from fp8calib.stats.calibration_stats import CalibrationStats, Skipped
+from fp8calib.stats.saturation import PositionSaturation, Saturation
+
+
+class Coverage(Record):
+    """What was observed, and what was not."""
+
+    observed: int
+    skipped: tuple[Skipped, ...]
+
+
+class ExpertLayer(Record):
+    """The tokens that reached the experts of a layer."""
+
+    module: str
+    min: int
+    median: int | float
+    max: int
+    never_reached: tuple[int, ...]
+
+
+class Experts(Record):
+    """The tokens that reached experts, and the scale of those that none reached."""
+
+    fallback: str
+    layers: tuple[ExpertLayer, ...]
+
+
+class NotQuantized(Record):
+    """Why the recipe's FP8 checkpoint was not written."""
+
+    scheme: str
+    why: str
+
+
+class CalibrateResult(WithOverview, Record):
+    """The statistics of a calibration, and what `--json` prints of it, which is report.json too."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    stats: CalibrationStats = Field(exclude=True)
+    was_finished: bool = Field(default=False, exclude=True)
+    """Whether an earlier run had written all of it."""
+    failure: str = Field(default="", exclude=True)
+    """Why not all was written; empty if it was. It is among the warnings."""
+
+    model: str
+    command: str
+    recipe: str
+    data: tuple[str, ...]
+    seq_len: int | None
+    rows: SkipValidation[TextRows] | None
+    measured_quantized: str
+    architecture: str
+    out: Path | None
+    """None if nothing was written."""
+    files: tuple[str, ...]
+    """Relative to `out`, sorted."""
+    tokens: int
+    sequences: int
+    shard: ShardIndex | None = None
+    duration_s: float
+    tokens_per_s: float
+    dtype: str
+    dtype_why: str
+    device: str
+    memory: SkipValidation[MeasuredMemory]
+    batch_size: int
+    batch_back_off: tuple[BackOff, ...]
+    resumed_sequences: int
+    ranks: int
+    rule: str
+    coverage: Coverage
+    saturation: Saturation | None
+    positions: PositionSaturation | None
+    expert_tokens: dict[str, list[int]]
+    experts: Experts | None
+    kv_bytes_per_token: BeforeAfter
+    serving: tuple[FormatServing, ...]
+    limitations: tuple[FormatLimitation, ...]
+    other_engines: tuple[FormatBriefServing, ...]
+    warnings: tuple[str, ...]
+    versions: dict[str, str]
+    quantize: QuantizeResult | NotQuantized | None = None
+    """The checkpoint of a recipe that has one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was written."""
+        return not self.failure
+
+    @model_serializer(mode="wrap")
+    def _leave_out_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        absent = {name for name in ("shard", "quantize") if getattr(self, name) is None}
+        return {name: value for name, value in handler(self).items() if name not in absent}
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the content of report.json."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "passed": self.passed,
+            **self.model_dump(mode="json"),
+        }
+
+    def overview(self) -> Overview:
+        """Summarize the statistics, and name the files."""
+        shown = self.stats.overview()
+        written = [f"written to {self.out}: {', '.join(self.files)}"] if self.files else []
+        return Overview(
+            title=shown.title,
+            columns=shown.columns,
+            rows=shown.rows,
+            notes=[*shown.notes, *written],
+        )

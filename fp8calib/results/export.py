@@ -1,0 +1,37 @@
+"""What `export` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from fp8calib.overview import Overview, WithOverview
+from fp8calib.results.record import Record
+from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
+
+
+class ExportResult(WithOverview, Record):
+    """The files that were written, and what a user should know: what `--json` prints."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Relative to `out`, sorted."""
+    warnings: tuple[str, ...]
+    serving: tuple[FormatServing, ...] | None = None
+    """Who serves the files is known with a model, and left out without."""
+    limitations: tuple[FormatLimitation, ...] | None = None
+    other_engines: tuple[FormatBriefServing, ...] | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+    def overview(self) -> Overview:
+        """Summarize what was written."""
+        commands = (f"{each.engine}: {each.command}" for each in self.serving or ())
+        return Overview(
+            title=f"{len(self.files)} files in {self.out}: {', '.join(self.files)}",
+            notes=[*self.warnings, *commands],
+        )

@@ -1,0 +1,58 @@
+"""What `quantize` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
+from fp8calib.overview import Overview, WithOverview
+from fp8calib.quantization.rounded_codes import RoundedLinear
+from fp8calib.quantization.weight_scales import AllZeroWeight
+from fp8calib.results.record import BeforeAfter, LayerScheme, Record
+
+
+class Unquantized(Record):
+    """A module that was left unquantized."""
+
+    module: str
+    why: str
+
+
+class QuantizeResult(WithOverview, Record):
+    """A written FP8 checkpoint: what `--json` prints."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Relative to `out`."""
+    scheme: str
+    layer_schemes: tuple[LayerScheme, ...]
+    format: str
+    bytes: BeforeAfter
+    duration_s: float
+    resumed: tuple[str, ...]
+    quantized: tuple[str, ...]
+    left: tuple[Unquantized, ...]
+    dead: tuple[AllZeroWeight, ...]
+    rounded: tuple[RoundedLinear, ...]
+    """How each linear was rounded, if not all to nearest."""
+    has_kv_scales: bool
+    notes: tuple[str, ...]
+    kv_bytes_per_token: BeforeAfter | None
+    serving: tuple[ServingCommand, ...]
+    limitations: tuple[Limitation, ...]
+    other_engines: tuple[BriefServing, ...]
+
+    def describe_dead(self) -> tuple[str, ...]:
+        """Describe the weights with scales that cover zeros alone."""
+        return tuple(
+            f"{each.tensor}: all zeros in {each.count} of {each.total} of its scales"
+            for each in self.dead
+        )
+
+    def overview(self) -> Overview:
+        """Summarize what was written."""
+        return Overview(
+            title=f"{self.scheme} in {self.out}: {len(self.quantized)} linears, "
+            f"{self.bytes.before:,} -> {self.bytes.after:,} bytes",
+            notes=[*self.notes, *(f"{each.engine}: {each.command}" for each in self.serving)],
+        )
