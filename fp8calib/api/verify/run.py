@@ -18,7 +18,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.models import Placement, open_run_model
 from fp8calib.jobs.progress import CallbackProgress, warn_each
-from fp8calib.jobs.text import split_data
+from fp8calib.jobs.rows import split_data
 from fp8calib.requests.shared import Model, ProgressCallback, TextData
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.rules import Rule, parse_rule
