@@ -25,7 +25,23 @@ from pydantic_core import PydanticSerializationError
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.scales.rules import AMAX, KNOWN_RULES, Fallback, Rule, parse_rule
+from fp8calib.options.keys import (
+    BATCH_SIZE,
+    DATA,
+    FALLBACK,
+    FORMATS,
+    FP8_DTYPE,
+    PACK,
+    QUERY_SCALE,
+    RULE,
+    SAMPLES,
+    SEED,
+    SEQ_LEN,
+    TEXT_COLUMN,
+    TP,
+)
+from fp8calib.options.option import Option
+from fp8calib.scales.rules import Fallback, Rule, parse_rule
 
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
 _IN_PACKAGE = Path(__file__).parent / "recipes"
@@ -34,6 +50,11 @@ _IN_CLONE = Path(__file__).parents[1] / "recipes"
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _key(option: Option, **more: Any) -> Any:
+    """Make the key of a recipe that an option overrides, of the option."""
+    return Field(default=option.default, ge=option.least, description=option.about, **more)
 
 
 class Observe(_Section):
@@ -72,33 +93,13 @@ class Observe(_Section):
 class Data(_Section):
     """Which data is run through the model."""
 
-    sources: tuple[str, ...] = Field(
-        default=(), description="data specs, as for --data; empty means builtin"
-    )
-    text_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="the column of the rows to read: text, messages or token ids; null means the "
-        "known names (docs/data.md)",
-    )
-    samples: int = Field(default=512, ge=1, strict=True, description="number of sequences")
-    seq_len: int | None = Field(
-        default=None,
-        ge=2,
-        strict=True,
-        description="tokens per sequence; null means 2048, or the model's maximum if smaller",
-    )
-    batch_size: int = Field(default=1, ge=1, strict=True, description="sequences per forward pass")
-    pack: bool = Field(
-        default=True,
-        strict=True,
-        description="join rows and cut them into sequences; false makes each row one sequence",
-    )
-    seed: int = Field(
-        default=0,
-        strict=True,
-        description="order in which weighted specs are mixed; has no other effect",
-    )
+    sources: tuple[str, ...] = _key(DATA)
+    text_column: str | None = _key(TEXT_COLUMN, min_length=1)
+    samples: int = _key(SAMPLES, strict=True)
+    seq_len: int | None = _key(SEQ_LEN, strict=True)
+    batch_size: int = _key(BATCH_SIZE, strict=True)
+    pack: bool = _key(PACK, strict=True)
+    seed: int = _key(SEED, strict=True)
 
 
 def _read_rule(value: Any) -> Rule:
@@ -131,17 +132,9 @@ QueryScale = Annotated[
 class ScaleOptions(_Section):
     """How statistics become scales."""
 
-    rule: RuleField = Field(
-        default=AMAX, description=f"rule for activations (weights always use amax): {KNOWN_RULES}"
-    )
-    fallback: Fallback | None = Field(
-        default=None,
-        description="scale of all-zero tensors and of experts no token reached: "
-        f"{', '.join(Fallback)}; null means {Fallback.LAYER_MAX}",
-    )
-    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = Field(
-        default="e4m3fn", description="FP8 format that scales are computed for"
-    )
+    rule: RuleField = _key(RULE)
+    fallback: Fallback | None = _key(FALLBACK)
+    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(FP8_DTYPE)
 
 
 class Quantize(_Section):
@@ -195,19 +188,9 @@ class Recipe(_Section):
     observe: Observe = Field(default=Observe(), description="which sites are observed")
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
-    formats: tuple[str, ...] = Field(
-        default=("kv-overlay",), description="formats to write, besides statistics and report"
-    )
-    tp: tuple[Annotated[int, Field(strict=True)], ...] = Field(
-        default=(1,),
-        json_schema_extra={"minItems": 1},
-        description="tensor-parallel degrees that per-rank formats are written for",
-    )
-    query_scale: QueryScale = Field(
-        default="auto",
-        description="also write q_scale, in the formats that have a place for it; auto: where q "
-        "clips or underflows at scale 1.0 in some layer",
-    )
+    formats: tuple[str, ...] = _key(FORMATS)
+    tp: tuple[Annotated[int, Field(strict=True)], ...] = _key(TP, json_schema_extra={"minItems": 1})
+    query_scale: QueryScale = _key(QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )

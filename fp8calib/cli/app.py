@@ -27,9 +27,10 @@ from fp8calib.cli.console import (
     sign_of_life,
     warn,
 )
-from fp8calib.cli.setup import quiet_libraries, refuse_missing
+from fp8calib.cli.setup import quiet_libraries
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, list_commands
+from fp8calib.requests.early_checks import refuse_missing
 
 if TYPE_CHECKING:
     from fp8calib.results.record import Result

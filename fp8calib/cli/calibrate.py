@@ -23,7 +23,6 @@ from fp8calib.cli.serving import describe_serving_briefly
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.commands.calibrate import run
 from fp8calib.commands.show import show_stats
-from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.errors import ExportError
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.render.plan import describe_plan
@@ -32,8 +31,6 @@ from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
 from fp8calib.results.plan import RunPlan
-from fp8calib.scales.rules import Fallback
-from fp8calib.stats.calibration_stats import STATS_NAME
 
 
 def run_calibrate(request: CalibrateRequest) -> int:
@@ -86,7 +83,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     yield f"written to {result.out}: {list_top_level(result.files)}"
     if result.shard is not None:
         yield _describe_next(result.shard.index, result.shard.count)
-    report = result.model_dump(mode="json")
+    report = result.to_json()
     yield from describe_serving_briefly(report, explained=request.formats or ())
     yield f"more: {'; '.join(_suggest_further(result))}"
 
@@ -95,25 +92,22 @@ def _describe_next(index: int, count: int) -> str:
     """Describe the next step after a shard."""
     return (
         f"shard {index} of {count} has no scales. When all {count} shards exist: "
-        f"fp8calib merge SHARDS... --out {STATS_NAME}, then fp8calib export {STATS_NAME}"
+        "fp8calib merge SHARDS... --out stats.safetensors, then fp8calib export stats.safetensors"
     )
 
 
 def _suggest_further(result: CalibrateResult) -> Iterator[str]:
     """Spell the commands that print what these lines leave out."""
     yield f"fp8calib show {shlex.quote(str(result.out))}"
-    overlays = (each.path() for each in map(find_dialect, list_format_names()) if each.needs_model)
-    for path in overlays:
-        if result.out is not None and any(name.startswith(f"{path}/") for name in result.files):
-            yield f"fp8calib check {shlex.quote(str(result.out / path))}"
-            return
+    if result.overlay is not None:
+        yield f"fp8calib check {shlex.quote(str(result.overlay))}"
 
 
 _SHOWN_LAYERS = 20
-_FALLBACKS: Mapping[Fallback, str] = {
-    Fallback.LAYER_MAX: "they get the largest scale of the same role in their layer",
-    Fallback.ONE: "they get scale 1.0",
-    Fallback.REFUSE: "--fallback refuse: no scales are computed for them",
+_FALLBACKS: Mapping[str, str] = {
+    "layer-max": "they get the largest scale of the same role in their layer",
+    "one": "they get scale 1.0",
+    "refuse": "--fallback refuse: no scales are computed for them",
 }
 
 
@@ -131,7 +125,7 @@ def _describe_experts(experts: Experts | None) -> Iterator[str]:
     if not unreached:
         return
     total = sum(len(layer.never_reached) for layer in unreached)
-    yield f"{total} experts were never reached: {_FALLBACKS[Fallback(experts.fallback)]}"
+    yield f"{total} experts were never reached: {_FALLBACKS[experts.fallback]}"
     for layer in unreached[:_SHOWN_LAYERS]:
         yield f"  {layer.module}: {', '.join(map(str, layer.never_reached))}"
     if len(unreached) > _SHOWN_LAYERS:

@@ -207,8 +207,10 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
     if hint:
         _err.print(_clean(f"hint: {hint}"))
     if as_json:
-        error = {"kind": kind, "message": message, "hint": hint}
-        print_json({"passed": False, "error": error})
+        from fp8calib.results.error import ErrorResult, Failure  # noqa: PLC0415 -- pydantic
+
+        error = Failure.model_validate({"kind": kind, "message": message, "hint": hint})
+        print_json(ErrorResult(error=error).to_json())
     return exit_code
 
 

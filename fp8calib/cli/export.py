@@ -24,7 +24,7 @@ def run_export(request: ExportRequest) -> None:
     with ConsoleReporter() as reporter:
         result = run(request, reporter)
     if prints_json():
-        print_json(result.model_dump(mode="json"))
+        print_json(result.to_json())
         return
     print_text(f"written to {result.out}: {list_top_level(result.files)}")
     if result.serving is None:

@@ -20,7 +20,7 @@ def run_merge(request: MergeRequest) -> None:
     """Join the shards, and print what was joined."""
     result = run(request, ConsoleReporter())
     if prints_json():
-        print_json(result.model_dump(mode="json"))
+        print_json(result.to_json())
         return
     print_text(result.overview().title)
     for text in _suggest_commands(result):

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import (
     ConsoleReporter,
     list_top_level,
@@ -20,10 +19,7 @@ from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.commands.quantize import run
 from fp8calib.errors import cut_list
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.machine.launch import find_process_rank
-from fp8calib.quantization.gptq.core import DAMPING
-from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.render.plan import describe_plan
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.plan import RunPlan
@@ -34,7 +30,7 @@ _SHOWN = 5
 
 def run_quantize(request: QuantizeRequest) -> None:
     """Quantize a checkpoint and print the outcome, or the plan."""
-    if request.rounding == GPTQ:
+    if request.runs_text:
         quiet_libraries()
     with ConsoleReporter() as reporter:
         result = run(request, reporter, find_process_rank(os.environ))
@@ -43,20 +39,19 @@ def run_quantize(request: QuantizeRequest) -> None:
             print_json(result.to_json())
         show(describe_plan(result, "plan (nothing was run or written)"))
     elif result is not None and prints_json():
-        print_json(result.model_dump(mode="json"))
+        print_json(result.to_json())
     elif result is not None:
         for text in _describe(result):
             print_text(text)
 
 
 def _describe(result: QuantizeResult) -> Iterator[str]:
-    before, after = map(format_size, (result.bytes.before, result.bytes.after))
     yield (
         f"{len(result.quantized)} linears quantized ({_describe_schemes(result)}, "
-        f"{result.format}), weights {before} -> {after}, {result.duration_s:.1f} s"
+        f"{result.format}), weights {result.describe_bytes()}, {result.duration_s:.1f} s"
     )
     yield from _describe_unquantized(result.left)
-    yield from _describe_rounding(result.rounded)
+    yield from _describe_rounding(result)
     if (sizes := result.kv_bytes_per_token) is not None:
         scales = "with its scales" if result.has_kv_scales else "without scales: 1.0"
         yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8 ({scales})"
@@ -79,11 +74,11 @@ def _describe_unquantized(left: Sequence[Unquantized]) -> Iterator[str]:
         yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
 
 
-def _describe_rounding(rounded: Sequence[RoundedLinear]) -> Iterator[str]:
+def _describe_rounding(result: QuantizeResult) -> Iterator[str]:
     """Describe how many linears GPTQ rounded, how much it gained, and which it did not round."""
+    rounded, chosen = result.rounded, result.by_gptq
     if not rounded:
         return
-    chosen = [item for item in rounded if item.rounding == GPTQ]
     gains = [
         item.gptq_db - item.nearest_db
         for item in chosen
@@ -94,8 +89,7 @@ def _describe_rounding(rounded: Sequence[RoundedLinear]) -> Iterator[str]:
     for why in dict.fromkeys(item.why for item in rounded if item.why):
         names = [item.module for item in rounded if item.why == why]
         yield f"  rounded to nearest ({why}): {cut_list(names, _SHOWN)}"
-    raised = [item.module for item in rounded if (item.damping or 0) > DAMPING]
-    if raised:
+    if raised := [item.module for item in result.damped]:
         yield f"  more damping, for a Hessian that was not positive: {cut_list(raised, _SHOWN)}"
 
 

@@ -270,7 +270,7 @@ def _give_files(
     needs_files = recipe.quantize is not None or any(
         find_dialect(name).needs_model for name in recipe.formats
     )
-    if not model.is_live or not needs_files or request.out is None or request.dry_run:
+    if not model.is_live or not needs_files or request.out is None:
         return model
     folder = stack.enter_context(saved_model(request.model, Path(request.out), request.tokenizer))
     checkpoint = stack.enter_context(Checkpoint.open(Path(folder), require_config=True))

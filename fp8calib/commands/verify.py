@@ -12,7 +12,7 @@ from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import open_run_model, place
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.text import split_data
+from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.verification.alone import run_alone
 from fp8calib.jobs.verification.comparison import (
     VerificationText,

@@ -135,10 +135,10 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
     Raises:
         UsageError: naming what would be lost.
     """
-    known = plan_overlay(source).names | {UNLISTED_NAME}
     for dialect in map(find_dialect, formats):
         folder = out / dialect.path()
         if dialect.needs_model and folder.is_dir():
+            known = plan_overlay(source).names | {UNLISTED_NAME}
             refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
 
 

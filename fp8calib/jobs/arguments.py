@@ -51,6 +51,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
     ),
     "ProgressCallback": ("a function", callable),
+    "Callable[[str, int, int | None], None]": ("a function", callable),
     "None": ("None", lambda value: value is None),
 }
 """By their annotation. Values of other annotations are checked where they are used."""

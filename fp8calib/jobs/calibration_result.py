@@ -17,6 +17,7 @@ from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.run import RunMeasurements
+from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
 from fp8calib.results.plan import RunPlan
@@ -24,13 +25,13 @@ from fp8calib.results.record import BeforeAfter
 from fp8calib.results.served import Served
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback
-from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats import calibration_stats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
 
 def make_calibrate_result(
     job: ResumableJob,
-    stats: CalibrationStats,
+    stats: calibration_stats.CalibrationStats,
     measured: RunMeasurements,
     *,
     folder: Path | None = None,
@@ -45,7 +46,7 @@ def make_calibrate_result(
     before, after = kv_bytes_per_token(stats.geometry)
     counted = count_run(job, stats)
     return CalibrateResult(
-        stats=stats,
+        stats=CalibrationStats.of(stats),
         model=job.name,
         command=spell_command(),
         recipe=job.recipe.name,
@@ -88,7 +89,7 @@ def make_calibrate_result(
 
 
 def _replay_engines(
-    job: ResumableJob, stats: CalibrationStats, folder: Path
+    job: ResumableJob, stats: calibration_stats.CalibrationStats, folder: Path
 ) -> Iterator[tuple[str, Serving]]:
     """Find who serves each file that was written, by the name of its format."""
     for name in job.recipe.formats:
@@ -113,7 +114,7 @@ def save_report(path: Path, result: CalibrateResult) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
+def _expert_tokens(stats: calibration_stats.CalibrationStats) -> dict[str, list[int]]:
     return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
 
 
@@ -145,7 +146,9 @@ def describe_rows(text: DataPlan | None) -> Iterator[str]:
         yield from text.rows.describe()
 
 
-def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> Experts | None:
+def count_experts(
+    stats: calibration_stats.CalibrationStats, fallback: Fallback | None
+) -> Experts | None:
     """Count the tokens that reached the experts of each layer; None without experts.
 
     None for a shard too: another shard may reach the experts that this one did not.

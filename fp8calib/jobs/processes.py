@@ -12,6 +12,7 @@ from fp8calib.errors import UsageError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ProcessRank
+from fp8calib.results.record import ShardIndex
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
@@ -67,7 +68,7 @@ def count_planned(job: ResumableJob) -> Mapping[str, Any]:
     return {
         "sequences": sum(len(batch.lengths) for batch in found),
         "tokens": sum(batch.num_tokens for batch in found),
-        **({} if shard is None else {"shard": {"index": shard.index, "count": shard.count}}),
+        **({} if shard is None else {"shard": ShardIndex(index=shard.index, count=shard.count)}),
     }
 
 
@@ -82,5 +83,5 @@ def count_run(job: ResumableJob, stats: CalibrationStats) -> Mapping[str, Any]:
     return {
         "tokens": sum(map(len, run)),
         "sequences": len(run),
-        "shard": {"index": part.index, "count": part.count},
+        "shard": ShardIndex(index=part.index, count=part.count),
     }

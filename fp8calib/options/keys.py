@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fp8calib.data.specs import ACCEPTED_SUFFIXES
 from fp8calib.dialects.registry import list_format_names, list_query_format_names
@@ -130,8 +129,3 @@ QUERY_SCALE = Option(
     help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
     "needs it in some layer.",
 )
-
-
-def describe_key(option: Option) -> dict[str, Any]:
-    """Describe the key of a recipe that an option overrides, for `pydantic.Field`."""
-    return {"default": option.default, "ge": option.least, "description": option.about}

@@ -1,4 +1,4 @@
-"""What each command is asked. A module here, other than `shared`, is a command."""
+"""What each command is asked. A module here is a command, except for two."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 
+_NO_COMMANDS = ("early_checks", "shared")
+
 
 def list_commands() -> list[str]:
     """List the commands, as their modules and functions are named."""
-    return sorted(each.name for each in iter_modules(__path__) if each.name != "shared")
+    return sorted(each.name for each in iter_modules(__path__) if each.name not in _NO_COMMANDS)
 
 
 def find_request(command: str) -> type:
     """Import the request of a command: the class of its module that is named so."""
     module = import_module(f"{__name__}.{command}")
-    return next(
+    (found,) = (
         item
         for name, item in vars(module).items()
         if name.endswith("Request") and item.__module__ == module.__name__
     )
+    assert isinstance(found, type)  # noqa: S101
+    return found
 
 
 def find_implementation(command: str) -> ModuleType | None:

@@ -187,3 +187,8 @@ class QuantizeRequest:
     force: ForceOption = False
     tokenizer: TokenizerArgument = None
     progress: ProgressArgument = None
+
+    @property
+    def runs_text(self) -> bool:
+        """Whether text is run through the model."""
+        return self.rounding == GPTQ

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    SkipValidation,
-    model_serializer,
-)
+from pydantic import ConfigDict, Field, SkipValidation
 
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
+from fp8calib.dialects.registry import list_written
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.results.plan import MeasuredMemory, TextRows
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.record import BeforeAfter, Record, ShardIndex
 from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
-from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.stats.calibration_stats import CalibrationStats, Skipped
+from fp8calib.run.forward.back_off import BackOff
+from fp8calib.stats.calibration_stats import Skipped
 from fp8calib.stats.saturation import PositionSaturation, Saturation
+
+if TYPE_CHECKING:
+    from fp8calib.jobs.stats import CalibrationStats
+else:  # the class of the package above, which adds methods
+    from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 class Coverage(Record):
@@ -111,17 +111,20 @@ class CalibrateResult(WithOverview, Record):
         """Whether all was written."""
         return not self.failure
 
-    @model_serializer(mode="wrap")
-    def _leave_out_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        absent = {name for name in ("shard", "quantize") if getattr(self, name) is None}
-        return {name: value for name, value in handler(self).items() if name not in absent}
+    @property
+    def overlay(self) -> Path | None:
+        """The first checkpoint with KV scales that was written; None if there is none."""
+        overlays = (each.path() for each in list_written() if each.needs_model)
+        written = (path for path in overlays if any(f.startswith(f"{path}/") for f in self.files))
+        path = next(written, None)
+        return None if self.out is None or path is None else self.out / path
 
     def to_json(self) -> dict[str, Any]:
         """Give the content of report.json."""
         return {
             "schema_version": SCHEMA_VERSION,
             "passed": self.passed,
-            **self.model_dump(mode="json"),
+            **super().to_json(),
         }
 
     def overview(self) -> Overview:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.results.record import Record
@@ -23,10 +20,6 @@ class ExportResult(WithOverview, Record):
     """Who serves the files is known with a model, and left out without."""
     limitations: tuple[FormatLimitation, ...] | None = None
     other_engines: tuple[FormatBriefServing, ...] | None = None
-
-    @model_serializer(mode="wrap")
-    def _leave_out_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
 
     def overview(self) -> Overview:
         """Summarize what was written."""

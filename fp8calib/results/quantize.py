@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp8calib.checkpoint.atomic import format_size
 from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.overview import Overview, WithOverview
+from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.weight_scales import AllZeroWeight
 from fp8calib.results.record import BeforeAfter, LayerScheme, Record
@@ -42,6 +45,20 @@ class QuantizeResult(WithOverview, Record):
     limitations: tuple[Limitation, ...]
     other_engines: tuple[BriefServing, ...]
 
+    @property
+    def by_gptq(self) -> tuple[RoundedLinear, ...]:
+        """The linears that GPTQ rounded."""
+        return tuple(each for each in self.rounded if each.rounding == GPTQ)
+
+    @property
+    def damped(self) -> tuple[RoundedLinear, ...]:
+        """The linears that needed more damping than usual: their Hessian was not positive."""
+        return tuple(each for each in self.rounded if (each.damping or 0) > DAMPING)
+
+    def describe_bytes(self) -> str:
+        """Describe the size of the weights before and after."""
+        return f"{format_size(self.bytes.before)} -> {format_size(self.bytes.after)}"
+
     def describe_dead(self) -> tuple[str, ...]:
         """Describe the weights with scales that cover zeros alone."""
         return tuple(
@@ -53,6 +70,6 @@ class QuantizeResult(WithOverview, Record):
         """Summarize what was written."""
         return Overview(
             title=f"{self.scheme} in {self.out}: {len(self.quantized)} linears, "
-            f"{self.bytes.before:,} -> {self.bytes.after:,} bytes",
+            f"{self.describe_bytes()}",
             notes=[*self.notes, *(f"{each.engine}: {each.command}" for each in self.serving)],
         )

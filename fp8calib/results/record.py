@@ -4,16 +4,37 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.overview import WithOverview
 
 
 class Record(BaseModel):
-    """Values that do not change."""
+    """Values that do not change. A field with the default None is left out where it is None."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_json(self) -> dict[str, Any]:
+        """Give what `--json` prints."""
+        absent = {name for name in self._list_optional() if getattr(self, name) is None}
+        return self.model_dump(mode="json", exclude=absent)
+
+    @classmethod
+    def _list_optional(cls) -> set[str]:
+        return {name for name, field in cls.model_fields.items() if field.default is None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        described, optional = handler.resolve_ref_schema(schema), cls._list_optional()
+        if "required" in described:
+            described["required"] = [n for n in described["required"] if n not in optional]
+        return schema
 
 
 class Result(WithOverview, Record):

@@ -22,7 +22,7 @@ import fp8calib
 from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
 from tests.cli.conftest import write_rows
-from tests.cli.program import succeed
+from tests.cli.program import snapshot, succeed
 
 LENGTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
@@ -84,9 +84,9 @@ def test_a_model_in_memory_gives_the_bytes_of_the_command_line(family: str, tmp_
         *("--dtype", "float32", "--out", out, "--format", "kv-scales"),
     )
     written = fp8calib.load_stats(out)
-    found = fp8calib.calibrate(model, spec, seq_len=LENGTH)
+    found = fp8calib.calibrate(model, spec, seq_len=LENGTH).stats
     assert stats_bytes(found, tmp_path) == (out / "stats.safetensors").read_bytes()
-    by_rows = fp8calib.calibrate(model, rows, seq_len=LENGTH)
+    by_rows = fp8calib.calibrate(model, rows, seq_len=LENGTH).stats
     assert by_rows.header.data_sources == ("in memory",)
     assert by_rows.header.data_fingerprint == written.header.data_fingerprint
     expected = load_file(out / "kv_scales.safetensors")
@@ -105,7 +105,7 @@ def test_a_path_gives_the_bytes_of_the_command_line(
         *("--seq-len", LENGTH, "--dtype", "float32", "--no-pack"),
     )
     found = fp8calib.calibrate(str(model), data, pack=False, **options)  # type: ignore[arg-type]
-    assert stats_bytes(found, tmp_path) == (out / "stats.safetensors").read_bytes()
+    assert stats_bytes(found.stats, tmp_path) == (out / "stats.safetensors").read_bytes()
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
         if run == "calibrate":
             fp8calib.calibrate(model, rows, seq_len=LENGTH)
         elif run == "verify":
-            stats = fp8calib.calibrate(model, rows, seq_len=LENGTH)
+            stats = fp8calib.calibrate(model, rows, seq_len=LENGTH).stats
             fp8calib.verify(model, stats, rows, seq_len=LENGTH)
             report = fp8calib.verify(model, data=rows, seq_len=LENGTH, scheme="fp8-dynamic")
             assert report.candidates[0].kld_mean > 0  # weights were replaced for a while
@@ -170,7 +170,7 @@ def test_every_one_of_100_refits_gives_the_scales_of_its_step() -> None:
         optimizer.zero_grad()
         scales = fp8calib.calibrate(
             model, rows, seq_len=LENGTH, batch_size=2, observe=("kv",)
-        ).kv_scales()
+        ).stats.kv_scales()
         handles = [
             layer.self_attn.v_proj.register_forward_hook(keep(index))
             for index, layer in enumerate(layers)
@@ -190,7 +190,7 @@ def test_every_one_of_100_refits_gives_the_scales_of_its_step() -> None:
 
 def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> None:
     model = zoo.build("llama", num_key_value_heads=4)
-    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH).stats
     heads = stats.kv_scales(granularity="head")
     ranks = stats.kv_scales(tp=2)
     whole = stats.kv_scales()
@@ -213,9 +213,10 @@ def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> N
 
 def test_inference_mode_of_the_caller_changes_nothing(tmp_path: Path) -> None:
     model = zoo.build("llama")
-    expected = stats_bytes(fp8calib.calibrate(model, token_rows(), seq_len=LENGTH), tmp_path)
+    result = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    expected = stats_bytes(result.stats, tmp_path)
     with torch.inference_mode():
-        found = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+        found = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH).stats
         fp8calib.verify(model, found, token_rows(), seq_len=LENGTH, scheme="fp8-dynamic")
         assert torch.is_inference_mode_enabled()
         unchangeable = zoo.build("llama")
@@ -264,7 +265,7 @@ def test_a_linear_with_more_than_its_weight_is_refused(
 
 @pytest.mark.parametrize("tp", ["2", 2.0, None])
 def test_ranks_are_a_whole_number(tp: Any) -> None:
-    stats = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH)
+    stats = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH).stats
     with pytest.raises(fp8calib.UsageError, match="tp: must be a whole number"):
         stats.kv_scales(tp=tp)
 
@@ -272,10 +273,11 @@ def test_ranks_are_a_whole_number(tp: Any) -> None:
 def test_scales_are_complete_or_an_error(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: partly\nobserve: {ignore: ['*.layers.1.self_attn*']}\n")
-    stats = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH, recipe=str(recipe))
+    model = zoo.build("llama")
+    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, recipe=str(recipe)).stats
     with pytest.raises(fp8calib.ExportError, match=r"layers\.1\.self_attn"):
         stats.kv_scales()
-    whole = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH)
+    whole = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH).stats
     for options, message in [
         ({"granularity": "channel"}, "granularity 'channel'"),
         ({"granularity": "head", "tp": 2}, "the same for every rank"),
@@ -291,15 +293,15 @@ def test_texts_are_rows_of_text(model: Path, tmp_path: Path) -> None:
     texts = [f"w{i} w{i + 1} w{2 * i}" for i in range(20)]
     spec = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
     options: dict[str, Any] = {"seq_len": LENGTH, "dtype": "float32"}
-    expected = fp8calib.calibrate(model, spec, **options)
-    found = fp8calib.calibrate(model, iter(texts), **options)
+    expected = fp8calib.calibrate(model, spec, **options).stats
+    found = fp8calib.calibrate(model, iter(texts), **options).stats
     assert found.header.data_fingerprint == expected.header.data_fingerprint
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     live = fp8calib.calibrate(
         loaded, texts, seq_len=LENGTH, tokenizer=AutoTokenizer.from_pretrained(model)
     )
-    assert live.header.data_fingerprint == expected.header.data_fingerprint
-    several = fp8calib.calibrate(model, [spec, spec], **options)
+    assert live.stats.header.data_fingerprint == expected.header.data_fingerprint
+    several = fp8calib.calibrate(model, [spec, spec], **options).stats
     assert several.header.data_sources == ("rows.jsonl", "rows.jsonl")
 
 
@@ -307,7 +309,7 @@ def test_token_ids_come_as_tensors_arrays_or_lists() -> None:
     model = zoo.build("llama")
     rows = token_rows()
     prints = {
-        fp8calib.calibrate(model, found, seq_len=LENGTH).header.data_fingerprint
+        fp8calib.calibrate(model, found, seq_len=LENGTH).stats.header.data_fingerprint
         for found in (
             rows,
             [row.numpy() for row in rows],
@@ -368,7 +370,7 @@ def test_options_of_another_type_are_named(model: Path, option: str, value: Any)
 
 def test_a_model_in_memory_runs_in_its_own_dtype() -> None:
     model = zoo.build("llama").to(torch.bfloat16)
-    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH).stats
     assert stats.header.compute_dtype == "bfloat16"
     assert stats.geometry.checkpoint_dtype == "bfloat16"
     report = fp8calib.verify(model.double(), data=token_rows(), seq_len=LENGTH)
@@ -434,3 +436,84 @@ def test_the_package_imports_nothing_heavy() -> None:
         "assert not hasattr(fp8calib, 'calibration_of_nothing')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_folder_gets_what_the_command_writes(is_live: bool, tmp_path: Path) -> None:
+    model = zoo.save("llama", tmp_path / "model")
+    rows = [{"input_ids": row.tolist()} for row in token_rows()]
+    spec = write_rows(tmp_path / "rows.jsonl", rows)
+    options = ("--format", "kv-overlay", "rfc", "--tp", 1, "--tp", 2, "--rule", "headroom:2")
+    text = ("--data", spec, "--seq-len", LENGTH, "--dtype", "float32")
+    succeed("calibrate", tmp_path / "model", *text, *options, "--out", tmp_path / "expected")
+    given: dict[str, Any] = {
+        "out": tmp_path / "found",
+        "formats": ["kv-overlay", "rfc"],
+        "tp": [1, 2],
+        "rule": "headroom:2",
+        "seq_len": LENGTH,
+        **({} if is_live else {"dtype": "float32"}),
+    }
+    source = model if is_live else tmp_path / "model"
+    result = fp8calib.calibrate(source, spec, **given)
+    found, expected = snapshot(tmp_path / "found"), snapshot(tmp_path / "expected")
+    assert found.pop("report.json") != expected.pop("report.json")  # its times and paths
+    assert found == expected
+    assert {*result.files} - {"report.json"} == {n for n, kind in found.items() if kind != "folder"}
+    with pytest.raises(fp8calib.UsageError, match="the folder is not empty"):
+        fp8calib.calibrate(source, spec, **given)
+    again = fp8calib.calibrate(source, spec, resume=True, **given)
+    assert again.was_finished
+    assert again.to_json() == result.to_json()
+    assert stats_bytes(again.stats, tmp_path) == stats_bytes(result.stats, tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {
+        *("model", "rows.jsonl", "expected", "found", "made.safetensors")
+    }
+
+
+def test_shards_in_memory_become_the_whole(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    whole = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    for part in ("1/2", "2/2"):
+        where: dict[str, Any] = {"shard": part, "out": tmp_path / part[0]}
+        shard = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, **where)
+        assert shard.shard is not None
+        assert (shard.sequences, shard.files) == (4, ("report.json", "stats.safetensors"))
+    fp8calib.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "merged.safetensors")
+    expected = stats_bytes(whole.stats, tmp_path)
+    assert (tmp_path / "merged.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_recipe_writes_its_checkpoint(is_live: bool, tmp_path: Path) -> None:
+    model = zoo.save("llama", tmp_path / "model")
+    source = model if is_live else tmp_path / "model"
+    text: dict[str, Any] = {"seq_len": LENGTH, "out": tmp_path / "out"}
+    result = fp8calib.calibrate(source, token_rows(), recipe="w8a8-static", **text)
+    assert isinstance(result.quantize, fp8calib.QuantizeResult)
+    assert result.passed
+    quantized = fp8calib.quantize(
+        tmp_path / "model", "fp8-static", tmp_path / "alone", stats=result
+    )
+    folder = tmp_path / "out" / "fp8-static"
+    assert snapshot(folder) == snapshot(tmp_path / "alone")
+    assert quantized.quantized == result.quantize.quantized
+
+
+@pytest.mark.parametrize(
+    "given", [{"formats": "rfc"}, {"resume": True}, {"force": True}, {"replace_scales": True}]
+)
+def test_options_of_files_need_a_folder(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(fp8calib.UsageError, match=f"^{name}.* nothing is written without out="):
+        fp8calib.calibrate(zoo.build("llama"), token_rows(), **given)
+
+
+def test_a_dry_run_gives_the_plan(model: Path, tmp_path: Path) -> None:
+    planned: Any = fp8calib.calibrate(
+        model, token_rows(), seq_len=LENGTH, dry_run=True, out=tmp_path / "out"
+    )
+    assert isinstance(planned, fp8calib.RunPlan)
+    assert (planned.plan["sequences"], planned.plan["tokens"]) == (8, 6 * 20)
+    assert "kv-overlay" in planned.plan["writes"]
+    assert not list(tmp_path.iterdir())

@@ -42,8 +42,9 @@ def test_a_notebook_gets_a_small_table(results: dict[str, object], name: str) ->
 
 
 def test_an_overview_has_the_figures_that_a_user_looks_for(results: dict[str, object]) -> None:
-    stats = results["calibrate"]
-    assert isinstance(stats, fp8calib.CalibrationStats)
+    result = results["calibrate"]
+    assert isinstance(result, fp8calib.CalibrateResult)
+    stats = result.stats
     title, head, first, *_ = repr(stats).splitlines()
     assert title == "CalibrationStats: 64 tokens in 4 sequences through LlamaForCausalLM (float32)"
     assert head.split()[:2] == ["role", "sites"]

@@ -90,7 +90,7 @@ def test_quantize_writes_the_files_of_the_command(
     assert calls[-1][0] == "quantizing"
     assert calls[-1][2] is not None
     assert 0 < calls[-1][1] <= calls[-1][2]
-    assert found.report["scheme"] == "fp8-static"
+    assert found.scheme == "fp8-static"
     assert set(found.files) == {path.name for path in (tmp_path / "found").iterdir()}
     again = fp8calib.quantize(
         model, "fp8-static", tmp_path / "found", stats=stats, ignore=["*.o_proj"], resume=True
@@ -105,7 +105,7 @@ def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path:
     text = ("--data", data, "--samples", 32, "--seq-len", 32, "--dtype", "float32")
     succeed("quantize", model, *options, *text, "--out", tmp_path / "expected")
 
-    def quantize(source: Any, name: str, **given: Any) -> fp8calib.Quantized:
+    def quantize(source: Any, name: str, **given: Any) -> fp8calib.QuantizeResult:
         return fp8calib.quantize(
             source,
             "fp8-static",
@@ -122,7 +122,7 @@ def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path:
     stages: list[str] = []
     found = quantize(model, "found", progress=lambda *call: stages.append(call[0]))
     assert stages[-1] == "quantizing"
-    assert any(each["rounding"] == "gptq" for each in found.report["rounded"])
+    assert any(each.rounding == "gptq" for each in found.rounded)
     assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
     assert quantize(model, "found", resume=True).files == found.files
     live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -11,7 +11,8 @@ from fp8calib.cli import main_inner
 from fp8calib.cli.app import app
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.errors import UsageError
-from fp8calib.requests.shared import read_gib, split_names, spread_formats
+from fp8calib.options.keys import split_names
+from fp8calib.requests.shared import read_gib, spread_formats
 from tests.cli.program import fail, run, succeed
 
 COMMANDS = [command.name for command in app.registered_commands]
@@ -75,7 +76,7 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> Non
         (["calibrate", "m", "--seed", "x"], "--seed"),
         (["calibrate", "m", "--tp", "two"], "--tp"),
         (["calibrate", "m", "n"], "n"),
-        (["export", "s"], "--out"),
+        (["export", "s", "--format", "rfc"], "--out"),
         (["export", __file__, "--out", "o"], "--format"),
         (["show"], "STATS|SCALES"),
         (["no-such-command"], "no-such-command"),
@@ -96,8 +97,8 @@ def test_without_json_an_error_leaves_stdout_empty() -> None:
 
 
 def test_main_inner_raises_what_main_shows() -> None:
-    with pytest.raises(UsageError, match="export: --format is missing"):
-        main_inner(["export", __file__, "--out", "out"])
+    with pytest.raises(UsageError, match="--format: no name given"):
+        main_inner(["export", __file__, "--out", "out", "--format", ","])
 
 
 @pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])

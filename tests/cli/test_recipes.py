@@ -76,7 +76,7 @@ def test_a_recipe_as_json_holds_its_values_and_the_schema() -> None:
     }
     assert found["schema"]["data.samples"] == {
         "default": "512",
-        "description": "number of sequences",
+        "description": "Number of sequences; default 512.",
     }
     assert all(item["description"] for item in found["schema"].values())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.cli.calibrate import run as calibrate_run
+from fp8calib.commands import calibrate as calibrate_run
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import fail, run, snapshot, succeed
@@ -133,7 +133,7 @@ def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", data, *QUICK, "--out", out)
-    show, seen = calibrate_run.build_calibration_report, []
+    show, seen = calibrate_run.make_calibrate_result, []
 
     def build(*arguments: object, **options: object) -> object:
         out.mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
         seen.append(1)
         return show(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(calibrate_run, "build_calibration_report", build)
+    monkeypatch.setattr(calibrate_run, "make_calibrate_result", build)
     assert "the output is kept in" in fail(2, *command)
     (out / "precious").unlink()
     outcome = succeed(*command, "--resume", "--json")

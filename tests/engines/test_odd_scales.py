@@ -67,7 +67,7 @@ def stats(llama: Path, rows: Path) -> fp8calib.CalibrationStats:
 
 
 def measure(model: Path, rows: Path) -> fp8calib.CalibrationStats:
-    return fp8calib.calibrate(model, rows, seq_len=24, samples=4, dtype="float32")
+    return fp8calib.calibrate(model, rows, seq_len=24, samples=4, dtype="float32").stats
 
 
 def largest_kv(model: Path, rows: Path) -> Mapping[tuple[int, str], float]:

@@ -40,7 +40,7 @@ def test_a_multimodal_model_in_memory_and_its_folder_are_one_model(
     found = {}
     for name, source in (("live", live), ("folder", folder)):
         options = {} if source is live else {"dtype": "float32"}
-        stats = fp8calib.calibrate(source, ROWS, recipe="w8a8-static", seq_len=32, **options)
+        stats = fp8calib.calibrate(source, ROWS, recipe="w8a8-static", seq_len=32, **options).stats
         for target in (live, folder):
             more = {} if target is live else {"dtype": "float32"}
             for scheme in (None, "fp8-static"):
@@ -65,7 +65,7 @@ def test_an_emulation_that_meets_nothing_is_an_error(monkeypatch: pytest.MonkeyP
 def test_statistics_of_another_shape_are_refused() -> None:
     """The fingerprint is the same, but a layer is missing."""
     model = zoo.build("llama")
-    stats = fp8calib.calibrate(model, ROWS, seq_len=32)
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32).stats
     geometry = stats.geometry.model_copy(update={"layers": stats.geometry.layers[:1]})
     header = stats.header.model_copy(update={"geometry": geometry})
     broken = type(stats)(
@@ -89,7 +89,7 @@ def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
     """Hooks see q and the inputs of linears, and the model is compiled afterwards as before."""
 
     def measure(model: Any) -> tuple[int, float | None]:
-        stats = fp8calib.calibrate(model, ROWS, recipe="w8a8-static", seq_len=32)
+        stats = fp8calib.calibrate(model, ROWS, recipe="w8a8-static", seq_len=32).stats
         report = fp8calib.verify(model, stats, ROWS, scheme="fp8-static", seq_len=32)
         return len(stats.sites), report.candidates[0].kld_mean
 
@@ -108,7 +108,7 @@ def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
 
 
 def measure_all(model: Any) -> tuple[Any, ...]:
-    stats = fp8calib.calibrate(model, ROWS, seq_len=32)
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32).stats
     report = fp8calib.verify(model, stats, ROWS, seq_len=32)
     amax = {site: found.amax.tolist() for site, found in stats.sites.items()}
     return amax, [one.kld_mean for one in report.candidates]
@@ -157,7 +157,7 @@ def test_a_live_model_is_left_as_it_was() -> None:
         return state
 
     before = take()
-    stats = fp8calib.calibrate(model, ROWS, seq_len=32)
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32).stats
     assert take() == before
     fp8calib.verify(model, stats, ROWS, seq_len=32)
     assert take() == before

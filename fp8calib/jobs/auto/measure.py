@@ -28,8 +28,9 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, require_servable
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.rows import list_specs
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.jobs.text import list_specs, plan_text
+from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.comparison import open_verify_job, run_verify_job
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options

@@ -110,7 +110,7 @@ def open_gptq(task: QuantizeTask) -> Iterator[GptqJob]:
 def plan_gptq(opened: GptqJob) -> RunPlan:
     """Describe what would be run and written."""
     expected = opened.expected
-    schemes = [each.model_dump() for each in list_layer_schemes(expected)]
+    schemes = list(list_layer_schemes(expected))
     return describe_plan(
         opened.job,
         choose_calibration_mode(opened.job),

@@ -20,6 +20,7 @@ from fp8calib.checkpoint.resumable_folder import (
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import check_same_rounding
+from fp8calib.jobs.stats import CalibrationStats as PublicStats
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
@@ -98,7 +99,7 @@ def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> Cali
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
         report = json.loads((folder / REPORT_NAME).read_bytes())
         fields = {key: value for key, value in report.items() if key not in _NO_FIELDS}
-        result = CalibrateResult(stats=stats, was_finished=True, **fields)
+        result = CalibrateResult(stats=PublicStats.of(stats), was_finished=True, **fields)
     except (ModelError, ValueError):
         return None
     return result if _is_of_run(job, header, stats) else None
