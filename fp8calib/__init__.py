@@ -24,33 +24,37 @@ from fp8calib.errors import (
 from fp8calib.requests import find_implementation, list_commands
 
 if TYPE_CHECKING:
-    from fp8calib.api.auto.report import AutoReport
-    from fp8calib.api.auto.run import auto
-    from fp8calib.api.card.page import Card, card
-    from fp8calib.api.check import check
-    from fp8calib.api.verify.run import verify
+    from fp8calib.commands.auto import auto
     from fp8calib.commands.calibrate import calibrate
+    from fp8calib.commands.card import card
+    from fp8calib.commands.check import check
+    from fp8calib.commands.engine_env import engine_env
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
     from fp8calib.commands.merge import merge
     from fp8calib.commands.quantize import quantize
+    from fp8calib.commands.recipes import recipes
+    from fp8calib.commands.show import show
+    from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
+    from fp8calib.results.auto import AutoResult
     from fp8calib.results.calibrate import CalibrateResult
+    from fp8calib.results.card import CardResult
+    from fp8calib.results.check import CheckResult
     from fp8calib.results.export import ExportResult
     from fp8calib.results.extract_kv_scales import ExtractResult
     from fp8calib.results.merge import MergeResult
     from fp8calib.results.plan import RunPlan
     from fp8calib.results.quantize import QuantizeResult
+    from fp8calib.results.verify import VerifyResult
 
 __version__ = "0.2.0"
 
 _PLACES = {
-    "auto": "api.auto.run",
-    "AutoReport": "api.auto.report",
-    "Card": "api.card.page",
-    "card": "api.card.page",
+    "AutoResult": "results.auto",
+    "CardResult": "results.card",
+    "CheckResult": "results.check",
     "CalibrationStats": "jobs.stats",
-    "check": "api.check",
     "CalibrateResult": "results.calibrate",
     "ExportResult": "results.export",
     "ExtractResult": "results.extract_kv_scales",
@@ -58,15 +62,16 @@ _PLACES = {
     "MergeResult": "results.merge",
     "QuantizeResult": "results.quantize",
     "RunPlan": "results.plan",
-    "verify": "api.verify.run",
+    "VerifyResult": "results.verify",
 }
 
 __all__ = [
-    "AutoReport",
+    "AutoResult",
     "CalibrateResult",
     "CalibrationError",
     "CalibrationStats",
-    "Card",
+    "CardResult",
+    "CheckResult",
     "DataError",
     "ExportError",
     "ExportResult",
@@ -81,15 +86,19 @@ __all__ = [
     "ServerError",
     "UsageError",
     "VerificationError",
+    "VerifyResult",
     "auto",
     "calibrate",
     "card",
     "check",
+    "engine_env",
     "export",
     "extract_kv_scales",
     "load_stats",
     "merge",
     "quantize",
+    "recipes",
+    "show",
     "verify",
 ]
 

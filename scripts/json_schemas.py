@@ -1,69 +1,58 @@
-"""The JSON schemas of what `--json` prints and of recipes, made from types.
+"""The JSON schemas of what `--json` prints and of recipes, made from the types of results.
 
 `tests/docs/test_schemas.py` compares them with real output, and writes docs/schemas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from fp8calib.api.auto.report import AutoReport
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
-from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
-from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.results.export import ExportResult
-from fp8calib.results.extract_kv_scales import ExtractResult
-from fp8calib.results.merge import MergeResult
+from fp8calib.requests import find_implementation, list_commands
+from fp8calib.results.error import ErrorResult
 from fp8calib.results.plan import RunPlan
-from fp8calib.results.quantize import QuantizeResult
 from fp8calib.scales.rules import AMAX
-from fp8calib.verification.report import VerifyReport
-from scripts import json_outputs as outputs
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-OUTPUTS: Mapping[str, Any] = {
-    "card": outputs.CardOutput,
-    "engine-env": outputs.EngineEnvOutput,
-    "error": outputs.ErrorOutput,
-    "recipes": outputs.RecipeListOutput | outputs.RecipeOutput,
-    "show": outputs.ShowStatsOutput | outputs.ShowScalesOutput,
-}
-"""The types of outputs, by the names of the schemas."""
-RESULTS: Mapping[str, Any] = {
-    "auto": AutoReport,
-    "calibrate": CalibrateResult,
-    "export": ExportResult,
-    "extract-kv-scales": ExtractResult,
-    "merge": MergeResult,
-    "plan": RunPlan,
-    "quantize": QuantizeResult,
-}
-"""The types of results that are printed as they are."""
-_EVERY_OUTPUT: Mapping[str, Any] = {
-    "schema_version": {"const": SCHEMA_VERSION},
-    "passed": {"type": "boolean"},
-}
-"""What `Output` has, for types of the program, which lack it."""
+_EVERY_OUTPUT = {"schema_version": {"const": SCHEMA_VERSION}, "passed": {"type": "boolean"}}
+"""What is printed with every result."""
 
 
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
-    schemas = {name: _describe(name, kind) for name, kind in OUTPUTS.items()}
-    schemas["verify"] = _describe_verify()
-    schemas["check"] = _describe_check()
-    for name, kind in RESULTS.items():
-        schemas[name] = _add(_describe(name, kind), {})
-    schemas["recipe"] = _describe_recipe()
-    return schemas
+    results = {name.replace("_", "-"): _find_result(name) for name in list_commands()}
+    kinds = {**results, "plan": RunPlan, "error": ErrorResult}
+    schemas = {name: _describe(name, kind) for name, kind in kinds.items()}
+    return schemas | {"recipe": _describe_recipe()}
+
+
+def _find_result(command: str) -> Any:
+    """Find what the `run` of a command gives, but for the plan of --dry-run."""
+    implementation = find_implementation(command)
+    assert implementation is not None  # noqa: S101 -- every command has one
+    kind = get_type_hints(implementation.run)["return"]
+    others = (RunPlan, type(None))
+    return reduce(or_, (each for each in get_args(kind) or (kind,) if each not in others))
 
 
 def _describe(name: str, kind: Any) -> dict[str, Any]:
-    schema = TypeAdapter(kind).json_schema(mode="serialization")
-    return {"$schema": DIALECT, "title": f"fp8calib {name}", **_open(schema)}
+    schema = _open(TypeAdapter(kind).json_schema(mode="serialization"))
+    if "anyOf" in schema:  # of several results, each is a definition
+        for each in schema["anyOf"]:
+            _add_common(schema["$defs"][each["$ref"].rpartition("/")[2]])
+    else:
+        _add_common(schema)
+    return {"$schema": DIALECT, "title": f"fp8calib {name}", **schema}
+
+
+def _add_common(schema: dict[str, Any]) -> None:
+    schema["properties"] = {**_EVERY_OUTPUT, **schema["properties"]}
+    schema["required"] = [*_EVERY_OUTPUT, *schema.get("required", ())]
 
 
 def _describe_recipe() -> dict[str, Any]:
@@ -71,57 +60,6 @@ def _describe_recipe() -> dict[str, Any]:
     schema = Recipe.model_json_schema()
     schema["$defs"]["ScaleOptions"]["properties"]["rule"]["default"] = str(AMAX)
     return {"$schema": DIALECT, **schema}
-
-
-def _describe_verify() -> dict[str, Any]:
-    """Describe the report of `verify`, with what the command adds and leaves out."""
-    schema = _describe("verify", VerifyReport)
-    del schema["properties"]["histograms"], schema["$defs"]["HistogramResult"]
-    added = {"next": {"type": "string"}, "advice": {"type": "string"}}
-    return _add(schema, added, left_out="histograms")
-
-
-def _describe_check() -> dict[str, Any]:
-    """Describe the report of every engine, with what `check` adds."""
-    report = _describe("check", EngineReport)
-    definitions = report.pop("$defs")
-    added = {
-        "ok": {"type": "boolean"},
-        "engine": {"type": "string"},
-        "version": {"type": "string"},
-        "status": {"enum": ["unknown", None]},
-    }
-    definitions["EngineReport"] = _add(report, added, is_output=False)
-    return {
-        "$schema": DIALECT,
-        "title": "fp8calib check",
-        "type": "object",
-        "required": [*_EVERY_OUTPUT, "ok", "engines"],
-        "properties": {
-            **_EVERY_OUTPUT,
-            "ok": {"type": "boolean"},
-            "engines": {
-                "type": "object",
-                "additionalProperties": {"$ref": "#/$defs/EngineReport"},
-            },
-        },
-        "$defs": definitions,
-    }
-
-
-def _add(
-    schema: dict[str, Any],
-    properties: Mapping[str, Any],
-    *,
-    left_out: str = "",
-    is_output: bool = True,
-) -> dict[str, Any]:
-    """Add required properties to the schema of an object."""
-    first = _EVERY_OUTPUT if is_output else {}
-    schema["properties"] = {**first, **properties, **schema["properties"]}
-    required = [name for name in schema.get("required", ()) if name != left_out]
-    schema["required"] = [*first, *properties, *required]
-    return schema
 
 
 def _open(schema: Any) -> Any:

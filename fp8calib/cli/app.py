@@ -6,29 +6,34 @@ import gc
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from fp8calib import __version__
+from fp8calib.blocks import Block, Line
 from fp8calib.cli.console import (
     ConsoleReporter,
     print_json,
-    print_text,
     prints_json,
     set_json,
+    show,
     sign_of_life,
     warn,
 )
+from fp8calib.cli.setup import quiet_libraries
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, list_commands
 from fp8calib.requests.early_checks import refuse_missing
+
+if TYPE_CHECKING:
+    from fp8calib.results.record import Result
 
 _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
@@ -123,15 +128,40 @@ def _find_runner(name: str) -> Callable[[Any], int | None]:
     return partial(_run_plainly, name)
 
 
-def _run_plainly(name: str, request: Any) -> None:
+def _run_plainly(name: str, request: Any) -> int:
+    """Run a command, and print its result as its module in `fp8calib.render` describes it."""
     implementation = find_implementation(name)
     assert implementation is not None  # noqa: S101 -- no command has neither
-    with ConsoleReporter() as reporter:
-        result = implementation.run(request, reporter)
+    quiet_libraries()
+    try:
+        with ConsoleReporter() as reporter:
+            result: Result = implementation.run(request, reporter)
+    except Exception as error:
+        if hasattr(error, "result"):  # found before its files could not be written
+            show(_describe(name, error.result, request))
+        raise
     if prints_json():
+        for option in _list_layout(request):
+            warn(f"--json prints everything: {option} has no effect")
         print_json(result.to_json())
-    else:
-        print_text(str(result))
+    show(_describe(name, result, request))
+    return result.exit_code
+
+
+def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
+    place = f"fp8calib.render.{name}"
+    if find_spec(place) is None:
+        return [Line(str(result))]
+    described: Iterable[Block] = import_module(place).describe(result, request)
+    return described
+
+
+def _list_layout(request: Any) -> Iterator[str]:
+    """List the options that were given and only choose what a terminal shows."""
+    for each in list_options(type(request)):
+        given = getattr(request, each.name)
+        if each.option is not None and each.option.is_layout and given != each.default:
+            yield each.flags[0]
 
 
 def _collect(declared: Declared, value: Any) -> Any:

@@ -16,15 +16,18 @@ from fp8calib.cli.console import (
     print_text,
     prints_json,
     say,
+    show,
     show_error,
 )
-from fp8calib.cli.plan_table import show_run_plan
 from fp8calib.cli.serving import describe_serving_briefly
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.cli.show.stats import describe_briefly, describe_skipped
 from fp8calib.commands.calibrate import run
+from fp8calib.commands.show import show_stats
 from fp8calib.errors import ExportError
 from fp8calib.machine.launch import find_process_rank
+from fp8calib.render.plan import describe_plan
+from fp8calib.render.show import describe_skipped
+from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
 from fp8calib.results.plan import RunPlan
@@ -39,7 +42,9 @@ def run_calibrate(request: CalibrateRequest) -> int:
     with ConsoleReporter() as reporter:
         result = run(request, reporter, find_process_rank(os.environ))
     if isinstance(result, RunPlan):
-        show_run_plan(result)
+        if prints_json():
+            print_json(result.to_json())
+        show(describe_plan(result, "plan (nothing was run or written)"))
     elif result is not None:
         return _show(result, request)
     return 0
@@ -50,9 +55,9 @@ def _show(result: CalibrateResult, request: CalibrateRequest) -> int:
         print_json(result.to_json())
     if result.was_finished:
         return 0
-    show = say if prints_json() else print_text
+    tell = say if prints_json() else print_text
     for text in _describe(result, request):
-        show(text)
+        tell(text)
     if result.passed:
         return 0
     code = ExportError.exit_code
@@ -67,8 +72,9 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage.observed} sites observed"
     )
-    yield from describe_briefly(result.stats)
-    yield from describe_skipped(result.stats)
+    shown = show_stats(result.stats)
+    yield from summarize_briefly(shown)
+    yield from describe_skipped(shown)
     if result.saturation is not None:
         yield result.saturation.describe_half()
     yield from _describe_experts(result.experts)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from fp8calib import blocks
 from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
@@ -113,6 +114,20 @@ def print_json(value: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps(numbered, indent=2, allow_nan=False) + "\n")
 
 
+def show(found: Iterable[blocks.Block]) -> None:
+    """Print a result; where stdout gets JSON, only its answer, on stderr."""
+    for block in found:
+        if prints_json():
+            if isinstance(block, blocks.Answer):
+                say(block.text)
+        elif isinstance(block, blocks.Table):
+            print_table(block.title, block.columns, block.texts)
+        elif isinstance(block, blocks.Warn):
+            warn(block.text)
+        else:
+            print_text(block.text)
+
+
 @contextmanager
 def _to_stdout() -> Iterator[None]:
     """Report a failed write to stdout (a full disk, say) as an error.
@@ -192,8 +207,10 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
     if hint:
         _err.print(_clean(f"hint: {hint}"))
     if as_json:
-        error = {"kind": kind, "message": message, "hint": hint}
-        print_json({"passed": False, "error": error})
+        from fp8calib.results.error import ErrorResult, Failure  # noqa: PLC0415 -- pydantic
+
+        error = Failure.model_validate({"kind": kind, "message": message, "hint": hint})
+        print_json(ErrorResult(error=error).to_json())
     return exit_code
 
 

@@ -13,13 +13,14 @@ from fp8calib.cli.console import (
     print_json,
     print_text,
     prints_json,
+    show,
 )
-from fp8calib.cli.plan_table import show_run_plan
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.commands.quantize import run
 from fp8calib.errors import cut_list
 from fp8calib.machine.launch import find_process_rank
+from fp8calib.render.plan import describe_plan
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.plan import RunPlan
 from fp8calib.results.quantize import QuantizeResult, Unquantized
@@ -34,7 +35,9 @@ def run_quantize(request: QuantizeRequest) -> None:
     with ConsoleReporter() as reporter:
         result = run(request, reporter, find_process_rank(os.environ))
     if isinstance(result, RunPlan):
-        show_run_plan(result)
+        if prints_json():
+            print_json(result.to_json())
+        show(describe_plan(result, "plan (nothing was run or written)"))
     elif result is not None and prints_json():
         print_json(result.to_json())
     elif result is not None:

@@ -17,7 +17,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.geometry.tensor_parallel import check_degree
-from fp8calib.jobs.text import split_data
+from fp8calib.jobs.rows import split_data
 from fp8calib.options.keys import (
     BATCH_SIZE,
     DATA,

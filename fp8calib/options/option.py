@@ -33,6 +33,8 @@ class Option:
     """Makes the field's value of what the command line read; raises UsageError."""
     negates: bool = False
     """Whether the flag makes the field False, as --no-pack does."""
+    is_layout: bool = False
+    """Whether it only chooses what a terminal shows: JSON and the function of Python give all."""
     about_argument: str = ""
     """The help of the function's argument, where that differs."""
     key: str = ""

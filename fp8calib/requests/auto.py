@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_emulated_and_replayed
-from fp8calib.options.keys import BATCH_SIZE, SAMPLES
+from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
-    DataOption,
+    UNQUANTIZED,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
     ForceOption,
     MemoryOption,
-    NoPackOption,
+    ProgressArgument,
     RevisionOption,
     SeqLenOption,
     TextColumnOption,
     TrustOption,
-    UnquantizedModel,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AutoRequest:
     """Choose how a model becomes FP8 from its own figures, write it, verify and check it.
 
@@ -35,8 +35,9 @@ class AutoRequest:
     Example: fp8calib auto HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl --engine vllm
     """
 
-    model: UnquantizedModel
-    data: DataOption = None
+    model: Annotated[str | Path, UNQUANTIZED]
+    data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
+    _: KW_ONLY
     text_column: TextColumnOption = None
     gate: Annotated[
         str,
@@ -56,13 +57,13 @@ class AutoRequest:
         ),
     ] = "vllm"
     out: Annotated[
-        Path | None,
-        Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8."),
+        str | Path | None,
+        Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),
     ] = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: SeqLenOption = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
-    no_pack: NoPackOption = False
+    pack: Annotated[bool, PACK] = True
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     device_map: DeviceMapOption = None
@@ -76,3 +77,4 @@ class AutoRequest:
         bool, Option("--resume", help="Continue an interrupted run from its statistics.")
     ] = False
     force: ForceOption = False
+    progress: ProgressArgument = None

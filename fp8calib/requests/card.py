@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.options.option import Option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CardRequest:
     """Write a model card into a folder: figures of loss, engines, commands and hashes.
 
@@ -17,16 +18,20 @@ class CardRequest:
     """
 
     folder: Annotated[
-        Path,
+        str | Path,
         Option(
-            metavar="DIR", help="An FP8 checkpoint, an overlay, or a folder of files of KV scales."
+            metavar="DIR",
+            reads=Path,
+            help="An FP8 checkpoint, an overlay, or a folder of files of KV scales.",
         ),
     ]
+    _: KW_ONLY
     verify_reports: Annotated[
-        list[Path] | None,
+        Sequence[str | Path] | None,
         Option(
             "--verify-report",
             metavar="JSON",
+            reads=list[Path],
             help="What `verify --json` printed about DIR; repeat for more. The report of `auto` is "
             "found in DIR or above it.",
         ),
@@ -50,10 +55,11 @@ class CardRequest:
         Option("--quantized-by", metavar="NAME", help="Who made it, for the front matter."),
     ] = None
     model: Annotated[
-        str | None,
+        str | Path | None,
         Option(
             "--model",
             metavar="MODEL",
+            reads=str,
             help="The unquantized model, whose layers are checked; files of scales need it.",
         ),
     ] = None

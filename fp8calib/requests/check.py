@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_defaults, list_replayed
 from fp8calib.options.option import Option
+from fp8calib.requests.shared import Stats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckRequest:
     """Report what each engine will do with KV scales and FP8 weights, without running it.
 
@@ -21,14 +23,20 @@ class CheckRequest:
     """
 
     path: Annotated[
-        Path,
-        Option(metavar="PATH", help="A checkpoint folder or hub id, or a JSON file of any tool."),
+        str | Path,
+        Option(
+            metavar="PATH",
+            reads=Path,
+            help="A checkpoint folder or hub id, or a JSON file of any tool.",
+        ),
     ]
+    _: KW_ONLY
     engine: Annotated[
-        list[str] | None,
+        str | Sequence[str] | None,
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
+            reads=list[str],
             help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
         ),
     ] = None
@@ -36,8 +44,13 @@ class CheckRequest:
         int, Option("--tp", metavar="N", least=1, help="Tensor-parallel degree; default 1.")
     ] = 1
     model: Annotated[
-        str | None,
-        Option("--model", metavar="MODEL", help="The model the scales are for; for files."),
+        str | Path | None,
+        Option(
+            "--model",
+            metavar="MODEL",
+            reads=str,
+            help="The model the scales are for; for files.",
+        ),
     ] = None
     require_kv: Annotated[
         bool,
@@ -51,10 +64,11 @@ class CheckRequest:
         ),
     ] = False
     stats: Annotated[
-        Path | None,
+        Stats | None,
         Option(
             "--stats",
             metavar="FILE",
+            reads=Path,
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
         ),
     ] = None
@@ -63,10 +77,11 @@ class CheckRequest:
         Option("--run", help="Load the folder with vLLM's own loader, without its weights."),
     ] = False
     engine_python: Annotated[
-        Path | None,
+        str | Path | None,
         Option(
             "--engine-python",
             metavar="PATH",
+            reads=Path,
             help="The Python of an environment with vLLM for --run; default this one.",
         ),
     ] = None

@@ -77,7 +77,7 @@ def _refuse_unknown_names(settings: Any) -> None:
     _check_engines(getattr(settings, "engine", None))
     if (rule := getattr(settings, "rule", None)) is not None:
         _check_rule(rule)
-    for name in getattr(settings, "rules", ()):
+    for name in getattr(settings, "rules", None) or ():
         if name:
             parse_rule(name)
     fp8_formats = KV_FORMATS if hasattr(settings, "formats") else FP8_FORMATS

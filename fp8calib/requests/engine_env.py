@@ -9,7 +9,7 @@ from typing import Annotated
 from fp8calib.options.option import Option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineEnvRequest:
     """Make an environment with an engine for check --run, and print the path of its Python.
 
@@ -18,6 +18,8 @@ class EngineEnvRequest:
 
     engine: Annotated[str, Option(metavar="ENGINE==VERSION", help="Such as vllm==0.32, for CPU.")]
     folder: Annotated[
-        Path | None,
-        Option("--dir", metavar="DIR", help="Where environments are kept; default a cache."),
+        str | Path | None,
+        Option(
+            "--dir", metavar="DIR", reads=Path, help="Where environments are kept; default a cache."
+        ),
     ] = None

@@ -8,7 +8,7 @@ from typing import Annotated
 from fp8calib.options.option import Option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RecipesRequest:
     """List the recipes, or print one and explain every key.
 

@@ -65,15 +65,15 @@ ForceOption = Annotated[
         "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
 ]
-_UNQUANTIZED = Option(metavar="MODEL", reads=str, help="The unquantized model: folder or Hub id.")
+UNQUANTIZED = Option(metavar="MODEL", reads=str, help="The unquantized model: folder or Hub id.")
 _RUN = Option(
     metavar="MODEL",
     reads=str,
     help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
     "of compressed-tensors is dequantized while it is read.",
 )
-UnquantizedModel = Annotated[str, _UNQUANTIZED]
-UnquantizedOrLiveModel = Annotated[Model, _UNQUANTIZED]
+UnquantizedModel = Annotated[str, UNQUANTIZED]
+UnquantizedOrLiveModel = Annotated[Model, UNQUANTIZED]
 RunModel = Annotated[str, _RUN]
 RunOrLiveModel = Annotated[Model, _RUN]
 RevisionOption = Annotated[

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.options.option import Option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShowRequest:
     """Print what stands out in a file of statistics or scales, or tables of it.
 
@@ -17,13 +17,17 @@ class ShowRequest:
     """
 
     file: Annotated[
-        Path,
+        str | Path,
         Option(
             metavar="STATS|SCALES",
+            reads=Path,
             help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
         ),
     ]
+    _: KW_ONLY
     everything: Annotated[
-        bool, Option("--all", help="Print every table instead of what stands out.")
+        bool, Option("--all", help="Print every table instead of what stands out.", is_layout=True)
     ] = False
-    kv: Annotated[bool, Option("--kv", help="Print the table of K, V and q.")] = False
+    kv: Annotated[bool, Option("--kv", help="Print the table of K, V and q.", is_layout=True)] = (
+        False
+    )

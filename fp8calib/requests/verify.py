@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.options.keys import BATCH_SIZE, SAMPLES
+from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
-    DataOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MemoryOption,
-    NoPackOption,
+    ProgressArgument,
     RevisionOption,
-    RunModel,
+    RunOrLiveModel,
     SeqLenOption,
+    Stats,
     TextColumnOption,
+    TextDataOption,
+    TokenizerArgument,
     TrustOption,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(","))
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyRequest:
     """Compare a model with its FP8 emulation on the same text.
 
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
 
-    model: RunModel
+    model: RunOrLiveModel
     scales: Annotated[
-        list[str],
+        Stats | Iterable[Stats],
         Option(
             "--scales",
             metavar="PATH",
+            reads=list[str],
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
-    ] = field(default_factory=list)
-    data: DataOption = None
+    ] = ()
+    data: TextDataOption = None
+    _: KW_ONLY
     text_column: TextColumnOption = None
     engine: Annotated[
         str,
@@ -60,11 +69,13 @@ class VerifyRequest:
             help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
         ),
     ] = None
-    rule_names: Annotated[
-        str | None,
+    rules: Annotated[
+        Sequence[str] | None,
         Option(
             "--rules",
             metavar="NAME,...",
+            reads=str,
+            collect=_split,
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
@@ -82,7 +93,7 @@ class VerifyRequest:
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: SeqLenOption = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
-    no_pack: NoPackOption = False
+    pack: Annotated[bool, PACK] = True
     gate: Annotated[
         str | None,
         Option(
@@ -95,21 +106,28 @@ class VerifyRequest:
         False
     )
     report: Annotated[
-        Path | None,
-        Option("--report", metavar="FILE.html", help="Write an HTML page with plots."),
+        str | Path | None,
+        Option("--report", metavar="FILE.html", reads=Path, help="Write an HTML page with plots."),
     ] = None
     dump: Annotated[
-        Path | None,
-        Option("--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."),
+        str | Path | None,
+        Option(
+            "--dump",
+            metavar="FILE",
+            reads=Path,
+            help="Write every token's log-probability (safetensors).",
+        ),
     ] = None
     force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
         False
     )
-    task_names: Annotated[
-        str | None,
+    tasks: Annotated[
+        Sequence[str] | None,
         Option(
             "--tasks",
             metavar="NAME,...",
+            reads=str,
+            collect=_split,
             help="Also run these tasks of lm-evaluation-harness; a task may be a YAML file.",
         ),
     ] = None
@@ -187,10 +205,11 @@ class VerifyRequest:
         ),
     ] = None
     reference_dump: Annotated[
-        Path | None,
+        str | Path | None,
         Option(
             "--reference-dump",
             metavar="FILE",
+            reads=Path,
             help="What --dump wrote of the same text on another machine; nothing is computed here.",
         ),
     ] = None
@@ -203,17 +222,5 @@ class VerifyRequest:
     )
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
-
-    @property
-    def rules(self) -> tuple[str, ...]:
-        """The names of --rules."""
-        return _split(self.rule_names)
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The names of --tasks."""
-        return _split(self.task_names)
-
-
-def _split(names: str | None) -> tuple[str, ...]:
-    return () if names is None else tuple(name.strip() for name in names.split(","))
+    tokenizer: TokenizerArgument = None
+    progress: ProgressArgument = None

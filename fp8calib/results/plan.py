@@ -7,8 +7,8 @@ from typing import NotRequired
 from pydantic import Field, SkipValidation
 from typing_extensions import TypedDict
 
-from fp8calib.overview import Overview, WithOverview
-from fp8calib.results.record import LayerScheme, Record, ShardIndex
+from fp8calib.overview import Overview
+from fp8calib.results.record import LayerScheme, Result, ShardIndex
 
 
 class MemoryPlan(TypedDict):
@@ -76,10 +76,23 @@ class Plan(MemoryPlan):
     values and no given scales fit."""
 
 
-class RunPlan(WithOverview, Record):
+class AutoPlan(MemoryPlan):
+    """A planned run of `auto`."""
+
+    model: str
+    engine: str
+    gate: str
+    dtype: str
+    device: str
+    steps: list[str]
+    data: list[str]
+    out: str
+
+
+class RunPlan(Result):
     """What `--dry-run --json` prints."""
 
-    plan: SkipValidation[Plan]
+    plan: SkipValidation[Plan | AutoPlan]
     text: tuple[str, ...] = Field(default=(), exclude=True)
     """Describes the rows of the text."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
+from fp8calib.checkpoint.json_files import SCHEMA_VERSION
+from fp8calib.overview import WithOverview
 
 
 class Record(BaseModel):
@@ -32,6 +35,29 @@ class Record(BaseModel):
         if "required" in described:
             described["required"] = [n for n in described["required"] if n not in optional]
         return schema
+
+
+class Result(WithOverview, Record):
+    """What a command gives: `--json` prints it, and the function of Python returns it."""
+
+    first_keys: ClassVar[tuple[str, ...]] = ()
+    """What stands at the top of the JSON object: the answer, before what it rests on."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check and no gate failed."""
+        return True
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        return 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Make the object that `--json` prints."""
+        found = self.model_dump(mode="json", by_alias=True)
+        common = {"schema_version": SCHEMA_VERSION, "passed": self.passed}
+        return {**common, **{key: found[key] for key in self.first_keys}, **found}
 
 
 class BeforeAfter(Record):

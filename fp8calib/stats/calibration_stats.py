@@ -14,11 +14,14 @@ from typing import Literal
 import torch
 from pydantic import (
     Field,
+    GetJsonSchemaHandler,
     NonNegativeInt,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
@@ -78,6 +81,13 @@ class StatsHeader(Frozen):
         fields: dict[str, object] = handler(self)
         added = ("unquantized", "measured_quantized")
         return {key: value for key, value in fields.items() if value or key not in added}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe the fields, which the serializer only leaves out."""
+        return handler({key: value for key, value in schema.items() if key != "serialization"})
 
 
 class StatsShard(Frozen):

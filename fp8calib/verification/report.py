@@ -6,12 +6,13 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from fp8calib.blocks import Cell, Table
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.verification.server_result import ServerResult
@@ -315,7 +316,8 @@ class VerifyReport(WithOverview, _Model):
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
-    histograms: tuple[HistogramResult, ...] = ()
+    histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
+    """For the page alone."""
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
@@ -326,6 +328,7 @@ class VerifyReport(WithOverview, _Model):
     warnings: tuple[str, ...] = ()
     provenance: RunProvenance | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def advice(self) -> str:
         """The decision in words, the details first."""
@@ -352,22 +355,46 @@ class VerifyReport(WithOverview, _Model):
 
     def overview(self) -> Overview:
         """Give the figures of each candidate, the conclusion and the warnings."""
+        table = candidates_table(self.candidates).without("KLD p99")
         return Overview(
             f"VerifyReport of {self.model}: {self.tokens:,} tokens, emulating "
             f"{self.engine_version}",
-            ("candidate", "verdict", "KLD", "perplexity ratio", "top-1"),
-            [
-                [
-                    each.name,
-                    each.verdict,
-                    format_kld(each.kld_mean, each.kld_se),
-                    f"{each.ppl_ratio:.4f} ± {format_error(each.ppl_ratio_se)}",
-                    "-" if each.top1_agreement is None else f"{each.top1_agreement:.2%}",
-                ]
-                for each in self.candidates
-            ],
+            table.columns,
+            table.texts,
             [self.advice, *(f"warning: {text}" for text in self.warnings)],
         )
+
+
+def candidates_table(
+    candidates: Iterable[CandidateResult],
+    *,
+    title: str = "",
+    name: Callable[[CandidateResult], str] = lambda each: each.name,
+    verdict: Callable[[CandidateResult], str] = lambda each: each.verdict.value,
+    tokens: int | None = None,
+) -> Table:
+    """Make the table of candidates that every report shows.
+
+    Args:
+        candidates: the rows.
+        title: of the table.
+        name: what the reader knows a candidate by.
+        verdict: its verdict in words.
+        tokens: adds the standard error of the top-1 agreement, as of independent tokens.
+    """
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(name(each), aside=each.description, kind="name"),
+            Cell(verdict(each), aside=f"{each.verdict_why} ({each.gate} gate)", kind=each.verdict),
+            format_kld(each.kld_mean, each.kld_se),
+            format_kld(each.kld_p99),
+            format_ratio(each.ppl_ratio, each.ppl_ratio_se),
+            format_share(each.top1_agreement, tokens),
+        ]
+        for each in candidates
+    ]
+    columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "top-1"]
+    return Table(title=title, columns=columns, rows=rows, words=(0, 1))
 
 
 _SMALLEST_FIXED_KLD = 0.001
@@ -409,3 +436,16 @@ def format_error(error: float | None) -> str:
 def format_db(value: float | None) -> str:
     """Format a ratio in dB; `-` if nothing was lost or the tensor was all zeros."""
     return "-" if value is None else f"{value:.1f}"
+
+
+def format_ratio(ratio: float, error: float | None) -> str:
+    """Format a perplexity ratio with its standard error."""
+    return f"{ratio:.3g}" if ratio >= 1e5 else f"{ratio:.4f} ± {format_error(error)}"
+
+
+def format_share(share: float | None, tokens: int | None = None) -> str:
+    """Format a share, with the standard error of so many independent tokens; `-` if unknown."""
+    if share is None:
+        return "-"
+    error = "" if tokens is None else f" ± {math.sqrt(share * (1 - share) / tokens):.2%}"
+    return f"{share:.2%}{error}"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from fp8calib.api.auto import decide
+from fp8calib.jobs.auto import decide
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
 ) -> None:
     model, text = plant(tmp_path, lambda _model: None)
     failing = candidate("kv-overlay", 0.5, Verdict.FAIL)
-    monkeypatch.setattr("fp8calib.api.auto.writing._verify_written", lambda *_: failing)
+    monkeypatch.setattr("fp8calib.commands.auto_writing._verify_written", lambda *_: failing)
     out = tmp_path / "out"
     outcome = run("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
     assert outcome.code == 8
@@ -160,7 +160,7 @@ def test_what_fails_as_a_whole_is_followed_by_the_next_best(
     def verify(*_: object) -> CandidateResult:
         return candidate("written", 0.5, next(read_back))
 
-    monkeypatch.setattr("fp8calib.api.auto.writing._verify_written", verify)
+    monkeypatch.setattr("fp8calib.commands.auto_writing._verify_written", verify)
     out = tmp_path / "out"
     found = succeed("auto", model, "--data", text, *QUICK, "--out", out, "--json").json
     assert found["passed"] is True
@@ -186,12 +186,12 @@ def test_an_interrupted_run_continues_with_its_statistics(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("fp8calib.api.auto.run._decide", interrupt)
+        patched.setattr("fp8calib.commands.auto._decide", interrupt)
         stopped = run(*command, "--force")
         assert stopped.code == 130
         assert "--resume" in stopped.err
     assert (tmp_path / "out.partial" / "stats.safetensors").exists()
-    monkeypatch.setattr("fp8calib.api.auto.run.run_calibration", run_no_text)
+    monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
     again = run(*command, "--force", "--resume").json
     for key in ("decisions", "tried", "written"):
         assert again[key] == expected[key]
@@ -230,7 +230,7 @@ def test_the_kv_cache_stays_in_16_bits_where_the_engine_has_no_place_for_scales(
         assert not any(name.endswith(("k_scale", "v_scale")) for name in names)
         (left,) = [each for each in found["decisions"] if "which KV scales" in each["question"]]
         assert left["why"].startswith("the KV cache stays in 16 bits: vllm does not use KV scales")
-        monkeypatch.setattr("fp8calib.api.auto.run.run_calibration", run_no_text)
+        monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
         kv = tmp_path / "kv" / family
         reason = {"lfm2": "no parameters for scales", "deepseek_v3": "multi-head latent attention"}
         assert reason[family] in fail(8, *asked, "--gate", "kv", "--out", kv)
@@ -248,7 +248,7 @@ def test_a_model_of_which_the_engine_loads_no_scheme_is_refused_before_text_is_r
     """VLLM 0.33 has no class for xglm."""
     families.save("xglm", families.FAMILIES["xglm"], tmp_path / "xglm")
     text = write_rows(tmp_path / "text.jsonl", [{"input_ids": [3, 4, 5, 6] * 8}] * 8)
-    monkeypatch.setattr("fp8calib.api.auto.run.run_calibration", run_no_text)
+    monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
     out = tmp_path / "out"
     asked = ("auto", tmp_path / "xglm", "--data", text, *QUICK, "--out", out)
     assert "vllm cannot load it: vLLM 0.33 does not run xglm" in fail(8, *asked)
@@ -268,7 +268,7 @@ def test_weights_that_cannot_be_quantized_are_refused_before_text_is_run(
 ) -> None:
     zoo.save("gpt2", tmp_path / "gpt2")
     text = write_rows(tmp_path / "text.jsonl", [{"input_ids": [3, 4, 5, 6]}] * 8)
-    monkeypatch.setattr("fp8calib.api.auto.run.run_calibration", run_no_text)
+    monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
     out = tmp_path / "out"
     assert "Conv1D" in fail(4, "auto", tmp_path / "gpt2", "--data", text, *QUICK, "--out", out)
     assert not out.exists()

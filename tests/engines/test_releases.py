@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
-from fp8calib.api.verify.loadable import Loading, warn_of_loading
+from fp8calib.jobs.verification.loadable import Loading, warn_of_loading
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Evidence
 from fp8calib.engines.registry import find_emulated, find_replayed

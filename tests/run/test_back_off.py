@@ -11,7 +11,7 @@ import torch
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.recipe import Observe
-from fp8calib.run.forward.observed_batches import BackOff
+from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import open_streamed

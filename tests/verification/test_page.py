@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.verification.html.page import render_page, write_page
+from fp8calib.render.page.page import render_page, write_page
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 import pytest
 
-from fp8calib.verification.html.charts import (
+from fp8calib.render.page.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -19,9 +19,9 @@ from fp8calib.verification.html.charts import (
     linear_axis,
     log_axis,
 )
-from fp8calib.verification.html.page import list_sections
-from fp8calib.verification.html.sections import Figure, PageSection
-from fp8calib.verification.html.series import BASELINE, STYLES, make_series
+from fp8calib.render.page.page import list_sections
+from fp8calib.render.page.sections import Figure, PageSection
+from fp8calib.render.page.series import BASELINE, STYLES, make_series
 from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8calib.verification.html.page import write_page
+from fp8calib.render.page.page import write_page
 from fp8calib.verification.report import Decision
 from tests.verification.chromium import NAMES, Page, find_chromium
 from tests.verification.sample_report import make_report

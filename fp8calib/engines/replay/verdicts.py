@@ -9,7 +9,6 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.overview import Overview, WithOverview
 from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 
@@ -113,67 +112,17 @@ class EngineReport(_Frozen):
         return self.add_problems(*self.suspicious).model_copy(update={"suspicious": ()})
 
 
-class CheckReport(WithOverview, _Frozen):
+class CheckReport(_Frozen):
     """One report for each engine that was asked for."""
 
     engines: Mapping[str, EngineReport]
     versions: Mapping[str, str]
     """The release of each engine whose rules were replayed."""
 
-    @property
-    def ok(self) -> bool:
-        """Whether the report of every engine is ok."""
-        return bool(self.engines) and all(report.ok for report in self.engines.values())
-
-    @property
-    def cannot_judge(self) -> bool:
-        """Whether the report is not ok only because of what cannot be judged."""
-        faults = [each for each in self.engines.values() if not each.ok]
-        return bool(faults) and all(each.status is Status.UNKNOWN for each in faults)
-
     def allow_suspicious(self) -> CheckReport:
         """Return the same report with suspicious scales as problems."""
         engines = {key: each.allow_suspicious() for key, each in self.engines.items()}
         return self.model_copy(update={"engines": engines})
-
-    def overview(self) -> Overview:
-        """Give the verdict of each engine, and the problems."""
-        problems: list[str] = []
-        for name, report in self.engines.items():
-            found = [f"weights: {report.weights.why}"] if report.weights else []
-            found += [*report.suspicious, *report.unknown, *report.problems]
-            problems += [f"{name}: {text}" for text in found]
-        return Overview(
-            f"CheckReport: {'ok' if self.ok else 'not ok'}",
-            ("engine", "release", "ok", "layers with their KV scales"),
-            [
-                [
-                    name.partition("==")[0],
-                    self.versions[name],
-                    "yes" if report.ok else "no",
-                    f"{sum(layer.ok for layer in report.layers)} of {len(report.layers)}",
-                ]
-                for name, report in self.engines.items()
-            ],
-            problems,
-        )
-
-    def to_json(self) -> dict[str, object]:
-        """Make the object that `check --json` prints."""
-        return {
-            "ok": self.ok,
-            "passed": self.ok,
-            "engines": {
-                name: {
-                    "ok": report.ok,
-                    "engine": name.partition("==")[0],
-                    "version": self.versions[name],
-                    "status": report.status,
-                    **report.model_dump(mode="json"),
-                }
-                for name, report in self.engines.items()
-            },
-        }
 
 
 class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no error of ours

@@ -18,7 +18,7 @@ from fp8calib.jobs.resumable.rounding import open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.distributed.group import ProcessGroup
-from fp8calib.run.forward.observed_batches import BackOff
+from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -19,14 +18,6 @@ from fp8calib.run.forward.decoder import Decoder
 
 GPU_BATCHES_PER_CHECK = 16
 """How many batches on a GPU share one check for NaN, because each check waits for the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackOff:
-    """The sequence from which on batches had to be smaller, and their size from there."""
-
-    first: int
-    batch_size: int
 
 
 class BatchObserver:

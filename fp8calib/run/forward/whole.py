@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
+from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
-from fp8calib.run.forward.observed_batches import BackOff, BatchObserver, cut_into
+from fp8calib.run.forward.observed_batches import BatchObserver, cut_into
 
 
 class WholeRunner:

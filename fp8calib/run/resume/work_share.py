@@ -10,7 +10,7 @@ from fp8calib.data.shares import Item, Share, drop_finished, select_batches
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.run.distributed.group import ProcessGroup
-from fp8calib.run.forward.observed_batches import BackOff
+from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.resume.journal import NOTHING, Done, Journal
 from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats

@@ -17,8 +17,9 @@ from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.calibration_hooks import InputListener, open_calibration_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
+from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
-from fp8calib.run.forward.observed_batches import BackOff, BatchObserver, cut_into
+from fp8calib.run.forward.observed_batches import BatchObserver, cut_into
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.layer_journal import LayerJournal
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel, Streaming

@@ -1,0 +1,378 @@
+"""Measure a model, decide from the figures, write, verify and check: one call for all of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from fp8calib.checkpoint.json_files import encode_json
+from fp8calib.checkpoint.resumable_folder import ResumableFolder
+from fp8calib.commands.auto_writing import write_combination
+from fp8calib.data.plan import DataPlan
+from fp8calib.engines.registry import (
+    find_emulated,
+    find_replayed,
+    list_emulated_and_replayed,
+)
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.jobs.auto import decide
+from fp8calib.jobs.auto.decide import Combination, KvChoice
+from fp8calib.jobs.auto.measure import (
+    OVERLAY,
+    Measured,
+    drop_kv,
+    find_unused_kv,
+    leave_layers,
+    list_candidates,
+    list_refused,
+    plan_texts,
+    require_usable,
+    warn_of_few,
+)
+from fp8calib.jobs.calibration import (
+    IF_QUANTIZED,
+    CalibrationJob,
+    choose_mode,
+    fields_of,
+    run_calibration,
+)
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.recipe_options import open_recipe
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.machine.command_line import spell_command
+from fp8calib.recipe import Recipe
+from fp8calib.requests.auto import AutoRequest
+from fp8calib.results.auto import AnsweredQuestion, AutoResult, Outcome
+from fp8calib.results.plan import RunPlan
+from fp8calib.scales.compute import list_unfit_queries
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.verification.report import CandidateResult, VerifyReport
+
+_TAG = "fp8calib auto"
+"""Marks the folder of a run that was killed, which the next one replaces."""
+GATES = ("w8a8", "kv")
+_OWNED = frozenset({STATS_NAME, REPORT_NAME, OVERLAY, *SCHEMES})
+"""Names of what may be in the output folder."""
+
+
+def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
+    """Measure, decide, write, verify and check.
+
+    The output folder gets the statistics, `report.json` with every decision, and the checkpoint,
+    if it passes.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        ModelError: the model cannot be read or run, or its weights cannot be quantized (`w8a8`).
+        DataError: the data cannot be read, or is one sequence.
+        CalibrationError: a forward pass failed.
+        ExportError: the output cannot be written.
+        VerificationError: the engine can load no scheme, or uses no KV scales of this model.
+    """
+    out = request.out or f"{Path(request.model).resolve().name}-fp8"
+    task = replace(request, model=str(request.model), out=Path(out))
+    if request.dry_run:
+        return _plan(task)
+    with (
+        _open_auto(task) as opened,
+        ResumableFolder(
+            _find_out(task),
+            owned=_OWNED,
+            force=task.force,
+            tag=opened.tag,
+            resume=task.resume,
+        ) as folder,
+    ):
+        stats = _calibrate(opened, folder, reporter)
+        measured = Measured(
+            task=task,
+            model=opened.model,
+            stats=stats,
+            held_out=opened.held_out,
+            reporter=reporter,
+        )
+        report = _decide(measured, folder)
+        texts = (*opened.calibration.warnings, *warn_of_few(report.tokens), *report.warnings)
+        report = report.model_copy(
+            update={
+                "data": opened.calibration.sources,
+                "calibration_tokens": opened.calibration.num_tokens,
+                "warnings": tuple(dict.fromkeys(texts)),
+                "command": spell_command(),
+            }
+        )
+        (folder / REPORT_NAME).write_bytes(encode_json(report.to_json()))
+    for text in report.warnings:
+        reporter.warn(text)
+    return report
+
+
+def _find_out(task: AutoRequest) -> Path:
+    """Give the output folder, which `run` has set."""
+    assert task.out is not None  # noqa: S101
+    return Path(task.out)
+
+
+def _plan(task: AutoRequest) -> RunPlan:
+    """Plan a run without running text.
+
+    Raises:
+        UsageError, ModelError, DataError, VerificationError: as `auto`, before text is run.
+    """
+    with _open_auto(task) as opened:
+        model, held_out = opened.model, opened.held_out.num_tokens
+        job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
+        mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+        pass_s = None if mode.plan is None else mode.plan.expected_s
+        candidates = 1 + (len(SCHEMES) if task.gate == "w8a8" else 0)
+        compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1
+        tokens = opened.calibration.num_tokens
+        return RunPlan(
+            plan={
+                "model": task.model,
+                "engine": task.engine,
+                "gate": task.gate,
+                "dtype": model.dtype,
+                "device": model.device,
+                "steps": [
+                    f"1 of {STEPS}: calibrate on {tokens:,} tokens",
+                    f"2 of {STEPS}: compare {candidates} candidates on {held_out:,} tokens",
+                    f"3 of {STEPS}: write the best, as {task.out}",
+                    f"4 of {STEPS}: read it back, verify and check it; if it does not pass as a "
+                    "whole, write the next best",
+                ],
+                "data": list(opened.calibration.sources),
+                "out": str(task.out),
+                **mode.as_json(),
+                "expected_s": None
+                if pass_s is None
+                else pass_s * (1 + (compared + read_back) * held_out / max(tokens, 1)),
+            }
+        )
+
+
+STEPS = 4
+_NUM_BESIDE = 2
+"""What each comparison runs beside its candidates: the unquantized model and scale 1.0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A model and its text, before anything is run."""
+
+    model: RunModel
+    recipe: Recipe
+    calibration: DataPlan
+    held_out: DataPlan
+    tag: str
+
+
+@contextmanager
+def _open_auto(task: AutoRequest) -> Iterator[_Opened]:
+    _check_task(task)
+    recipe = open_recipe("kv")
+    with open_run_model(
+        task.model,
+        place(task),
+        revision=task.revision,
+        trust_remote_code=task.trust_remote_code,
+        if_quantized=IF_QUANTIZED,
+        recipe=recipe,
+    ) as model:
+        if model.checkpoint.form:
+            raise ModelError(
+                f"{task.model} is quantized already: {model.checkpoint.form}",
+                hint="name the unquantized model that it was made from",
+            )
+        require_usable(task, model)
+        calibration, held_out = plan_texts(task, model)
+        data = recipe.data.model_copy(update={"batch_size": task.batch_size})
+        fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
+        parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
+        yield _Opened(
+            model=model,
+            recipe=recipe.model_copy(update={"data": data}),
+            calibration=calibration,
+            held_out=held_out,
+            tag=" ".join([_TAG, *parts, str(task.batch_size)]),
+        )
+
+
+def _calibrate(opened: _Opened, folder: Path, reporter: Reporter) -> CalibrationStats:
+    """Calibrate, or take the statistics of the run that is resumed; remove what it wrote after."""
+    for name in (OVERLAY, "scales", *SCHEMES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    path = folder / STATS_NAME
+    if path.exists():
+        reporter.say(f"step 1 of {STEPS}: calibrated before the interruption")
+        return CalibrationStats.of(load_stats(path))
+    reporter.say(f"step 1 of {STEPS}: calibrate on {opened.calibration.num_tokens:,} tokens")
+    stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
+    save_stats(stats, path)
+    return stats
+
+
+def _check_task(task: AutoRequest) -> None:
+    """Refuse unknown gates and engines, one sample and unprintable paths, before a model is read.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if task.gate not in GATES:
+        raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
+    known = list_emulated_and_replayed()
+    if task.engine.partition("==")[0] not in known:
+        raise UsageError(
+            f"--engine {task.engine}: auto needs one whose loading and arithmetic are both known",
+            hint=f"choose one of {', '.join(known)}",
+        )
+    find_emulated(task.engine)
+    find_replayed(task.engine)
+    if task.samples < 2:
+        hint = "some are held out from calibration: use 2 or more"
+        raise UsageError(f"--samples {task.samples}: auto needs two sequences", hint=hint)
+    if not str(_find_out(task).absolute()).isprintable():
+        raise UsageError(f"--out {str(task.out)!r}: must be a path of printable characters")
+
+
+def _decide(measured: Measured, folder: Path) -> AutoResult:
+    """Measure the candidates, decide, and write the first combination that passes as a whole."""
+    task, model, reporter = measured.task, measured.model, measured.reporter
+    unused = find_unused_kv(task, model)
+    stats = drop_kv(measured.stats) if unused else measured.stats
+    refused = dict(list_refused(task, model, stats, SCHEMES)) if task.gate == "w8a8" else {}
+    reporter.say(
+        f"step 2 of {STEPS}: compare candidates on {measured.held_out.num_tokens:,} tokens"
+    )
+    found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
+    decisions: list[AnsweredQuestion] = []
+
+    def note(*made: AnsweredQuestion) -> None:
+        for decision in made:
+            reporter.say(f"{decision.question} {decision.answer}")
+        decisions.extend(made)
+
+    kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
+    note(*kv.decisions)
+    ranked = decide.rank_schemes(found, refused)
+    tried: list[Outcome] = []
+    for choice in _list_choices(measured, found, refused, ranked, kv, note):
+        reporter.say(f"step 3 of {STEPS}: write {choice}")
+        outcome = write_combination(measured, folder, choice)
+        tried.append(outcome)
+        last = outcome.tried[0]
+        reporter.say(f"step 4 of {STEPS}: read back: {last.verdict} ({last.why})")
+        if outcome.written is not None:
+            break
+    if task.gate == "w8a8":
+        note(_describe_scheme(found, refused, ranked, tried))
+    return _make_report(measured, found, tuple(decisions), _join(tried, found, refused, kv, task))
+
+
+def _list_choices(
+    measured: Measured,
+    found: VerifyReport,
+    refused: Mapping[str, str],
+    ranked: Sequence[CandidateResult],
+    kv: KvChoice,
+    note: Callable[[AnsweredQuestion], None],
+) -> Iterator[Combination]:
+    """List what to write: schemes with FP8 inputs, whole or without layers, then the others.
+
+    Layers are searched for only when what came before did not pass.
+    """
+    gate = measured.task.gate
+    multiplying = [each for each in ranked if decide.has_fp8_inputs(each.name)]
+    yield from decide.list_combinations(multiplying, kv, gate)
+    fallback = decide.choose_fallback(found, refused)
+    _, is_unknown = decide.find_closest(found, refused)
+    if gate == "w8a8" and fallback is not None and not is_unknown:
+        measured_layers = leave_layers(measured, fallback)
+        if measured_layers is not None:
+            left, decision = measured_layers
+            note(decision)
+            for cache in (kv.name, None) if kv.name else (None,):
+                yield Combination(scheme=fallback, kv=cache, left=left)
+    if gate == "w8a8":
+        others = [each for each in ranked if each not in multiplying]
+        yield from decide.list_combinations(others, kv, gate)
+
+
+def _describe_scheme(
+    found: VerifyReport,
+    refused: Mapping[str, str],
+    ranked: Sequence[CandidateResult],
+    tried: Sequence[Outcome],
+) -> AnsweredQuestion:
+    written = tried[-1].written if tried else None
+    answer = "none" if written is None or written.scheme is None else written.scheme
+    reasons = [decide.describe_schemes(found, refused)]
+    if answer != "none" and not decide.has_fp8_inputs(answer):
+        reasons.insert(0, "no scheme with FP8 inputs passes, so products stay in 16 bits")
+    elif answer != "none" and ranked and not decide.has_fp8_inputs(ranked[-1].name):
+        reasons.insert(0, "schemes with FP8 inputs come first, as only these multiply in FP8")
+    failed = [f"{each.tried[0].name} ({each.tried[0].verdict})" for each in tried[:-1]]
+    if failed:
+        reasons.insert(0, f"tried before, and not passing as a whole: {'; '.join(failed)}")
+    question = "which scheme is written?"
+    return AnsweredQuestion(question=question, answer=answer, why="; ".join(reasons))
+
+
+def _join(
+    tried: Sequence[Outcome],
+    found: VerifyReport,
+    refused: Mapping[str, str],
+    kv: KvChoice,
+    task: AutoRequest,
+) -> Outcome:
+    """Join the attempts to what `auto` answers: the last one, or why there is none."""
+    attempts = tuple(each for outcome in tried for each in outcome.tried)
+    if tried and tried[-1].written is not None:
+        return tried[-1].model_copy(update={"tried": attempts})
+    if tried:
+        # Of attempts that failed, the first is the most useful one.
+        is_unknown = all(outcome.is_unknown for outcome in tried)
+        return tried[0].model_copy(update={"tried": attempts, "is_unknown": is_unknown})
+    if task.gate == "kv":
+        return Outcome(closest=kv.closest, is_unknown=kv.is_unknown)
+    closest, is_unknown = decide.find_closest(found, refused)
+    return Outcome(closest=closest, is_unknown=is_unknown)
+
+
+def _make_report(
+    measured: Measured,
+    found: VerifyReport,
+    decisions: tuple[AnsweredQuestion, ...],
+    outcome: Outcome,
+) -> AutoResult:
+    task = measured.task
+    return AutoResult(
+        model=str(task.model),
+        out=str(task.out),
+        gate=task.gate,
+        engine=task.engine,
+        engine_version=found.engine_version,
+        dtype=found.dtype,
+        device=found.device,
+        seq_len=found.seq_len,
+        tokens=found.tokens,
+        sequences=found.sequences,
+        reference=found.reference,
+        candidates=found.candidates,
+        decisions=decisions,
+        provenance=found.provenance,
+        warnings=found.warnings,
+        **dict(outcome),
+    )
+
+
+# Without `dry_run`, which gives a RunPlan, it always gives a AutoResult.
+auto = as_function("auto", AutoRequest, cast("Callable[[AutoRequest, Reporter], AutoResult]", run))

@@ -1,0 +1,105 @@
+"""What `auto` writes, read back: verified on the text that was held out, and checked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8calib.commands.check import run as check
+from fp8calib.commands.export import export
+from fp8calib.commands.quantize import quantize
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.jobs.auto import decide
+from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
+from fp8calib.jobs.auto.measure import (
+    OVERLAY,
+    Measured,
+    drop_kv,
+    map_layer_names,
+)
+from fp8calib.jobs.quantization.servable import find_fault
+from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.check import CheckRequest
+from fp8calib.results.auto import Attempt, Checked, Outcome, WrittenResult
+from fp8calib.verification.report import CandidateResult, Verdict
+
+
+def write_combination(measured: Measured, folder: Path, choice: Combination) -> Outcome:
+    """Write one combination, read it back, verify and check it; remove it if it does not pass."""
+    name = choice.scheme or OVERLAY
+    ignore = [map_layer_names(measured.stats)[layer] for layer in choice.left]
+    has_query = choice.kv == KV_AND_Q_SCALES
+    model = str(measured.model.source.folder)
+    if choice.scheme is not None:
+        stats = measured.stats if choice.kv == KV_SCALES else drop_kv(measured.stats)
+        quantize(model, choice.scheme, folder / choice.scheme, stats=stats, ignore=ignore)
+    if choice.scheme is None or has_query:
+        source = model if choice.scheme is None else folder / choice.scheme
+        written = folder / "scales"
+        query = "yes" if has_query else "no"
+        export(measured.stats, OVERLAY, written, model=source, query_scale=query)
+        if choice.scheme is not None:
+            _remove(folder / choice.scheme)
+        (written / OVERLAY).rename(folder / name)
+        written.rmdir()
+    verified = _verify_written(measured, folder / name)
+    checked = dict(_check_written(measured, folder / name))
+    served = checked[measured.task.engine]
+    attempt = Attempt(
+        name=str(choice),
+        verdict=verified.verdict.value if served.ok else "not loaded",
+        why=verified.verdict_why if served.ok else served.why,
+    )
+    if not decide.passes(verified) or not served.ok:
+        _remove(folder / name)
+        return Outcome(
+            closest=f"{attempt.name}: {attempt.verdict} ({attempt.why})",
+            is_unknown=served.ok and verified.verdict is Verdict.CANNOT_TELL,
+            tried=(attempt,),
+            checked=checked,
+            verified=verified,
+        )
+    return Outcome(
+        written=WrittenResult(
+            name=name,
+            scheme=choice.scheme,
+            has_kv_scales=choice.kv is not None,
+            has_query_scales=has_query,
+            unquantized_layers=choice.left,
+        ),
+        tried=(attempt,),
+        verified=verified,
+        checked=checked,
+        serve=_spell_serve(measured.task, name, has_kv=choice.kv is not None),
+    )
+
+
+def _verify_written(measured: Measured, path: Path) -> CandidateResult:
+    found = measured.compare(scales=[str(path)])
+    return found.candidates[0].model_copy(update={"name": path.name})
+
+
+def _check_written(measured: Measured, path: Path) -> Iterator[tuple[str, Checked]]:
+    """Replay the engine that was asked for, and those that `check` asks by itself."""
+    asked = dict.fromkeys([measured.task.engine, *list_defaults()])
+    # The scales follow from the statistics of this very run.
+    request = CheckRequest(path, engine=list(asked), allow_suspicious=True)
+    report = check(request, measured.reporter)
+    for name, key in zip(asked, report.engines, strict=True):
+        found = report.engines[key]
+        yield name, Checked(version=found.version, ok=found.ok, why=find_fault(found))
+
+
+def _spell_serve(task: AutoRequest, name: str, *, has_kv: bool) -> str:
+    """Spell the command that serves what was written; empty where the engine has none."""
+    engine = find_replayed(task.engine)
+    return (
+        ""
+        if engine.launch is None
+        else engine.launch.spell(str(Path(str(task.out)) / name), has_kv=has_kv)
+    )
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder)

@@ -1,0 +1,105 @@
+"""Write the model card of a folder that is to be published."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
+from fp8calib.commands.check import run as check
+from fp8calib.engines.registry import list_defaults
+from fp8calib.errors import UsageError
+from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_facts
+from fp8calib.jobs.card.source import read_source_fields
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.render.model_card import render_card
+from fp8calib.requests.card import CardRequest
+from fp8calib.requests.check import CheckRequest
+from fp8calib.results.card import CardResult
+from fp8calib.results.check import CheckResult
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def run(request: CardRequest, reporter: Reporter) -> CardResult:
+    """Write a model card (README.md) into a folder, from what is recorded there.
+
+    The same inputs give the same bytes.
+
+    Raises:
+        UsageError: the folder or a report cannot be used, README.md exists, or the base is unknown.
+        ModelError: a file is damaged, or a report is of another model.
+        ExportError: the file cannot be written.
+    """
+    folder, model = Path(request.folder), request.model
+    facts = read_facts(folder, [Path(path) for path in request.verify_reports or ()])
+    path = folder / CARD_NAME
+    if path.is_symlink():
+        raise UsageError(
+            f"{path}: a symbolic link to {path.readlink()}",
+            hint="remove the link: writing would change the file that it names",
+        )
+    check_output_file(path, force=request.force)
+    base = request.base_model or _find_base(facts)
+    if not _HUB_ID.fullmatch(base):
+        raise UsageError(f"--base-model {base}: no Hub id, such as org/name")
+    name = request.repo or f"YOUR-NAME/{_spell_as_id(folder.resolve().name)}"
+    if not _HUB_ID.fullmatch(name):
+        raise UsageError(f"--repo {name}: no Hub id, such as org/name")
+    report = _check(facts, model, reporter)
+    source = _find_source(facts, model)
+    fields = read_source_fields(folder, source, base)
+    warnings = [] if fields.get("license") else ["no licence is known: add `license:` to the card"]
+    if request.quantized_by is not None:
+        fields["quantized_by"] = request.quantized_by
+    text = render_card(facts, base, name, report, fields)
+    write_file_atomic(path, text.encode())
+    warnings += [] if facts.losses else facts.other_reports
+    if report is not None and not any(found.ok for found in report.engines.values()):
+        engines = ", ".join(report.engines)
+        warnings += [f"none of {engines} uses all of {folder}: see fp8calib check {folder}"]
+    for warning in warnings:
+        reporter.warn(warning)
+    return CardResult(
+        path=path,
+        text=text,
+        upload=f"hf upload {name} {shlex.quote(str(folder))}",
+        warnings=tuple(warnings),
+    )
+
+
+def _find_source(facts: CardFacts, model: str | Path | None) -> Path | None:
+    """Find the folder of the unquantized model, as it was named now or in a report."""
+    names = [str(model)] if model is not None else [loss.model for loss in facts.losses]
+    return next((Path(name) for name in names if Path(name).is_dir()), None)
+
+
+def _spell_as_id(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "MODEL"
+
+
+def _find_base(facts: CardFacts) -> str:
+    names = [loss.model for loss in facts.losses]
+    found = next((n for n in names if _HUB_ID.fullmatch(n) and not Path(n).exists()), None)
+    if found is None:
+        raise UsageError(
+            f"{facts.folder}: no Hub id of the unquantized model is recorded",
+            hint="add --base-model ORG/NAME",
+        )
+    return found
+
+
+def _check(facts: CardFacts, model: str | Path | None, reporter: Reporter) -> CheckResult | None:
+    """Ask the engines; of files of scales, the first one, for a model that is named."""
+    path = facts.folder
+    if not facts.is_checkpoint:
+        if model is None:
+            return None
+        files = [each.name for each in facts.files if each.name.endswith((".safetensors", ".json"))]
+        path = facts.folder / files[0]
+    return check(CheckRequest(path, engine=list_defaults(), model=model), reporter)
+
+
+card = as_function("card", CardRequest, run)

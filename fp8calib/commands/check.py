@@ -1,0 +1,257 @@
+"""What each engine will do with scales and FP8 weights, without running it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
+from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.dialects.metadata import read_file_origin
+from fp8calib.dialects.read import check_origin, require_kv_scales
+from fp8calib.engines.check import check_file, check_folder, withdraw_used
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder
+from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
+from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
+from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.stats import read_stats
+from fp8calib.requests.check import CheckRequest
+from fp8calib.results.check import CheckResult
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, CalibrationStats
+from fp8calib.stats.fingerprint import fingerprint_model
+
+_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
+
+
+def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG001
+    """Replay the loading rules of engines on scales or a checkpoint.
+
+    Raises:
+        UsageError: the path or an engine does not exist, or `model` is missing.
+        ModelError: the model or the file cannot be read, or the file has no KV scales, or the
+            scales are of another model.
+    """
+    from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
+
+    tp, named, stats = request.tp, request.engine, request.stats
+    if tp < 1:
+        raise UsageError(f"tp: must be 1 or more, not {tp}")
+    engines = _choose_engines([named] if isinstance(named, str) else named)
+    path = fetch_hub_id(Path(request.path))
+    is_folder = _is_folder(path)
+    if is_folder:
+        _refuse_outer_folder(path)
+    found = _open_model(None if request.model is None else str(request.model), path, is_folder)
+    geometry, is_foreign = read_replayed_geometry(found)
+    measured = None if stats is None else read_stats(stats)[0]
+    if measured is not None:
+        _refuse_other_stats(
+            str(stats) if isinstance(stats, str | Path) else "statistics",
+            measured,
+            found,
+            geometry,
+        )
+    if is_folder:
+        report = check_folder(
+            found if request.model is None else open_folder(path),
+            geometry,
+            engines,
+            tp,
+            requires_kv=request.require_kv,
+            model=found,
+            stats=measured,
+        )
+    else:
+        if request.run:
+            raise UsageError(f"--run: {path} is no checkpoint folder", hint="check a folder")
+        require_kv_scales(path)
+        _refuse_other_model(path, found)
+        report = check_file(path, geometry, engines, tp, model=found, stats=measured)
+    report = _doubt_configs(report, found, geometry)
+    if request.run:
+        report = _ask_loader(report, path, geometry, tp, request.engine_python)
+    report = report.allow_suspicious() if request.allow_suspicious else report
+    if is_foreign:
+        report = withdraw_used(report, shorten(geometry.model_type))
+    return CheckResult.of(report)
+
+
+def _ask_loader(
+    report: CheckReport, path: Path, geometry: ModelGeometry, tp: int, python: str | Path | None
+) -> CheckReport:
+    """Let vLLM's own loader answer for vLLM."""
+    keys = [key for key in report.engines if key.partition("==")[0] == "vllm"]
+    if not keys:
+        raise UsageError("--run: vLLM is not among the engines", hint="add --engine vllm")
+    replayed = report.engines[keys[0]]
+    has_kv = replayed.asks_for_kv
+    answer = ask_loader(path, Path(python or sys.executable), has_kv=has_kv, tp=tp)
+    amended = {key: amend_by_loader(report.engines[key], answer, geometry) for key in keys}
+    return report.model_copy(update={"engines": {**report.engines, **amended}})
+
+
+def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
+    """Say what of the configs vLLM and SGLang may refuse, and where they may run another class.
+
+    vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
+    its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
+    """
+    from fp8calib.model.config_faults import list_other_faults  # noqa: PLC0415 -- slow
+
+    if "auto_map" in model.config:
+        return report
+    engines = dict(report.engines)
+    faults = [*filter(None, list_other_faults(model.path, model.config))]
+    other = _find_other_class(model.config, geometry)
+    for key in (each for each in engines if each.partition("==")[0] in _BY_CLASS):
+        hint = find_replayed(key).run_hint
+        if other:
+            asks_for_kv = engines[key].asks_for_kv
+            unknown = report_unknown(geometry, f"{other}{hint}")
+            engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
+        engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
+    return report.model_copy(update={"engines": engines})
+
+
+def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Say why a config may not be of the class that was compared; empty where it is."""
+    from fp8calib.model.config_faults import find_config_fault  # noqa: PLC0415 -- slow
+
+    if why := find_config_fault(config):
+        return f"transformers refuses config.json: {why}"
+    found = config.get("architectures")
+    names = found if isinstance(found, list) else [found]
+    if geometry.architecture in names or any(_wraps(name, config) for name in names):
+        return ""
+    named = shorten(str(names[0])) if names else "none"
+    return f"config.json names the class {named}, not {geometry.architecture}"
+
+
+def _wraps(name: object, config: Mapping[str, object]) -> bool:
+    """Check whether a class has other inputs beside the text of the same model type."""
+    import transformers  # noqa: PLC0415 -- slow
+
+    if not isinstance(name, str) or not name.endswith("ForConditionalGeneration"):
+        return False
+    own = getattr(getattr(transformers, name, None), "config_class", None)
+    return own is not None and own.model_type == config.get("model_type")
+
+
+_BY_CLASS = ("vllm", "vllm-cpu", "sglang")
+"""Engines that choose the class of a model by its name in config.json."""
+
+
+def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
+    """List each engine and release once; without any names, the default engines."""
+    asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
+    chosen: dict[str, str] = {}
+    for name in asked:
+        chosen.setdefault(find_replayed(name).key, name)
+    return tuple(chosen.values())
+
+
+def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
+    """Refuse scales that record another model, as `verify` does.
+
+    Of a folder without weights the config alone is compared. A quantized model is not compared:
+    the record is of the unquantized one.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    origin = read_file_origin(path)
+    if origin is not None:
+        _refuse_other_origin(str(path), origin, model)
+
+
+def _refuse_other_stats(
+    name: str, stats: CalibrationStats, model: ScaleFolder, geometry: ModelGeometry
+) -> None:
+    """Refuse the statistics of another model, as far as the folder shows it.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    shapes = [list(each.attentions()) for each in (stats.geometry, geometry)]
+    measured, here = ([attention for _, attention in each] for each in shapes)
+    if [each.checkpoint_module for each in measured] != [each.checkpoint_module for each in here]:
+        raise ModelError(
+            f"{name}: these are statistics of another model: {len(measured)} layers with attention "
+            f"({_name_first(measured)}), here {len(here)} ({_name_first(here)})",
+            hint="pass the statistics of this model",
+        )
+    origin = CalibrationOrigin.of_model(stats.header.model_fingerprint)
+    _refuse_other_origin(name, origin, model)
+
+
+def _name_first(attentions: Sequence[Attention]) -> str:
+    return shorten(attentions[0].checkpoint_module) if attentions else "none"
+
+
+def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolder) -> None:
+    if model.config.get("quantization_config") is not None or model.modelopt:
+        return
+    try:
+        opened = Checkpoint.open(model.path)
+    except ModelError:
+        half = len(origin.model) // 2
+        bare = Checkpoint(model.path, files={}, index=None)
+        known = fingerprint_model(model.config, bare)[:half]
+        check_origin(name, origin, known + origin.model[half:])
+        return
+    with opened as checkpoint:
+        check_origin(name, origin, fingerprint_model(model.config, checkpoint))
+
+
+def _is_folder(path: Path) -> bool:
+    require_path(path, hint="name a checkpoint folder or a JSON file")
+    if path.is_dir():
+        return True
+    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
+        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
+        if path.suffix == ".gguf":
+            hint = GGUF_HINT
+        raise ModelError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
+    return False
+
+
+def _refuse_outer_folder(path: Path) -> None:
+    """Refuse the output folder of calibrate or export: engines load one of the formats in it."""
+    inner = list_inner_checkpoints(path)
+    if inner:
+        raise UsageError(
+            f"{path}: a folder with checkpoints in it, not a checkpoint",
+            hint=f"name what an engine loads, such as {inner[0]}",
+        )
+    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
+    if is_written and not (path / CONFIG_NAME).exists():
+        raise UsageError(
+            f"{path}: the output folder of calibrate, not a checkpoint",
+            hint="name what an engine loads: `fp8calib export` writes it from the statistics",
+        )
+
+
+def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
+    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+    if model is not None:
+        folder = find_folder(model, None, files=("*.json",))
+        if not folder.is_dir():
+            raise UsageError(f"--model {model}: this is a file, not a model folder")
+        return open_folder(folder)
+    if not is_folder:
+        hint = "the file does not name the layers that have attention"
+        raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
+    return open_folder(path)
+
+
+check = as_function("check", CheckRequest, run)

@@ -1,0 +1,243 @@
+"""Read what a file holds: statistics or scales."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.checkpoint.json_files import parse_strict
+from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.dialects.kv.rank_files import list_arrays, read_number
+from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
+from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.model_geometry import Layer, Linear
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.requests.show import ShowRequest
+from fp8calib.results.show import (
+    HeaderShown,
+    LayerRow,
+    LinearRow,
+    Positions,
+    ScalesShown,
+    StatsShown,
+)
+from fp8calib.scales.compute import list_unfit_queries
+from fp8calib.scales.scale_table import scale_of
+from fp8calib.stats.calibration_stats import (
+    STATS_NAME,
+    CalibrationStats,
+    is_stats_file,
+    load_stats,
+)
+from fp8calib.stats.positions import range_starts
+from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
+from fp8calib.stats.statistic import SiteStats
+
+_RANK_FILE_SUFFIXES = (".npz", ".safetensors")
+_INDEX = re.compile(r"[0-9]{1,9}")
+_MOST_VALUES = 1 << 16
+"""A larger tensor is only described: a list of its values takes 30 times the file's size."""
+
+ScaleRow = tuple[str, list[float] | str]
+"""A scale's name, and its values or a description of them."""
+
+
+def run(request: ShowRequest, reporter: Reporter) -> StatsShown | ScalesShown:  # noqa: ARG001
+    """Read a file, or what a folder holds.
+
+    Raises:
+        UsageError: the options contradict each other.
+        ModelError: it holds neither statistics nor scales, or cannot be read.
+    """
+    path = Path(request.file)
+    if request.everything and request.kv:
+        raise UsageError("--all prints every row: leave out --kv")
+    if path.is_dir():
+        refuse_external_links(path)
+        path = stats if (stats := path / STATS_NAME).is_file() else path
+    if is_stats_file(path):
+        return show_stats(load_stats(path, accepts_shard=True))
+    return _show_scales(path)
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def show_stats(stats: CalibrationStats) -> StatsShown:
+    """Make the rows of statistics."""
+    return StatsShown(
+        header=HeaderShown(**dict(stats.header)),
+        part=stats.shard,
+        layers=tuple(_layer_row(stats, layer) for layer in stats.geometry.layers),
+        linears=tuple(_linear_row(stats, linear) for _, linear in stats.geometry.linears()),
+        experts=stats.expert_counts,
+        positions=Positions(
+            first=range_starts(),
+            amax={
+                str(site): found.positions.tolist()
+                for site, found in stats.sites.items()
+                if found.positions is not None
+            },
+        ),
+        saturation=compute_saturation(stats),
+        position_saturation=compute_position_saturation(stats),
+        unfit_queries=tuple(list_unfit_queries(stats)),
+    )
+
+
+def _layer_row(stats: CalibrationStats, layer: Layer) -> LayerRow:
+    attention = layer.attention
+    if attention is None:
+        return LayerRow(layer=layer.index, mixer=layer.mixer)
+    mixer, owner = layer.mixer, attention
+    if attention.producer is not None:
+        mixer = f"{layer.mixer} (K/V of layer {attention.producer})"
+        owner = stats.geometry.layers[attention.producer].attention or attention
+    k, v = (_find_amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V))
+    both = max((amax for amax in (k, v) if amax is not None), default=None)
+    is_joint = attention.kind == "latent"  # one cache, one scale
+    query = _find_amax(stats.sites.get(attention.site(Role.Q)))
+    query = None if query is None else query / attention.query_divisor
+    return LayerRow(
+        layer=layer.index,
+        mixer=mixer,
+        k_amax=k,
+        k_scale=_compute_scale(both if is_joint else k),
+        v_amax=v,
+        v_scale=_compute_scale(both if is_joint else v),
+        q_amax=query,
+        q_scale=_compute_scale(query),
+        tokens=_count_tokens(stats.sites.get(owner.site(Role.K))),
+    )
+
+
+def _linear_row(stats: CalibrationStats, linear: Linear) -> LinearRow:
+    seen = stats.sites.get(Site(linear.module, Role.INPUT))
+    weight = _find_amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
+    amax = _find_amax(seen)
+    return LinearRow(
+        linear=linear.module,
+        input_amax=amax,
+        input_scale=_compute_scale(amax),
+        weight_amax=weight,
+        weight_scale=_compute_scale(weight),
+        tokens=_count_tokens(seen),
+    )
+
+
+def _find_amax(seen: SiteStats | None) -> float | None:
+    return None if seen is None or not len(seen.amax) else float(seen.amax.max())
+
+
+def _compute_scale(amax: float | None) -> float | None:
+    if amax is None or not amax > 0:
+        return None
+    return float(scale_of(torch.tensor(amax), E4M3FN))
+
+
+def _count_tokens(seen: SiteStats | None) -> int | None:
+    return None if seen is None else seen.count
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def _show_scales(path: Path) -> ScalesShown:
+    """Read the scales of a file, exactly as stored.
+
+    Raises:
+        ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
+    """
+    rows = sorted(_list_rows(path), key=_natural_key)
+    if not rows:
+        raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
+    return ScalesShown(path=path, scales={name: _make_json(values) for name, values in rows})
+
+
+def _list_rows(path: Path) -> Iterator[ScaleRow]:
+    if path.is_dir() and (ranks := _list_rank_files(path)):
+        for each in ranks:
+            yield from ((f"{each.name}.{name}", values) for name, values in _list_rows(each))
+    elif path.is_dir():
+        with Checkpoint.open(path) as checkpoint:
+            yield from _list_tensor_rows(checkpoint)
+    elif path.suffix == ".safetensors":
+        with TensorFile(path) as file:
+            yield from _list_tensor_rows(file)
+    elif path.suffix == ".json":
+        yield from _list_json_rows(path)
+    elif path.suffix == ".npz":
+        for name in list_arrays(path):
+            if name.endswith(list_scale_suffixes()):
+                yield name, read_number(path, name).flatten().tolist()
+    else:
+        kinds = ".safetensors, .npz or .json"
+        hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"
+        raise ModelError(f"{path}: neither a {kinds} file nor a checkpoint folder", hint=hint)
+
+
+def _list_rank_files(folder: Path) -> list[Path]:
+    """List the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none."""
+    return [
+        path for path in sorted(folder.glob("*rank[0-9]*")) if path.suffix in _RANK_FILE_SUFFIXES
+    ]
+
+
+def _list_tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
+    for name, entry in file.tensors.items():
+        if not name.endswith(list_scale_suffixes()):
+            continue
+        if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
+            yield name, f"{entry.dtype} of shape {list(entry.shape)}"
+        else:
+            yield name, file.read(name).float().flatten().tolist()
+
+
+def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
+    try:
+        document = parse_strict(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fault = shorten(str(error))
+        raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
+    if isinstance(document, dict) and any(keys[0] in document for keys in list_json_keys()):
+        yield from _list_numbers(document)
+
+
+def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:
+    """Sort layer 2 before layer 10."""
+    parts = row[0].split(".")
+    return [(int(part), "") if _INDEX.fullmatch(part) else (-1, part) for part in parts]
+
+
+def _list_numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
+    """List all numbers of a document; without recursion, as it may be deeply nested."""
+    waiting: list[tuple[str, object]] = list(document.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64):
+            yield name, [float(value)]
+        elif type(value) is int:
+            yield name, shorten(str(value))
+
+
+def _make_json(values: list[float] | str) -> tuple[float | str, ...] | str:
+    """Write NaN and infinities, which JSON does not have, as text."""
+    if isinstance(values, str):
+        return values
+    return tuple(value if math.isfinite(value) else str(value) for value in values)
+
+
+show = as_function("show", ShowRequest, run)

@@ -1,0 +1,230 @@
+"""Compare a model, on a path or in memory, with its FP8 emulation on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.output_files import output_files, probe_output_files
+from fp8calib.errors import UsageError
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.models import open_run_model, place
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.rows import split_data
+from fp8calib.jobs.verification.alone import run_alone
+from fp8calib.jobs.verification.comparison import (
+    VerificationText,
+    open_verify_job,
+    run_verify_job,
+)
+from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
+from fp8calib.jobs.verification.job import ServerRequest, VerifyJob
+from fp8calib.jobs.verification.memory import choose_mode_beside
+from fp8calib.jobs.verification.options import (
+    if_quantized,
+    list_outputs,
+    list_scales,
+    resolve_options,
+)
+from fp8calib.jobs.verification.suggest import suggest_command
+from fp8calib.machine.command_line import spell_command
+from fp8calib.options.keys import Specs
+from fp8calib.render.page.page import is_page, write_page
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.results.plan import RunPlan
+from fp8calib.results.verify import VerifyResult
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.verify import VerificationResult
+
+
+def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
+    """Verify a model, and write the files that are asked for.
+
+    A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
+    weights, they are replaced while it runs, and copied before that to the memory of the host.
+
+    Raises:
+        UsageError: an option is invalid.
+        ModelError: the model or a candidate cannot be read, or do not belong together.
+        DataError: the data cannot be read.
+        CalibrationError: a forward pass failed.
+        VerificationError: a model gives NaN or infinity.
+        ServerError: a server fails.
+        ExportError: a file cannot be written.
+    """
+    _check_outputs(request, reporter)
+    options = resolve_options(request)
+    if options.tasks:
+        reporter.say(f"loading tasks: {', '.join(options.tasks)}")
+    specs, rows = split_data(request.data, text_column=request.text_column)
+    text = VerificationText(
+        specs=specs,
+        rows=rows,
+        samples=request.samples,
+        seq_len=request.seq_len,
+        pack=request.pack,
+        text_column=request.text_column,
+        tokenizer=request.tokenizer,
+    )
+    with open_run_model(
+        request.model,
+        place(request),
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+        if_quantized=if_quantized(str(request.model)),
+    ) as model:
+        job = open_verify_job(model, options, text, server=_make_request(request, reporter))
+        told = (*job.plan.warnings, *job.warnings)
+        for note in told:
+            reporter.warn(note)
+        mode = None
+        if request.reference_dump is None:
+            reference = None if request.dry_run else request.reference_server
+            mode = choose_mode_beside(
+                job, reference=reference, warn=reporter.warn, expects_duration=request.dry_run
+            )
+        if mode is None:
+            dump = request.reference_dump
+            evidence = gather_alone(job.plan, None if dump is None else Path(dump))
+            return _finish(request, run_alone(job, evidence, reporter), reporter)
+        if request.dry_run:
+            return _describe_plan(job, mode)
+        for note in mode.describe():
+            reporter.say(note)
+        reporter.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+        verified = run_verify_job(job, mode, reporter, command=spell_command())
+    for note in verified.report.warnings:
+        if note not in told:
+            reporter.warn(note)
+    return _finish(request, verified, reporter)
+
+
+def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest | None:
+    """Make the request to the server of --server; None where none is asked."""
+    if request.server is None or request.dry_run:
+        return None
+    return ServerRequest(
+        url=request.server,
+        model=request.server_model,
+        kind=request.server_kind,
+        num_top=request.server_logprobs,
+        concurrency=request.server_concurrency,
+        timeout_s=request.server_timeout,
+        is_sampled=request.sampled,
+        reference=request.reference_server,
+        reference_model=request.reference_server_model,
+        tokenizer=request.tokenizer,
+        say=reporter.say,
+    )
+
+
+def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
+    """Describe the planned run."""
+    expected_s = None if mode.plan is None else mode.plan.expected_s
+    num_models = 2 + len(job.opened)  # the unquantized one, and scale 1.0
+    return RunPlan(
+        plan={
+            "model": job.name,
+            "architecture": job.target.geometry.architecture,
+            "layers": len(job.target.geometry.layers),
+            "weights_size_bytes": job.checkpoint.total_size_bytes,
+            "engine": job.options.numerics.name,
+            "candidates": [*(opened.name for opened in job.opened), SCALE_ONE],
+            "dtype": job.dtype,
+            "dtype_why": job.dtype_why,
+            "device": job.device,
+            "sequences": len(job.plan.sequences),
+            "tokens": job.plan.num_tokens,
+            "data": list(job.plan.sources),
+            "tasks": list(job.options.tasks),
+            **mode.as_json(),
+            "expected_fitted_s": None if expected_s is None else expected_s * 2 / num_models,
+        }
+    )
+
+
+def _finish(
+    request: VerifyRequest, verified: VerificationResult, reporter: Reporter
+) -> VerifyResult:
+    """Write both output files, or neither; an error carries the result, which may have cost hours.
+
+    Raises:
+        ExportError: a file cannot be written.
+    """
+    result = VerifyResult(
+        **dict(verified.report),
+        next=suggest_command(verified.report, request),
+        has_gate=request.gate is not None,
+        is_strict=request.strict,
+    )
+    try:
+        with output_files(list_outputs(request)) as places:
+            if request.dump is not None:
+                write_dump(places[Path(request.dump)], verified)
+            if request.report is not None:
+                write_page(result, places[Path(request.report)], command=result.next)
+    except Exception as error:
+        error.result = result  # type: ignore[attr-defined]
+        raise
+    if request.dump is not None:
+        count = len(verified.logprobs)
+        reporter.say(f"log-probabilities of {count} models written to {request.dump}")
+    if request.report is not None:
+        reporter.say(f"report written to {request.report}")
+    return result
+
+
+def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
+    """Refuse outputs that cannot be written or would replace an input, before hours of work.
+
+    Raises:
+        UsageError: naming the path.
+    """
+    kinds = (
+        *([(Path(request.report), is_page, "no page")] if request.report else []),
+        *([(Path(request.dump), is_dump, "no dump")] if request.dump else []),
+    )
+    outputs = [path for path, _, _ in kinds]
+    if request.force and not outputs:
+        reporter.warn("--force has no effect without --report or --dump")
+    for path in outputs:
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: no such folder: {path.parent}")
+        check_output_file(path, force=request.force)
+        for source in _list_inputs(request):
+            _refuse_input(path, source)
+    for output, is_ours, other in kinds:
+        if output.exists() and output.stat().st_size and not is_ours(output):
+            raise UsageError(
+                f"{output}: exists, and is {other} of verify", hint="name another file"
+            )
+    if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
+        raise UsageError(f"--report and --dump are both {outputs[0]}")
+    probe_output_files(outputs)
+
+
+def _refuse_input(path: Path, source: Path) -> None:
+    try:
+        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
+    except (OSError, ValueError):
+        return
+    if is_inside and (path.exists() or source.is_file()):
+        raise UsageError(f"{path} would replace an input", hint="name another file")
+
+
+def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
+    """List the inputs that are paths."""
+    data = request.data
+    specs = data if isinstance(data, Specs) else [data]
+    for each in (request.model, *list_scales(request.scales), *specs):
+        if isinstance(each, str | Path):
+            yield Path(each)
+
+
+# Without `dry_run`, which gives a RunPlan, it always gives a VerifyResult.
+verify = as_function(
+    "verify", VerifyRequest, cast("Callable[[VerifyRequest, Reporter], VerifyResult]", run)
+)

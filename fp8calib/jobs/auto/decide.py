@@ -1,0 +1,226 @@
+"""The decisions of `auto`, from the figures of a verification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8calib.errors import cut_list
+from fp8calib.fp8.schemes import SCHEMES, InputScaling
+from fp8calib.results.auto import AnsweredQuestion
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
+    PairedAnswer,
+    PairedResult,
+    Verdict,
+    VerifyReport,
+    format_difference,
+    format_kld,
+)
+
+KV_SCALES = "kv-scales"
+KV_AND_Q_SCALES = "kv-and-q-scales"
+_KV = (KV_SCALES, KV_AND_Q_SCALES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvChoice:
+    """The scales of the KV cache that are worth writing; None: it stays in 16 bits."""
+
+    name: str | None
+    decisions: tuple[AnsweredQuestion, ...]
+    closest: str
+    """The candidate with the smallest loss, and its verdict."""
+    is_unknown: bool
+    """Whether there is too little text to judge them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """What is written, and judged as a whole."""
+
+    scheme: str | None
+    """None: the weights stay in 16 bits."""
+    kv: str | None
+    """None: the KV cache stays in 16 bits."""
+    left: tuple[int, ...] = ()
+    """The layers whose weights and inputs stay in 16 bits."""
+
+    def __str__(self) -> str:
+        layers = f" without layers {', '.join(map(str, self.left))}" if self.left else ""
+        weights = "weights in 16 bits" if self.scheme is None else f"{self.scheme}{layers}"
+        return f"{weights}, {'KV cache in 16 bits' if self.kv is None else self.kv}"
+
+
+def passes(candidate: CandidateResult) -> bool:
+    """Whether a candidate passes its gate: a warning is no pass."""
+    return candidate.verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
+
+
+def choose_kv(
+    report: VerifyReport, unfit_queries: Mapping[int, float], unused: str = ""
+) -> KvChoice:
+    """Choose the scales of the KV cache: none, those of K and V, or those of q too.
+
+    `unused` says why the engine does not use KV scales of this model; empty where it does.
+    """
+    found = {each.name: each for each in report.candidates}
+    scaled = [found[name] for name in _KV if name in found]
+    need = report.kv
+    needs = AnsweredQuestion(
+        question="does the model need KV scales?",
+        answer="unknown" if need is None or need.answer == "cannot-tell" else need.answer,
+        why=_explain_need(report, written=not unused),
+    )
+    queries = _decide_query(report, found, unfit_queries)
+    wanted = found[KV_AND_Q_SCALES if queries.answer == "yes" else KV_SCALES]
+    closest = _describe(min(scaled, key=_loss))
+    is_unknown = wanted.verdict is Verdict.CANNOT_TELL
+    if not unused and wanted.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}:
+        return KvChoice(
+            name=wanted.name, decisions=(needs, queries), closest=closest, is_unknown=False
+        )
+    left = AnsweredQuestion(
+        question="which KV scales are written?",
+        answer="none",
+        why=f"the KV cache stays in 16 bits: {unused or _describe(wanted)}",
+    )
+    return KvChoice(
+        name=None, decisions=(needs, queries, left), closest=closest, is_unknown=is_unknown
+    )
+
+
+def _explain_need(report: VerifyReport, *, written: bool) -> str:
+    if report.kv is None:
+        return "the engine quantizes no K, V or q of this model"
+    if report.kv.answer == "no" and written:
+        return f"{report.kv.why} They are written all the same: other text may need them."
+    return report.kv.why
+
+
+def _decide_query(
+    report: VerifyReport,
+    found: Mapping[str, CandidateResult],
+    unfit_queries: Mapping[int, float],
+) -> AnsweredQuestion:
+    question = "does q need scales?"
+    if not unfit_queries or KV_AND_Q_SCALES not in found:
+        why = "in no layer does q clip or underflow at scale 1.0"
+        return AnsweredQuestion(question=question, answer="no", why=why)
+    paired = find_pair(report, KV_AND_Q_SCALES, KV_SCALES)
+    layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit_queries.items()], 6)
+    figures = f"KLD {format_difference(paired)} with q scales against without"
+    where = f"q clips or underflows at scale 1.0 (layer and amax: {layers}); {figures}"
+    # Where the text cannot tell, a scale that fits cannot be worse than one that clips.
+    if paired.answer in {PairedAnswer.BETTER, PairedAnswer.CANNOT_TELL}:
+        return AnsweredQuestion(question=question, answer="yes", why=where)
+    why = f"q has unusual magnitudes (layer and amax: {layers}), but they change nothing: {figures}"
+    return AnsweredQuestion(question=question, answer="no", why=why)
+
+
+def find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
+    """Find the paired comparison of two candidates of one kind."""
+    return next(
+        each for each in report.comparisons if (each.candidate, each.base) == (candidate, base)
+    )
+
+
+def _list_usable(report: VerifyReport, refused: Mapping[str, str]) -> list[CandidateResult]:
+    return [each for each in report.candidates if each.name in SCHEMES and each.name not in refused]
+
+
+def rank_schemes(report: VerifyReport, refused: Mapping[str, str]) -> list[CandidateResult]:
+    """List the schemes that pass, those with FP8 inputs first, each kind by its loss.
+
+    Only these multiply in FP8. `refused` says why a scheme cannot be used.
+    """
+    passing = sorted(filter(passes, _list_usable(report, refused)), key=_loss)
+    return sorted(passing, key=lambda each: not has_fp8_inputs(each.name))
+
+
+def describe_schemes(report: VerifyReport, refused: Mapping[str, str]) -> str:
+    """Describe the figures of all schemes, and why some cannot be used."""
+    ranked = sorted(_list_usable(report, refused), key=_loss)
+    figures = [_describe(each) for each in ranked]
+    if len(ranked) > 1:
+        best, second = ranked[:2]
+        paired = find_pair(report, second.name, best.name)
+        if paired.answer is not PairedAnswer.WORSE:
+            told = paired.answer.value.replace("-", " ")
+            figures.append(
+                f"{second.name} against {best.name}: {told} (KLD {format_difference(paired)})"
+            )
+    return "; ".join([*figures, *(f"{name}: {why}" for name, why in refused.items())])
+
+
+def list_combinations(
+    ranked: Sequence[CandidateResult], kv: KvChoice, gate: str
+) -> Iterator[Combination]:
+    """List what could be written, the most useful first.
+
+    Each scheme with an FP8 KV cache, then with one in 16 bits.
+    """
+    caches = (None,) if kv.name is None else (kv.name, None)
+    if gate == "kv":
+        if kv.name is not None:
+            yield Combination(scheme=None, kv=kv.name)
+        return
+    for scheme in ranked:
+        for cache in caches:
+            yield Combination(scheme=scheme.name, kv=cache)
+
+
+def choose_fallback(report: VerifyReport, refused: Mapping[str, str]) -> str | None:
+    """Name the scheme with FP8 inputs and the smallest loss, where none passes whole."""
+    usable = [each for each in _list_usable(report, refused) if has_fp8_inputs(each.name)]
+    return min(usable, key=_loss).name if usable else None
+
+
+def find_closest(report: VerifyReport, refused: Mapping[str, str]) -> tuple[str, bool]:
+    """Describe the scheme with the smallest loss, and tell whether none could be judged."""
+    usable = _list_usable(report, refused)
+    if not usable:
+        return "no scheme can be used: choose another --engine", False
+    is_unknown = all(each.verdict is Verdict.CANNOT_TELL for each in usable)
+    return _describe(min(usable, key=_loss)), is_unknown
+
+
+def choose_left_layers(
+    report: VerifyReport, scheme: str, ranked: Sequence[int], counts: Sequence[int]
+) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
+    """Choose the fewest layers that must stay unquantized; None where all of `counts` fail.
+
+    `ranked` are the layers, the most sensitive first; the candidates are named by their counts.
+    """
+    found = {each.name: each for each in report.candidates}
+    for count in counts:
+        candidate = found[str(count)]
+        if passes(candidate):
+            left = tuple(sorted(ranked[:count]))
+            why = (
+                "quantized one at a time, they lose most; with them in 16 bits, "
+                f"{candidate.verdict_why}"
+            )
+            return left, AnsweredQuestion(
+                question="which layers stay unquantized, so that FP8 inputs pass?",
+                answer=f"{', '.join(map(str, left))}, in {scheme}",
+                why=why,
+            )
+    return None
+
+
+def has_fp8_inputs(scheme: str) -> bool:
+    """Whether a scheme multiplies in FP8."""
+    return SCHEMES[scheme].inputs is not InputScaling.NONE
+
+
+def _loss(candidate: CandidateResult) -> float:
+    assert candidate.kld_mean is not None  # noqa: S101 -- of an emulation it is always known
+    return candidate.kld_mean
+
+
+def _describe(candidate: CandidateResult) -> str:
+    name = "scale 1.0" if candidate.name == SCALE_ONE else candidate.name
+    kld = format_kld(candidate.kld_mean, candidate.kld_se)
+    return f"{name}: {candidate.verdict} ({candidate.verdict_why}), KLD {kld}"

@@ -1,0 +1,272 @@
+"""What `auto` measures: its options, its candidates, and the text that is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fp8calib.data.plan import (
+    FEW_TOKENS,
+    DataPlan,
+    list_other_warnings,
+    split_plan,
+    warn_of_scales,
+)
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.engines.check import replay_overlay
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import find_emulated, find_replayed
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.errors import ExportError, VerificationError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES, find_scheme, list_without_calibration
+from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.jobs.auto import decide
+from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES
+from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
+from fp8calib.jobs.quantization.servable import find_fault, require_servable
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.rows import list_specs
+from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.jobs.text import plan_text
+from fp8calib.jobs.verification.comparison import open_verify_job, run_verify_job
+from fp8calib.jobs.verification.memory import choose_verification_mode
+from fp8calib.jobs.verification.options import resolve_options
+from fp8calib.model.load import LoadedModel
+from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.results.auto import AnsweredQuestion
+from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.selection.select import select
+from fp8calib.verification.candidates import (
+    Candidate,
+    Target,
+    build_kv_candidate,
+    build_scheme,
+)
+from fp8calib.verification.report import VerifyReport
+
+HELD_OUT = 0.2
+"""The share of the data that the loss is measured on; the scales come from the rest."""
+OVERLAY = "kv-overlay"
+_MOST_LEFT = 0.5
+"""At most this share of the layers stays unquantized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The model, its statistics, and the text that is held out."""
+
+    task: AutoRequest
+    model: RunModel
+    stats: CalibrationStats
+    held_out: DataPlan
+    reporter: Reporter
+
+    @property
+    def numerics(self) -> Numerics:
+        """The arithmetic of the engine."""
+        return find_emulated(self.task.engine)[1]
+
+    def compare(
+        self,
+        make: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None,
+        *,
+        scales: Sequence[str] = (),
+        by_layer: bool = False,
+    ) -> VerifyReport:
+        """Compare candidates with the model on the text that is held out, each by its own gate.
+
+        Args:
+            make: makes the candidates.
+            scales: paths of others.
+            by_layer: also quantize one layer at a time.
+        """
+        request = VerifyRequest(
+            self.task.model,
+            scales,
+            engine=self.task.engine,
+            batch_size=self.task.batch_size,
+            sensitivity=by_layer,
+        )
+        options = resolve_options(request)
+        job = open_verify_job(self.model, options, self.held_out)
+        job = replace(job, make_candidates=make)
+        return run_verify_job(job, choose_verification_mode(job), self.reporter).report
+
+
+def plan_texts(task: AutoRequest, model: RunModel) -> tuple[DataPlan, DataPlan]:
+    """Plan the text of the calibration and the one that is held out.
+
+    Raises:
+        DataError: the data cannot be read, or is one sequence.
+    """
+
+    def plan(part: Literal["calibrate", "verify"], samples: int) -> DataPlan:
+        return plan_text(
+            model.source,
+            specs=list_specs(task.data),
+            samples=samples,
+            seq_len=task.seq_len,
+            pack=task.pack,
+            text_column=task.text_column,
+            seed=0,
+            part=part,
+        )
+
+    if list_specs(task.data):
+        calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
+    else:
+        number = max(1, round(task.samples * HELD_OUT))
+        calibration = plan("calibrate", task.samples - number)
+        held_out = plan("verify", number)
+    few = warn_of_scales(calibration.num_tokens)
+    warnings = (*list_other_warnings(calibration), *few)
+    return (
+        replace(calibration, warnings=warnings),
+        replace(held_out, warnings=tuple(list_other_warnings(held_out))),
+    )
+
+
+def warn_of_few(tokens: int) -> Iterator[str]:
+    """Warn of held-out text that is too short for figures with a small error."""
+    if tokens < FEW_TOKENS:
+        yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
+
+
+def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> Iterator[Candidate]:
+    """List what could be written: scales of the KV cache, and each scheme.
+
+    Raises:
+        ModelError: the model cannot be quantized.
+    """
+    stats, numerics = measured.stats, measured.numerics
+    queries = list_unfit_queries(stats)
+    for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
+        table = compute_kv_scales(stats, E4M3FN, query=name == KV_AND_Q_SCALES)
+        yield build_kv_candidate(name, table, numerics, origin="statistics, amax")
+    for name in SCHEMES if measured.task.gate == "w8a8" else ():
+        yield _build_scheme(measured, name, name, (), model, target)
+
+
+def _build_scheme(
+    measured: Measured,
+    name: str,
+    scheme: str,
+    ignore: Sequence[str],
+    model: LoadedModel,
+    target: Target,
+) -> Candidate:
+    return build_scheme(
+        name,
+        find_scheme(scheme),
+        target,
+        model,
+        measured.numerics,
+        fmt=E4M3FN,
+        stats=measured.stats,
+        ignore=ignore,
+    )
+
+
+def require_usable(task: AutoRequest, model: RunModel) -> None:
+    """Refuse a model that the engine cannot use, whatever the figures are, before text is run.
+
+    Raises:
+        ModelError: its weights cannot be quantized.
+        VerificationError: the engine loads no scheme, or uses no KV scales.
+    """
+    if task.gate == "kv":
+        why = find_unused_kv(task, model)
+    else:
+        select(model.checkpoint)
+        names = list_without_calibration()
+        refused = dict(list_refused(task, model, None, names))
+        why = refused[names[0]] if len(refused) == len(names) else ""
+    if why:
+        raise VerificationError(f"{task.model}: {why}", hint="choose another --engine")
+
+
+def find_unused_kv(task: AutoRequest, model: RunModel) -> str:
+    """Say why the engine does not use KV scales of this model; empty where it does."""
+    folder = open_folder(model.source.folder)
+    report = replay_overlay(find_replayed(task.engine), model.prepared.geometry, 1, folder)
+    fault = find_fault(report)
+    return fault and f"{task.engine} does not use KV scales of this model: {fault}"
+
+
+def drop_kv(stats: CalibrationStats) -> CalibrationStats:
+    """Leave out K and V, so that a checkpoint gets no scales of them."""
+    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
+    return replace(stats, sites=kept)
+
+
+def list_refused(
+    task: AutoRequest, model: RunModel, stats: CalibrationStats | None, schemes: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """List the schemes that the statistics lack sites for or the engine cannot load, and why."""
+    engine = find_replayed(task.engine).key
+    for name in schemes:
+        asked = resolve_plan(
+            name,
+            COMPRESSED_TENSORS.name,
+            layer_schemes={},
+            ignore=(),
+            power_of_two_scales=False,
+            shared_scales=True,
+            is_calibrated=stats is not None,
+        )
+        try:
+            with open_planned(
+                str(model.source.folder),
+                asked,
+                stats,
+                revision=None,
+                dequantize=False,
+                allow_unservable=True,
+            ) as planned:
+                require_servable(planned.plan, planned.checkpoint.folder, [engine])
+        except ExportError as error:
+            fault = error.message.partition(f"{engine}: ")[2]
+            why = f"{task.engine} cannot load it: {fault}" if fault else error.message
+            yield name, why
+
+
+def leave_layers(
+    measured: Measured, scheme: str
+) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
+    """Find the fewest layers without which a scheme passes."""
+    names = map_layer_names(measured.stats)
+    found = measured.compare(
+        lambda *both: [_build_scheme(measured, scheme, scheme, (), *both)], by_layer=True
+    )
+    assert found.sensitivity is not None  # noqa: S101 -- it was asked for
+    ranked = [each.layer for each in found.sensitivity.layers if each.layer in names]
+    most = int(len(measured.stats.geometry.layers) * _MOST_LEFT)
+    counts = [count for count in _doubling(most) if count <= len(ranked)]
+    if not counts:
+        return None
+
+    def make(model: LoadedModel, target: Target) -> list[Candidate]:
+        patterns = {count: [names[layer] for layer in ranked[:count]] for count in counts}
+        return [
+            _build_scheme(measured, str(count), scheme, ignore, model, target)
+            for count, ignore in patterns.items()
+        ]
+
+    return decide.choose_left_layers(measured.compare(make), scheme, ranked, counts)
+
+
+def _doubling(most: int) -> Iterator[int]:
+    count = 1
+    while count <= most:
+        yield count
+        count *= 2
+
+
+def map_layer_names(stats: CalibrationStats) -> dict[int, str]:
+    """Name the decoder layers as the checkpoint does, by index."""
+    named = {layer.index: layer.checkpoint_name for layer in stats.geometry.layers}
+    return {index: name for index, name in named.items() if name is not None}

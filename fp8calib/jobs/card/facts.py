@@ -1,0 +1,336 @@
+"""What is recorded about a folder that is to be published: its kind, origin, loss and files."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint, pair_tensors
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.dialects.fp8.registry import load_finder
+from fp8calib.dialects.metadata import find_origin, read_file_origin
+from fp8calib.dialects.read import has_kv_scales
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.results.auto import AutoResult
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
+from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
+
+CARD_NAME = "README.md"
+_HEX_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The figures of one verification of the folder."""
+
+    model: str
+    """The unquantized model, as it was named."""
+    engine: str
+    device: str
+    """The one that emulated it."""
+    dtype: str
+    data: tuple[str, ...]
+    tokens: int
+    seq_len: int
+    ppl: float
+    """Of the unquantized model."""
+    own: CandidateResult
+    others: tuple[CandidateResult, ...]
+    """Compared on the same text, such as scale 1.0."""
+    command: str
+    provenance: RunProvenance | None
+    decisions: tuple[tuple[str, str, str], ...] = ()
+    """Question, answer and reason of each decision of `auto`."""
+    warnings: tuple[str, ...] = ()
+    """Of the report, such as that there was too little text."""
+
+
+class Calibration(BaseModel):
+    """What the report of `calibrate` tells of the run that wrote the folder."""
+
+    command: str
+    data: tuple[str, ...]
+    seq_len: int
+    tokens: int
+    files: tuple[str, ...]
+    """What was written, relative to the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedFile:
+    """A file of the folder."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """Everything that a card says."""
+
+    folder: Path
+    weights: str
+    """The schemes of the FP8 weights, in words; empty where there are none."""
+    has_kv_scales: bool
+    is_checkpoint: bool
+    """Whether a config is beside the tensors; otherwise the folder holds files of scales alone."""
+    quant_method: str
+    origin: CalibrationOrigin | None
+    calibration: Calibration | None
+    losses: tuple[Loss, ...]
+    other_reports: tuple[str, ...]
+    """Why reports in the folder and above it were not used."""
+    files: tuple[PublishedFile, ...]
+
+
+def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
+    """Read what is recorded in a folder, beside it, and in reports of `verify --json`.
+
+    Raises:
+        UsageError: the folder holds nothing to publish, or a report is of something else.
+        ModelError: a file is damaged, or a report is of another model.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder", hint="name the folder to publish")
+    tensors = sorted(folder.glob("*.safetensors"))
+    if any(map(is_stats_file, tensors)):
+        raise UsageError(
+            f"{folder}: holds statistics, which nobody can serve",
+            hint="name the checkpoint or the overlay in it",
+        )
+    has_weights = is_fp8_checkpoint(folder)
+    has_scales = has_kv_scales(folder)
+    if not has_weights and not has_scales:
+        raise UsageError(
+            f"{folder}: holds neither FP8 weights nor KV scales", hint="name the folder to publish"
+        )
+    is_checkpoint = (folder / CONFIG_NAME).is_file()
+    weights = (n for path in tensors for n in TensorFile(path).tensors if n.endswith(".weight"))
+    if not is_checkpoint and (name := next(weights, None)) is not None:
+        raise ModelError(
+            f"{folder}: holds weights ({name}), and no {CONFIG_NAME}",
+            hint=f"copy the {CONFIG_NAME} that was written with them",
+        )
+    origin = _find_origin(folder, tensors)
+    losses = tuple(_read_losses(folder, reports, origin))
+    return CardFacts(
+        folder=folder,
+        weights=_describe_weights(folder) if has_weights else "",
+        has_kv_scales=has_scales,
+        is_checkpoint=is_checkpoint,
+        quant_method=_find_method(folder) if is_checkpoint else "",
+        origin=origin,
+        calibration=_find_calibration(folder),
+        losses=losses,
+        other_reports=tuple(
+            filter(None, (_explain_other(path, folder) for path in _list_reports(folder)))
+        ),
+        files=tuple(_list_files(folder)),
+    )
+
+
+def _describe_weights(folder: Path) -> str:
+    """Describe the schemes of the FP8 weights, each with the number of its linears."""
+    with Checkpoint.open(folder) as checkpoint:
+        try:
+            config = load_json_object(folder / CONFIG_NAME)
+            schemes = pair_tensors(checkpoint, load_finder(folder, config)[1]).schemes
+        except ModelError:  # `check`, whose verdict is in the card, says what is wrong
+            return "FP8 weights"
+    counts = Counter(map(_describe_scheme, schemes.values()))
+    if len(counts) == 1:
+        return f"FP8 weights ({next(iter(counts))})"
+    parts = (f"{count} linears {scheme}" for scheme, count in counts.most_common())
+    return f"FP8 weights ({'; '.join(parts)})"
+
+
+def _describe_scheme(stored: StoredScheme) -> str:
+    for scheme in SCHEMES.values():
+        if (scheme.weights, scheme.inputs) == (stored.weights, stored.inputs):
+            return f"{scheme.name}: {scheme.description}"
+    return f"weights per {stored.weights}, scales of inputs: {stored.inputs}"
+
+
+def _find_method(folder: Path) -> str:
+    section = load_json_object(folder / CONFIG_NAME).get("quantization_config")
+    return str(section.get("quant_method", "")) if isinstance(section, dict) else ""
+
+
+def _find_origin(folder: Path, tensors: Sequence[Path]) -> CalibrationOrigin | None:
+    found = find_origin(folder, [TensorFile(path) for path in tensors])
+    documents = (read_file_origin(path) for path in sorted(folder.glob("*.json")))
+    return found or next((each for each in documents if each is not None), None)
+
+
+def _find_calibration(folder: Path) -> Calibration | None:
+    """Find the report of `calibrate` above the folder, if it wrote the folder."""
+    place = folder.resolve()
+    try:
+        found = Calibration.model_validate(load_json_object(place.parent / REPORT_NAME))
+    except (ModelError, ValidationError):  # there is none, or one of another kind
+        return None
+    found = found.model_copy(update={"command": _publish(found.command)})
+    return found if any(name.partition("/")[0] == place.name for name in found.files) else None
+
+
+def _read_losses(
+    folder: Path, reports: Sequence[Path], origin: CalibrationOrigin | None
+) -> Iterator[Loss]:
+    """Read the reports that were named, and that of `auto` in the folder or above it."""
+    for path in reports:
+        yield _read_loss(path, folder, origin)
+    for path in _list_reports(folder):
+        if not _explain_other(path, folder):
+            yield _read_loss(path, folder, origin)
+
+
+def _list_reports(folder: Path) -> list[Path]:
+    places = (folder / REPORT_NAME, folder.resolve().parent / REPORT_NAME)
+    return [path for path in places if path.is_file()]
+
+
+def _explain_other(path: Path, folder: Path) -> str:
+    """Explain why a report that was found is not the one of `auto` on the folder; empty if it is.
+
+    Files of this name are written by other commands and other tools too.
+    """
+    try:
+        document = load_json_object(path)
+    except ModelError as error:
+        return error.message
+    if document.get("kind") != "auto":
+        return f"{path} is no report of `auto`, so it has no loss of {folder}"
+    written = document.get("written")
+    name = written.get("name") if isinstance(written, dict) else None
+    if name != folder.resolve().name:
+        return f"{path} is the report of {name or 'a run that wrote nothing'}, not of {folder}"
+    return ""
+
+
+def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Loss:
+    document = load_json_object(path)
+    try:
+        fields = {k: v for k, v in document.items() if k not in _ADDED}
+        if document.get("kind") == "auto":
+            loss = _from_auto(AutoResult.model_validate(fields))
+        else:
+            loss = _from_verify(VerifyReport.model_validate(fields), path, folder)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{path}: no report of this version's verify or auto: {where}: {first['msg']}",
+            hint="write it again: fp8calib verify MODEL --scales DIR --json",
+        ) from error
+    measured = loss.provenance.model_hash if loss.provenance is not None else ""
+    if origin is not None and measured and origin.model != measured:
+        raise ModelError(
+            f"{path}: measured on another model than the one that {folder} was made from",
+            hint="verify this folder with the model that was calibrated",
+        )
+    return loss
+
+
+_ADDED = ("schema_version", "passed", "next", "advice")
+"""What the command line adds to a report."""
+
+
+def _from_auto(report: AutoResult) -> Loss:
+    assert report.verified is not None  # noqa: S101 -- the caller looked for what was written
+    return Loss(
+        model=report.model,
+        engine=report.engine_version,
+        device=report.device,
+        dtype=report.dtype,
+        data=report.data,
+        tokens=report.tokens,
+        seq_len=report.seq_len,
+        ppl=report.reference.ppl,
+        own=report.verified,
+        others=report.candidates,
+        command=_publish(report.command),
+        provenance=report.provenance,
+        warnings=report.warnings,
+        decisions=tuple((each.question, each.answer, each.why) for each in report.decisions),
+    )
+
+
+def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
+    place = folder.resolve()
+    own = [each for each in report.candidates if _is_at(Path(each.name), place)]
+    if not own:
+        raise UsageError(
+            f"{path}: none of its candidates is {folder}",
+            hint=f"write it with: fp8calib verify MODEL --scales {folder} --json",
+        )
+    return Loss(
+        model=report.model,
+        engine=report.engine_version or report.engine,
+        device=report.device,
+        dtype=report.dtype,
+        data=report.data,
+        tokens=report.tokens,
+        seq_len=report.seq_len,
+        ppl=report.reference.ppl,
+        own=own[0],
+        others=tuple(each for each in report.candidates if each not in own),
+        command=_publish("" if report.provenance is None else report.provenance.command),
+        provenance=report.provenance,
+        warnings=report.warnings,
+    )
+
+
+def _is_at(candidate: Path, place: Path) -> bool:
+    """Whether a candidate is the folder, or a file in it."""
+    return place in (candidate.resolve(), candidate.resolve().parent)
+
+
+def _publish(command: str) -> str:
+    """Keep only the last component of absolute paths, as files of scales do, and no address."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that does not end: somebody has edited the report
+        words = command.split()
+    return shlex.join(map(_publish_word, words))
+
+
+def _publish_word(word: str) -> str:
+    option, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if value.startswith(("http://", "https://")):
+        value = "URL"
+    return f"{option}{sign}{Path(value).name if value.startswith('/') else value}"
+
+
+def _list_files(folder: Path) -> Iterator[PublishedFile]:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != CARD_NAME and not name.startswith("."):
+            yield PublishedFile(name=name, size_bytes=path.stat().st_size, sha256=_hash(path))
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HEX_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def find_version(facts: CardFacts) -> str:
+    """Find the version of fp8calib that measured the folder; empty if it is not recorded."""
+    found: Any = next((each.provenance for each in facts.losses if each.provenance), None)
+    return "" if found is None else str(found.versions.get("fp8calib", ""))

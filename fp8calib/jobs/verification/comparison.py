@@ -1,0 +1,297 @@
+"""The comparison of a model with its candidates: opened, then run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from fp8calib.calibration import Progress
+from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
+from fp8calib.data.rows import Row
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import Scheme
+from fp8calib.geometry.sites import Role
+from fp8calib.jobs.calibration import fields_of
+from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.text import plan_text
+from fp8calib.jobs.verification.job import ServerRequest, TaskJob, VerifyJob, VerifyOptions
+from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
+from fp8calib.jobs.verification.memory import open_reference
+from fp8calib.jobs.verification.request import build_request
+from fp8calib.machine.memory import PeakMemory
+from fp8calib.model.live_model import LiveCheckpoint
+from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.stats.calibration_origin import estimate_overlap
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.fingerprint import fingerprint_model, versions
+from fp8calib.verification.candidates import (
+    OpenedCandidate,
+    Target,
+    open_candidate,
+    open_stats,
+)
+from fp8calib.verification.report import RunProvenance
+from fp8calib.verification.tasks.lm_eval import run_tasks
+from fp8calib.verification.tasks.task_files import open_tasks
+from fp8calib.verification.verify import (
+    ReferenceModel,
+    VerificationRequest,
+    VerificationResult,
+    list_emulations,
+)
+from fp8calib.verification.verify import verify as compare
+
+_SMALLEST_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationText:
+    """The text of a verification, not yet read."""
+
+    specs: Sequence[str]
+    rows: Iterable[Row] | None = None
+    """Read instead of the specs."""
+    samples: int
+    seq_len: int | None
+    pack: bool
+    text_column: str | None = None
+    tokenizer: Any = None
+    """None: that in the model's folder."""
+
+    def plan(self, source: ModelSource) -> DataPlan:
+        """Read the text; the warnings are about figures, not about scales.
+
+        Raises:
+            UsageError: the length is above the model's maximum, or a data spec is invalid.
+            DataError: the data cannot be read.
+        """
+        plan = plan_text(
+            source,
+            specs=self.specs,
+            rows=self.rows,
+            samples=self.samples,
+            seq_len=self.seq_len,
+            pack=self.pack,
+            seed=0,
+            part="verify",
+            tokenizer=self.tokenizer,
+            text_column=self.text_column,
+        )
+        few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
+        is_few = plan.num_tokens < FEW_TOKENS
+        return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
+
+
+def open_verify_job(
+    model: RunModel,
+    options: VerifyOptions,
+    text: VerificationText | DataPlan,
+    *,
+    server: ServerRequest | None = None,
+) -> VerifyJob:
+    """Open the candidates and the text, and refuse what cannot be emulated before loading weights.
+
+    Of a server, the text is the part that it can score.
+
+    Raises:
+        UsageError: options contradict each other.
+        DataError: the text cannot be read.
+        ModelError: a candidate cannot be read or emulated, or belongs to another model.
+        ServerError: the server fails.
+    """
+    _require_head(model)
+    target = Target(
+        checkpoint=model.checkpoint,
+        fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
+        geometry=model.prepared.geometry,
+    )
+    opened = tuple(_open_candidates(options, target))
+    plan = text if isinstance(text, DataPlan) else text.plan(model.source)
+    ask = None
+    if server is not None:
+        from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
+
+        ask, plan = connect_all(server, model.source, plan)
+    loading = judge_loading(options, model, opened)
+    job = VerifyJob(
+        **fields_of(model),
+        options=options,
+        target=target,
+        opened=opened,
+        plan=plan,
+        server=ask,
+        task_job=_open_tasks(model, options, text),
+        refused=loading.refused.keys(),
+        warnings=(
+            *model.describe_decoded(),
+            *_warn_of_leftovers(model.name, model.prepared),
+            *_warn_of_overlap(plan, opened),
+            *_warn_of_ignored_kv(options.scheme, opened),
+            *warn_of_loading(options, loading),
+        ),
+    )
+    build_request(job, model.prepared.model)
+    return job
+
+
+def run_verify_job(
+    job: VerifyJob, mode: MemoryMode, progress: Progress, *, command: str = ""
+) -> VerificationResult:
+    """Run the comparison and the tasks of a job; `command` is the command line of the run.
+
+    Raises:
+        CalibrationError: a forward pass failed.
+        VerificationError: a model gives NaN or infinity, or weights cannot be replaced.
+    """
+    with PeakMemory() as peak, _open_held(job, mode, progress) as (reference, comparison):
+        request = build_request(job, reference.model)
+        plan, answers = job.plan, None
+        if job.server is not None:
+            model = None if mode.streaming else reference.model
+            plan, answers = job.server(plan, model, progress)
+        verified = compare(
+            reference,
+            request,
+            plan,
+            batch_size=job.options.batch_size,
+            progress=progress,
+            comparison=comparison,
+            server=answers,
+        )
+        if job.task_job is not None:
+            verified = _add_tasks(job, job.task_job, reference, request, verified, progress)
+    memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
+    provenance = RunProvenance(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        model_hash=job.target.fingerprint,
+        data_hash=verified.data,
+        versions=versions(),
+    )
+    return _change_report(verified, memory=memory, provenance=provenance)
+
+
+def _require_head(model: RunModel) -> None:
+    """Refuse a model that predicts no tokens.
+
+    Raises:
+        ModelError: naming its class.
+    """
+    if model.prepared.model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model.prepared.model).__name__} has no output head, so it predicts no tokens "
+            "whose divergence could be measured",
+            hint="verify the model with its language-model head (a ...ForCausalLM class)",
+        )
+
+
+@contextmanager
+def _open_held(job: VerifyJob, mode: MemoryMode, progress: Progress) -> Iterator[Any]:
+    """Open the model; of one in memory, copy the weights that candidates replace."""
+    if isinstance(job.checkpoint, LiveCheckpoint):
+        emulations = list_emulations(build_request(job, job.prepared.model))
+        if any(each.weights for each in emulations.values()):
+            _refuse_inference_tensors(job.prepared.model)
+            job.checkpoint.hold()
+    with open_reference(job, mode, progress) as opened:
+        yield opened
+
+
+def _refuse_inference_tensors(model: LoadedModel) -> None:
+    """Refuse a model whose weights cannot be replaced for a while.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    named: Iterator[tuple[str, torch.nn.Parameter]] = model.named_parameters()
+    for name, parameter in named:
+        if parameter.is_inference():
+            raise UsageError(
+                f"{name} was made in torch.inference_mode(), so it cannot be quantized in place",
+                hint="load the model outside of inference_mode, or pass its path",
+            )
+
+
+def _change_report(verified: VerificationResult, **fields: Any) -> VerificationResult:
+    return replace(verified, report=verified.report.model_copy(update=fields))
+
+
+def _add_tasks(
+    job: VerifyJob,
+    task_job: TaskJob,
+    reference: ReferenceModel,
+    request: VerificationRequest,
+    verified: VerificationResult,
+    progress: Progress,
+) -> VerificationResult:
+    outcome = run_tasks(
+        reference,
+        request.candidates,
+        task_job.tasks,
+        task_job.tokenizer,
+        batch_size=job.options.batch_size,
+        progress=progress,
+    )
+    return _change_report(
+        verified,
+        tasks=outcome.rows,
+        task_setup=outcome.setup,
+        warnings=(*verified.report.warnings, *outcome.warnings),
+    )
+
+
+def _open_candidates(options: VerifyOptions, target: Target) -> Iterator[OpenedCandidate]:
+    for index, item in enumerate(options.scales):
+        if isinstance(item, CalibrationStats):
+            yield open_stats("statistics" if not index else f"statistics-{index}", item, target)
+        else:
+            yield open_candidate(item, target, options.numerics)
+
+
+def _open_tasks(
+    model: RunModel, options: VerifyOptions, text: VerificationText | DataPlan
+) -> TaskJob | None:
+    if not options.tasks:
+        return None
+    tokenizer = None if isinstance(text, DataPlan) else text.tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model.source, int(model.source.text_config.vocab_size))
+    return TaskJob(tasks=open_tasks(options.tasks, limit=options.limit), tokenizer=tokenizer)
+
+
+def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:
+    if leftovers := list_leftovers(found.model, found.weights):
+        yield f"{name}: not parameters of the model, so not loaded: {', '.join(leftovers)}"
+
+
+def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
+    text = plan.text.distinctive()
+    for candidate in opened:
+        measured = candidate.origin
+        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
+        if share:
+            about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
+            yield (
+                f"{candidate.name}: {about} of this text was used for calibration, so its "
+                "figures are too good"
+            )
+
+
+def _warn_of_ignored_kv(
+    scheme: Scheme | None, opened: tuple[OpenedCandidate, ...]
+) -> Iterator[str]:
+    for candidate in opened if scheme is not None else ():
+        sites = () if candidate.stats is None else candidate.stats.sites
+        if any(site.role is Role.K for site in sites):
+            yield (
+                f"{candidate.name}: its KV scales are ignored, as --scheme quantizes weights and "
+                "inputs only; leave out --scheme to verify them"
+            )

@@ -1,0 +1,115 @@
+"""Whether the emulated engine loads a candidate at all, found by replaying its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.dialects.fp8.registry import find_written
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.errors import Fp8CalibError, ModelError
+from fp8calib.fp8.schemes import Scheme
+from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.jobs.verification.job import VerifyOptions
+from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.selection.select import find_selection
+from fp8calib.verification.candidates import OpenedCandidate, find_candidate
+from fp8calib.verification.report import SCALE_ONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """What the emulated engine does with the candidates, by name."""
+
+    refused: Mapping[str, str]
+    """Why it cannot load them."""
+    doubts: Mapping[str, str]
+    """Why it is unknown whether it loads them."""
+
+
+def judge_loading(
+    options: VerifyOptions, model: RunModel, opened: Sequence[OpenedCandidate]
+) -> Loading:
+    """Find the candidates that the emulated engine cannot load, or may not."""
+    engine = options.engine
+    if engine.replay_folder is None:
+        return Loading(refused={}, doubts={})
+    folders = {
+        each.name: find_candidate(each.name)
+        for each in opened
+        if each.stats is None and Path(each.name).is_dir()
+    }
+    is_unquantized = not model.is_live and not model.checkpoint.form
+    if is_unquantized:
+        folders[SCALE_ONE] = model.source.folder
+    reports = {name: _replay(path, engine) for name, path in folders.items()}
+    if options.scheme is not None and is_unquantized:
+        report = _replay_scheme(model, options.scheme, engine)
+        reports |= dict.fromkeys([each.name for each in opened] or [options.scheme.name], report)
+    known = {name: report for name, report in reports.items() if report is not None}
+    faults = {name: find_load_fault(report) for name, report in known.items()}
+    return Loading(
+        refused={name: why for name, why in faults.items() if why},
+        doubts={
+            name: report.unknown[0]
+            for name, report in known.items()
+            if report.unknown and not faults[name]
+        },
+    )
+
+
+def warn_of_loading(options: VerifyOptions, loading: Loading) -> Iterator[str]:
+    """Warn of candidates that the emulated engine cannot load, or may not.
+
+    The first warning is of an engine whose version is another than that of the rules.
+    """
+    engine = options.engine
+    if engine.note:
+        yield f"{engine.title}: {engine.note}"
+    for name, why in loading.refused.items():
+        yield (
+            f"{_name(name)}: {engine.release} cannot load it ({why}); the figures are those of its "
+            "arithmetic alone"
+        )
+    for name, why in loading.doubts.items():
+        yield f"{_name(name)}: whether {engine.release} loads it is unknown ({why})"
+
+
+def _name(candidate: str) -> str:
+    return "the unquantized model" if candidate == SCALE_ONE else candidate
+
+
+def _replay(folder: Path, engine: Engine) -> EngineReport | None:
+    """Replay the loader; None for what is no checkpoint, or of a model that is not known."""
+    if not (folder / CONFIG_NAME).is_file():
+        return None
+    found = open_folder(folder)
+    try:
+        geometry, _ = read_replayed_geometry(found)
+    except ModelError:
+        return None
+    return check_folder(found, geometry, [engine.key], 1).engines[engine.key]
+
+
+def _replay_scheme(model: RunModel, scheme: Scheme, engine: Engine) -> EngineReport | None:
+    """Replay the checkpoint that `quantize` would write; None where it would need statistics."""
+    if scheme.has_static_inputs:
+        return None
+    dialect = find_written("compressed-tensors", scheme)
+    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect)
+    try:
+        plan = make_plan(model.checkpoint, settings, find_selection(model.checkpoint))
+    except Fp8CalibError:  # verify names what it cannot emulate itself
+        return None
+    with TemporaryDirectory(prefix="fp8calib-") as name:
+        write_outline(plan, Path(name))
+        return _replay(Path(name), engine)

@@ -1,0 +1,187 @@
+"""What a verification needs in memory, and the mode that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from fp8calib.calibration import Progress
+from fp8calib.data.plan import Batch, batches
+from fp8calib.errors import UsageError
+from fp8calib.geometry.sites import Role
+from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.jobs.verification.request import build_request
+from fp8calib.model.dtype import DTYPES
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.run.planning.footprint import Workload
+from fp8calib.run.planning.limits import find_limits, refuse_device_map
+from fp8calib.run.planning.plan import PlanInputs
+from fp8calib.run.planning.whole_or_streamed import MemoryMode, choose_memory_mode
+from fp8calib.run.streaming.model import Streaming, open_streamed
+from fp8calib.run.streaming.probe import Probe
+from fp8calib.verification.compare.comparison import Comparison
+from fp8calib.verification.compare.streamed import StreamedComparison
+from fp8calib.verification.compare.token_scores import scoring_bytes
+from fp8calib.verification.sensitivity import choose_batches, split_rounds
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
+
+
+def choose_mode_beside(
+    job: VerifyJob,
+    *,
+    reference: str | None,
+    warn: Callable[[str], None],
+    expects_duration: bool = False,
+) -> MemoryMode | None:
+    """Choose the mode; None where the model does not fit, and the server `reference` replaces it.
+
+    Raises:
+        UsageError: it fits in no way, and there is no such server.
+    """
+    try:
+        return choose_verification_mode(job, expects_duration=expects_duration)
+    except UsageError as error:
+        if reference is None:
+            raise
+        warn(f"nothing is emulated here: {error.message}")
+        return None
+
+
+def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) -> MemoryMode:
+    """Choose between a model in memory whole and one that is streamed.
+
+    `expects_duration` predicts the time of a run with the whole model too.
+
+    Raises:
+        UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
+    """
+    placement, model, weights = job.placement, job.prepared.model, job.prepared.weights
+    if placement.device_map is not None:
+        refuse_device_map(placement.memory)
+    if placement.device_map is not None or job.is_live:
+        return MemoryMode(plan=None, model=model, weights=weights)
+    found = list(batches(job.plan, job.options.batch_size))
+    request = build_request(job, model)
+
+    def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe:
+        largest = max(found, key=lambda batch: batch.input_ids.numel())
+        with _open_comparison(job, model, weights, streaming) as comparison:
+            return comparison.probe(largest, list_emulations(build_request(job, model)))
+
+    return choose_memory_mode(
+        _describe_run(job, model, weights, request, found),
+        find_limits(job.device, placement.memory),
+        source=job.source,
+        dtype=job.dtype,
+        device=job.device,
+        scratch=job.options.scratch,
+        probe=probe,
+        cannot_stream=_explain_unstreamable(job),
+        further_walks=tuple(_sensitivity_walks(job, request, found)),
+        expects_duration=expects_duration,
+    )
+
+
+@contextmanager
+def open_reference(
+    job: VerifyJob, mode: MemoryMode, progress: Progress
+) -> Iterator[tuple[ReferenceModel, Comparison | None]]:
+    """Load the model whole, or open it for streaming; None is the comparison of a whole model."""
+    if mode.streaming is None:
+        model = job.load(progress)
+        weights = job.prepared.weights if job.is_live else WeightSource(model, job.checkpoint)
+        yield _make_reference(job, model, weights), None
+    else:
+        with _open_comparison(job, mode.model, mode.weights, mode.streaming) as comparison:
+            yield _make_reference(job, mode.model, mode.weights), comparison
+
+
+def _make_reference(job: VerifyJob, model: LoadedModel, weights: WeightSource) -> ReferenceModel:
+    return ReferenceModel(
+        name=job.name,
+        model=model,
+        geometry=job.target.geometry,
+        originals=weights,
+        dtype=job.dtype,
+        device=job.device,
+    )
+
+
+@contextmanager
+def _open_comparison(
+    job: VerifyJob, model: LoadedModel, weights: WeightSource, streaming: Streaming
+) -> Iterator[StreamedComparison]:
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *job.plan.sequences])
+    geometry = job.target.geometry
+    with open_streamed(model, geometry, weights, job.checkpoint, tokens, streaming) as streamed:
+        yield StreamedComparison(streamed, streaming, weights)
+
+
+def _describe_run(
+    job: VerifyJob,
+    model: LoadedModel,
+    weights: WeightSource,
+    request: VerificationRequest,
+    found: Sequence[Batch],
+) -> PlanInputs:
+    emulations = list_emulations(request)
+    distinct = torch.unique(torch.cat(list(job.plan.sequences)))
+    roles = {site.role for each in emulations.values() for site in each.quantizers}
+    itemsize = DTYPES[job.dtype].itemsize
+    return PlanInputs(
+        model=model,
+        geometry=job.target.geometry,
+        checkpoint=job.checkpoint,
+        weights=weights,
+        work=replace(
+            Workload.of(found, len(distinct) + 1),
+            num_models=len(emulations) + 1,
+            changes_weights=any(each.weights for each in emulations.values()),
+            changes_inputs=Role.INPUT in roles,
+        ),
+        itemsize=itemsize,
+        extra={},
+        logits_bytes=scoring_bytes(
+            torch.device(job.device),
+            int(job.source.text_config.vocab_size),
+            itemsize,
+            num_tokens=max(batch.input_ids.numel() for batch in found),
+        ),
+    )
+
+
+def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
+    """Give the error for a model that has to be streamed and cannot; None if it can."""
+    every = "every generated token would read all weights again"
+    if job.options.tasks:
+        return UsageError(
+            f"--tasks {','.join(job.options.tasks)}: the model does not fit into memory, and tasks "
+            f"cannot be streamed: {every}",
+            hint="leave out --tasks, or use a machine (or a larger --memory) that holds the model",
+        )
+    if job.options.writes_text:
+        return UsageError(
+            "--sampled: the model does not fit into memory, and a streamed one cannot write: "
+            f"{every}",
+            hint="name an unquantized server that writes (--reference-server), or use a machine "
+            "(or a larger --memory) that holds the model",
+        )
+    return None
+
+
+def _sensitivity_walks(
+    job: VerifyJob, request: VerificationRequest, found: Sequence[Batch]
+) -> Iterator[float]:
+    """Give the work of each round of --sensitivity, as a share of the first pass."""
+    candidate = request.sensitivity_of
+    if candidate is None:
+        return
+    chosen = choose_batches(job.plan, job.options.batch_size)
+    tokens = sum(b.input_ids.numel() for b in chosen) / sum(b.input_ids.numel() for b in found)
+    num_models = len(list_emulations(request)) + 1
+    for layers in split_rounds(job.target.geometry, candidate.emulation):
+        yield tokens * (len(layers) + 1) / num_models

@@ -1,0 +1,178 @@
+"""Check what a verification is asked and resolve its names, before a model is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.engines.registry import find_emulated
+from fp8calib.errors import UsageError
+from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.jobs.verification.job import VerifyOptions
+from fp8calib.requests.shared import Stats
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.scales.rules import Rule, parse_rule
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.candidates import find_candidate
+from fp8calib.verification.judge.gates import load_gate
+from fp8calib.verification.report import SCALE_ONE, SERVER
+from fp8calib.verification.tasks.task_files import require_harness
+
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
+Scales = str | Path | CalibrationStats
+"""A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
+
+
+def resolve_options(request: VerifyRequest) -> VerifyOptions:
+    """Check the options that need no model, and resolve their names.
+
+    Raises:
+        UsageError: an option is invalid, or names something unknown.
+        ModelError: a candidate's folder links to files outside of it.
+    """
+    if request.strict and request.gate is None:
+        raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
+    _check_server_options(request)
+    scales = list_scales(request.scales)
+    _check_candidate_names([str(i) for i in scales if not isinstance(i, CalibrationStats)])
+    _check_task_options(request.tasks or (), request.limit)
+    known, numerics = find_emulated(request.engine)
+    outputs = list_outputs(request)
+    return VerifyOptions(
+        scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
+        engine=known,
+        numerics=numerics,
+        scheme=None if request.scheme is None else find_scheme(request.scheme),
+        rules=_parse_rules(request.rules or ()),
+        fmt=_find_format(request.fp8_dtype),
+        gate=None if request.gate is None else load_gate(request.gate),
+        sensitivity=request.sensitivity,
+        batch_size=request.batch_size,
+        tasks=tuple(request.tasks or ()),
+        limit=request.limit,
+        with_faults=request.server is not None,
+        writes_text=request.sampled and request.reference_server is None,
+        with_histograms=request.report is not None,
+        scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
+    )
+
+
+def list_outputs(request: VerifyRequest) -> list[Path]:
+    """List the files to write: those of --dump and --report."""
+    return [Path(path) for path in (request.dump, request.report) if path is not None]
+
+
+def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:
+    """List the candidates, of which one needs no list.
+
+    Raises:
+        UsageError: one is neither statistics nor a path.
+    """
+    if isinstance(scales, Scales | CalibrateResult) or not isinstance(scales, Iterable):
+        return (_find_scales(scales),)
+    return tuple(map(_find_scales, scales))
+
+
+def _find_scales(found: object) -> Scales:
+    if isinstance(found, CalibrateResult):
+        return found.stats
+    if not isinstance(found, Scales):
+        raise UsageError(
+            f"scales: must be statistics or a path, or a list of them, found {found!r}",
+            hint="leave scales out to compare scale 1.0 alone",
+        )
+    return found
+
+
+def _check_server_options(request: VerifyRequest) -> None:
+    named = {
+        "--server-model": request.server_model,
+        "--server-kind": request.server_kind,
+        "--sampled": request.sampled,
+        "--reference-server": request.reference_server,
+        "--reference-dump": request.reference_dump,
+    }
+    _require_server(request.server, named)
+    of_reference = {"--reference-server-model": request.reference_server_model}
+    _require_server(request.reference_server, of_reference, "--reference-server")
+    if request.reference_dump is None:
+        return
+    dump = Path(request.reference_dump)
+    require_path(dump, option="--reference-dump")
+    read_header(dump)  # before the server is asked
+    ignored = {
+        "--scales": request.scales,
+        "--scheme": request.scheme,
+        "--tasks": request.tasks,
+        "--sensitivity": request.sensitivity,
+        "--rules": request.rules,
+        "--dry-run": request.dry_run,
+        "--sampled": request.sampled,
+    }
+    if found := [option for option, value in ignored.items() if value]:
+        raise UsageError(
+            f"{found[0]} has no effect with --reference-dump: nothing is computed here",
+            hint=f"give {found[0]} to the run that wrote the dump",
+        )
+
+
+def _require_server(
+    server: str | None, named: Mapping[str, object], option: str = "--server"
+) -> None:
+    """Refuse options of a server without one (`option`); `named` are their values by name.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    useless = [name for name, value in named.items() if value]
+    if server is None and useless:
+        raise UsageError(f"{useless[0]} has no effect without {option}", hint=f"add {option} URL")
+
+
+def if_quantized(name: str) -> str:
+    """Say what to do instead of verifying a quantized model that cannot be decoded."""
+    return f"pass the model it was made from as MODEL, and this one as --scales {name}"
+
+
+def _check_candidate_names(names: Sequence[str]) -> None:
+    for name in names:
+        if not name or not name.isprintable():
+            raise UsageError(f"--scales {name!r}: must be a path of printable characters")
+        if name in _RESERVED_NAMES:
+            raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
+    places = [find_candidate(name).resolve() for name in names]
+    for place in places:
+        if places.count(place) > 1:
+            twice = " and ".join(n for n, p in zip(names, places, strict=True) if p == place)
+            raise UsageError(f"--scales {twice}: the same scales twice", hint="give them once")
+
+
+def _check_task_options(tasks: Sequence[str], limit: int | None) -> None:
+    if not all(tasks):
+        raise UsageError("--tasks: empty name", hint="give tasks as NAME,NAME")
+    if tasks:
+        require_harness()
+    elif limit is not None:
+        raise UsageError("--limit has no effect without --tasks", hint="add --tasks NAME")
+
+
+def _find_format(name: str) -> Fp8Format:
+    if name not in FP8_FORMATS:
+        raise UsageError(
+            f"--fp8-dtype {name}: unknown format", hint=f"known: {', '.join(FP8_FORMATS)}"
+        )
+    return FP8_FORMATS[name]
+
+
+def _parse_rules(names: Sequence[str]) -> tuple[Rule, ...]:
+    if not all(names):
+        raise UsageError("--rules: empty name", hint="give rules as NAME,NAME")
+    rules = tuple(map(parse_rule, names))
+    for rule in rules:
+        if rules.count(rule) > 1:
+            raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
+    return rules

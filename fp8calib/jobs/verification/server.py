@@ -1,0 +1,203 @@
+"""The servers of a verification: connect before the run, score during the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp8calib.calibration import Progress
+from fp8calib.data.plan import DataPlan, replace_sequences
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.jobs.verification.job import AskServer, ServerRequest
+from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.verification.sensitivity import SEQUENCES
+from fp8calib.verification.server.assess import ServerAnswers
+from fp8calib.verification.server.client import RequestCount, find_endpoint
+from fp8calib.verification.server.kinds.kind import ServerScores
+from fp8calib.verification.server.recognise import Server, require_kind
+from fp8calib.verification.server.score import (
+    ServerOptions,
+    ServerText,
+    connect,
+    score,
+    spell_out,
+    write,
+)
+from fp8calib.verification.server.written import count_given, write_text
+
+_SERVER_KEY = "FP8CALIB_SERVER_KEY"
+"""The environment variable with the API key of --server."""
+_REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
+"""The same for --reference-server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connected:
+    options: ServerOptions
+    server: Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Servers:
+    """Servers that are ready to score the text."""
+
+    server: _Connected
+    reference: _Connected | None
+    tokenizer: Any | None
+    vocab_size: int
+    request: ServerRequest
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be checked."""
+        both = (self.server, self.reference)
+        return tuple(one.server.note for one in both if one is not None and one.server.note)
+
+    def require_two(self) -> None:
+        """Refuse a reference that is the server itself.
+
+        Raises:
+            UsageError: naming the URL.
+        """
+        one, other = self.server, self.reference
+        if other is None or one.options.endpoint.url != other.options.endpoint.url:
+            return
+        if one.server.model == other.server.model:
+            raise UsageError(
+                f"--reference-server: {one.options.endpoint.url} is --server itself",
+                hint="name a server of the unquantized model, or --reference-server-model",
+            )
+
+    def make_text(self, sequences: tuple[torch.Tensor, ...]) -> ServerText:
+        """Make what is sent to a server."""
+        return ServerText(
+            sequences=sequences,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+        )
+
+
+def connect_all(
+    request: ServerRequest, source: ModelSource, plan: DataPlan
+) -> tuple[AskServer, DataPlan]:
+    """Connect to --server and --reference-server; give the part of the plan that they can score.
+
+    Raises:
+        UsageError: a URL or the kind is invalid, or a server that takes text can score nothing.
+        ServerError: a server fails.
+        ModelError: it has another model.
+    """
+    require_kind(request.kind)
+    tokenizer = request.tokenizer or _load_tokenizer(source)
+
+    def open_one(
+        option: str, url: str, key: str, model: str | None, kind: str | None
+    ) -> _Connected:
+        options = ServerOptions(
+            endpoint=find_endpoint(option, url, key),
+            model=model,
+            kind=kind,
+            likely_kind=request.kind,
+            num_top=request.num_top,
+            concurrency=request.concurrency,
+            timeout_s=request.timeout_s,
+            count=RequestCount(say=request.say),
+        )
+        return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
+
+    reference = request.reference
+    job = _Servers(
+        server=open_one("--server", request.url, _SERVER_KEY, request.model, request.kind),
+        reference=None
+        if reference is None
+        else open_one(
+            "--reference-server", reference, _REFERENCE_KEY, request.reference_model, None
+        ),
+        tokenizer=tokenizer,
+        vocab_size=int(source.text_config.vocab_size),
+        request=request,
+    )
+    job.require_two()
+    usable, lost = _keep_spelled(job, plan)
+    usable = replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
+    return partial(_ask_servers, job), usable
+
+
+def _keep_spelled(job: _Servers, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
+    """Keep the sequences that servers can score; give the plan, and warnings."""
+    both = [one.server.kind for one in (job.server, job.reference) if one is not None]
+    name = next((kind.name for kind in both if not kind.takes_ids), None)
+    if name is None:
+        return plan, ()
+    kept = [
+        sequence
+        for sequence in plan.sequences
+        if spell_out(sequence.tolist(), job.tokenizer) is not None
+    ]
+    lost = len(plan.sequences) - len(kept)
+    if not kept:
+        raise UsageError(
+            f"--server: {name} takes text, and the tokenizer reads none of the {lost} sequences "
+            "back from their text",
+            hint="use --no-pack, so that every sequence is a text of its own",
+        )
+    if not lost:
+        return plan, ()
+    note = f"{lost} of {lost + len(kept)} sequences are not used: {name} takes text"
+    return replace_sequences(plan, kept), (f"{note}, and they are not read back from theirs",)
+
+
+def _write_sampled(
+    job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
+) -> DataPlan:
+    if not job.request.is_sampled:
+        return plan
+    if job.reference is not None:
+        one = job.reference
+        text = job.make_text(plan.sequences)
+        written = write(one.options, one.server, text, progress)
+        return replace_sequences(plan, written)
+    assert model is not None  # noqa: S101 -- the plan holds it whole
+    return replace_sequences(plan, write_text(model, plan.sequences, progress))
+
+
+def _ask_servers(
+    job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
+) -> tuple[DataPlan, ServerAnswers]:
+    """Let the servers score the text, and --server its first sequences again.
+
+    With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
+
+    Raises:
+        ServerError: a server fails.
+        VerificationError: the model gives NaN or inf.
+    """
+    plan = _write_sampled(job, plan, model, progress)
+
+    def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
+        text = job.make_text(sequences)
+        return score(one.options, one.server, text, progress, stage=stage)
+
+    every = plan.sequences
+    return plan, ServerAnswers(
+        scores=ask(job.server, every, "asking the server"),
+        again=ask(job.server, every[:SEQUENCES], "asking the server again"),
+        reference=None
+        if job.reference is None
+        else ask(job.reference, every, "asking the unquantized server"),
+        num_given=count_given(every) if job.request.is_sampled else None,
+        repeated=sum(
+            one.options.count.repeated for one in (job.server, job.reference) if one is not None
+        ),
+    )
+
+
+def _load_tokenizer(source: ModelSource) -> Any | None:
+    """Load the model's tokenizer; None where data of token ids needs none and there is none."""
+    try:
+        return load_tokenizer(source, int(source.text_config.vocab_size))
+    except ModelError:
+        return None

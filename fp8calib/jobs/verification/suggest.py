@@ -1,0 +1,80 @@
+"""Spell the command that helps most after a verification."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.engines.registry import find_emulated
+from fp8calib.jobs.verification.options import list_scales
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
+from fp8calib.verification.report import Remedy, VerifyReport
+
+
+def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
+    """Spell the command that helps most; empty where none does."""
+    model, candidate = shlex.quote(report.model), Path(report.decision.candidate)
+    named = shlex.quote(report.decision.candidate)
+    stats = candidate / STATS_NAME if candidate.is_dir() else candidate
+    if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
+        stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
+    command = ""
+    match report.decision.remedy:
+        case Remedy.CALIBRATE:
+            command = f"fp8calib calibrate {model}"
+        case Remedy.SCALE_QUERY if is_stats_file(stats):
+            options = f"--format kv-overlay --query-scale yes --model {model}"
+            command = f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
+        case Remedy.SCALE_QUERY:
+            command = f"fp8calib calibrate {model} --query-scale yes"
+        case Remedy.FIND_LAYERS if report.sensitivity is not None:
+            command = _skip_layers(report, request, stats)
+        case Remedy.FIND_LAYERS:
+            scheme = "" if request.scheme is None else f" --scheme {request.scheme}"
+            scales = (
+                f" --scales {named}"
+                if report.decision.candidate in map(str, list_scales(request.scales))
+                else ""
+            )
+            command = f"fp8calib verify {model}{scheme}{scales} --sensitivity"
+        case Remedy.USE if request.scheme is not None:
+            command = _quantize(report, request.scheme, stats)
+        case Remedy.SERVE | Remedy.USE:
+            command = _serve(report, request)
+    return command
+
+
+def _skip_layers(report: VerifyReport, request: VerifyRequest, stats: Path) -> str:
+    """Spell the command that leaves out the layers that stand out; empty where there is none."""
+    found = report.sensitivity
+    if found is None or not found.flag or found.candidate != report.decision.candidate:
+        return ""
+    if request.scheme is not None:
+        return f"{_quantize(report, request.scheme, stats)} {found.flag}"
+    served = "" if found.flag.startswith("--ignore") else _serve(report, request)
+    return f"{served} {found.flag}" if served else ""
+
+
+def _quantize(report: VerifyReport, scheme: str, stats: Path) -> str:
+    options = f" --stats {shlex.quote(str(stats))}" if is_stats_file(stats) else ""
+    out = shlex.quote(f"{Path(report.model).name}-{scheme}")
+    return f"fp8calib quantize {shlex.quote(report.model)} --scheme {scheme}{options} --out {out}"
+
+
+def _serve(report: VerifyReport, request: VerifyRequest) -> str:
+    """Spell the command that serves the model, a checkpoint, or calibrate's overlay.
+
+    The KV cache is served in FP8, but for a checkpoint of which none was emulated.
+    """
+    launch = find_emulated(request.engine)[0].launch
+    if report.decision.remedy is Remedy.SERVE:
+        return "" if launch is None else launch.spell(report.model)
+    candidate = Path(report.decision.candidate)
+    folders = (candidate / "kv-overlay", candidate)
+    found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
+    roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
+    if launch is None or found is None:
+        return ""
+    return launch.spell(str(found), has_kv="k" in roles)

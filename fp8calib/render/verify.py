@@ -1,0 +1,167 @@
+"""The report of a verification as text: its answer first and last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8calib.blocks import Answer, Block, Line, Table
+from fp8calib.render.plan import describe_plan
+from fp8calib.render.verify_tables import describe_pair, rules_table, sites_table, tasks_table
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.results.plan import RunPlan
+from fp8calib.results.verify import VerifyResult
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    DiagnosisResult,
+    PairedResult,
+    VerifyReport,
+    candidates_table,
+    format_db,
+    format_kld,
+    format_share,
+)
+
+_SHOWN_SITES = 8
+
+
+def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator[Block]:
+    """Describe the report, or the plan of a run that did not start."""
+    if isinstance(result, RunPlan):
+        yield from describe_plan(result, "plan (nothing was run)")
+        return
+    answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]
+    yield Line(result.decision.headline)
+    if result.decision.details:
+        yield Line(result.decision.details)
+    yield Line()
+    yield from _describe_candidates(result)
+    yield from _describe_server(result)
+    yield from _list_sites(result)
+    if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
+        yield Line()
+        yield _tabulate_diagnosis(result)
+    yield from _describe_sensitivity(result)
+    if result.rules:
+        yield Line()
+        yield rules_table(result.rules)
+    if result.task_setup is not None:
+        yield Line()
+        yield tasks_table(result.tasks, result.task_setup)
+    yield Line()
+    yield Answer("\n".join(answer))
+
+
+def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
+    title = (
+        f"{report.engine} ({report.engine_version}), {report.tokens:,} tokens in "
+        f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
+        f"{report.reference.ppl:.4f}"
+    )
+    yield candidates_table(report.candidates, title=title)
+    for candidate in report.candidates:
+        yield Line(f"  {candidate.name}: {candidate.description}")
+        yield Line(f"    {candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}")
+        for pair in report.comparisons:
+            if pair.candidate == candidate.name and _is_shown(pair, report):
+                yield Line(f"    against {pair.base}: {describe_pair(pair)}")
+
+
+def _is_shown(pair: PairedResult, report: VerifyReport) -> bool:
+    """Whether a comparison is with scale 1.0, or with the best candidate of its kind."""
+    bases = {each.base for each in report.comparisons if each.candidate == pair.candidate}
+    klds = {one.name: one.kld_mean or 0.0 for one in report.candidates}
+    best = min(bases, key=lambda name: klds[name])
+    return pair.base == (SCALE_ONE if SCALE_ONE in bases else best)
+
+
+def _describe_server(report: VerifyReport) -> Iterator[Block]:
+    found = report.server
+    if found is None:
+        return
+    yield Line()
+    title = (
+        f"what explains the server's changes, {found.change_rms:.4f} nats (root mean square; "
+        f"{found.noise_rms:.2g} from one scoring to the next)"
+    )
+    rows = [
+        [
+            each.candidate,
+            "-" if each.correlation is None else f"{each.correlation:.3f}",
+            f"{each.residual_rms:.4f}",
+        ]
+        for each in found.explanations
+    ]
+    if rows:
+        columns = ["candidate", "correlation", "left, nats"]
+        yield Table(title=title, columns=columns, rows=rows)
+    for name, estimate in (
+        ("KLD of the server, low variance (q/p - 1 - log q/p)", found.kld_low_variance),
+        ("KLD of the server, log p/q", found.kld_log_ratio),
+        ("KLD of the server, from its most likely tokens", found.kld_top),
+        ("KLD of the server, at least", found.kld_at_least),
+    ):
+        if estimate is not None:
+            yield Line(f"  {name}: {format_kld(estimate.value)} ± {format_kld(estimate.se)}")
+    if found.engine is not None and found.engine.change_rms is not None:
+        yield Line(
+            f"  the unquantized {found.engine.kind} server differs from the model here by "
+            f"{found.engine.change_rms:.4f} nats, perplexity ratio {found.engine.ppl_ratio:.4f}"
+        )
+    if found.repeated_requests:
+        yield Line(
+            f"  requests sent again, as a server was slow or busy: {found.repeated_requests}"
+        )
+
+
+def _list_sites(report: VerifyReport) -> Iterator[Block]:
+    for candidate in report.candidates:
+        rows = [row for row in report.layers if row.candidate == candidate.name]
+        if rows:
+            yield Line()
+            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} sites of lowest SQNR"
+            yield sites_table(rows[:_SHOWN_SITES], title=title)
+
+
+def _tabulate_diagnosis(report: VerifyReport) -> Table:
+    """List the K and V sites that calibrated scales improve most."""
+    rows = sorted(report.diagnosis, key=_unscaled_loss_db, reverse=True)[:_SHOWN_SITES]
+    columns = {
+        "site": [row.site for row in rows],
+        "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
+        "per tensor": [format_db(row.scaled_db) for row in rows],
+        "per head": [format_db(row.per_head_db) for row in rows],
+        "fitted": [format_db(row.fitted_db) for row in rows],
+        "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
+        "clipped in calibration": [format_share(row.calibration_clipped) for row in rows],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+    of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
+    title = f"K, V and q at scale 1.0{of}: SQNR in dB of the {len(rows)} that lose most"
+    return Table(title=title, columns=list(known), rows=list(zip(*known.values(), strict=True)))
+
+
+def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
+    """Rank by the clipped share, then by what a head loses against a fitted scale."""
+    return (row.unscaled_clipped, row.unscaled_loss_db)
+
+
+def _describe_sensitivity(report: VerifyReport) -> Iterator[Block]:
+    found = report.sensitivity
+    if found is None:
+        return
+    yield Line()
+    title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
+    rows = [
+        [
+            str(layer.layer),
+            format_kld(layer.kld_mean, layer.kld_se),
+            f"{layer.ppl_ratio:.4f}",
+        ]
+        for layer in found.layers[:_SHOWN_SITES]
+    ]
+    yield Table(title=title, columns=["layer", "KLD mean ± se", "ratio"], rows=rows)
+    if found.skip_layers:
+        named = ", ".join(map(str, found.skip_layers))
+        yield Line(f"layers worth leaving unquantized: {named}  {found.flag}".rstrip())
+    else:
+        yield Line("no layer is worth leaving unquantized: none stands out")

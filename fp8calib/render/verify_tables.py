@@ -1,0 +1,141 @@
+"""The tables of a verification, as a terminal and the page show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fp8calib.blocks import Cell, Table
+from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
+from fp8calib.verification.report import (
+    CandidateResult,
+    LayerResult,
+    PairedResult,
+    RuleResult,
+    TaskResult,
+    TaskSetup,
+    format_db,
+    format_difference,
+    format_kld,
+    format_ratio,
+    format_share,
+)
+
+
+def figures_table(candidates: Iterable[CandidateResult]) -> Table:
+    """Make the table of the figures that the table of candidates leaves out."""
+    columns = ["candidate", "perplexity", "KLD median", "KLD max", "top-1 ties"]
+    rows = [
+        [
+            each.name,
+            f"{each.ppl:.5g}",
+            format_kld(each.kld_median),
+            format_kld(each.kld_max),
+            format_share(each.top1_ties),
+        ]
+        for each in candidates
+    ]
+    return Table(columns=columns, rows=rows)
+
+
+def sites_table(
+    layers: Sequence[LayerResult],
+    *,
+    title: str = "",
+    labels: Mapping[str, str] | None = None,
+    anchors: Mapping[str, str] | None = None,
+) -> Table:
+    """Make a table of tensors; figures beyond the limits of the tool are marked as bad.
+
+    Args:
+        layers: the rows.
+        title: of the table.
+        labels: what the reader knows the candidates by; None: all rows are of one.
+        anchors: the ids of the sites' histograms on a page.
+    """
+    named = [] if labels is None else ["candidate"]
+    rows = [
+        [
+            Cell(each.site, anchor=(anchors or {}).get(each.site, "")),
+            *([] if labels is None else [labels.get(each.candidate, each.candidate)]),
+            *_list_damage(each),
+        ]
+        for each in layers
+    ]
+    columns = ["site", *named, "SQNR dB", "clipped", "flushed", "amax", "scale"]
+    return Table(title=title, columns=columns, rows=rows, words=range(1 + len(named)))
+
+
+def _list_damage(row: LayerResult) -> list[str | Cell]:
+    is_lost = row.sqnr_db is not None and row.sqnr_db < LEAST_DB
+    return [
+        Cell(format_db(row.sqnr_db), kind="bad" if is_lost else ""),
+        Cell(f"{row.clipped:.2%}", kind="bad" if row.clipped > MOST_CLIPPED else ""),
+        f"{row.flushed:.2%}",
+        f"{row.amax:.4g}",
+        _format_scale(row),
+    ]
+
+
+def _format_scale(row: LayerResult) -> str:
+    if row.scale is None:
+        return f"dynamic, per {row.scale_per}"
+    if row.smallest_scale is None:
+        return f"{row.scale:.4g}"
+    return f"{row.smallest_scale:.3g} to {row.scale:.3g} per {row.scale_per}"
+
+
+def rules_table(rules: Sequence[RuleResult]) -> Table:
+    """Make the table of scale rules, best first."""
+    rows = [
+        [
+            each.rule,
+            format_kld(each.kld_mean, each.kld_se),
+            "-" if each.against_best is None else describe_pair(each.against_best),
+            format_ratio(each.ppl_ratio, each.ppl_ratio_se),
+        ]
+        for each in rules
+    ]
+    return Table(
+        title=f"{rules[0].candidate}: scale rules on this text, best first",
+        columns=["rule", "KLD mean ± se", "against the first", "ratio ± se"],
+        rows=rows,
+        words=(0, 2),
+    )
+
+
+def describe_pair(pair: PairedResult) -> str:
+    """Describe a comparison of two candidates in one line."""
+    answer = pair.answer.value.replace("-", " ")
+    more = "" if pair.tokens_to_tell is None else f"; about {pair.tokens_to_tell:,} tokens would"
+    return f"KLD {format_difference(pair)}: {answer}{more}"
+
+
+def tasks_table(tasks: Sequence[TaskResult], setup: TaskSetup | None) -> Table:
+    """Make the table of task metrics, unquantized and quantized."""
+    columns = ["candidate", "task", "metric", "docs", "reference", "± se", "value", "± se"]
+    return Table(
+        title="" if setup is None else _describe_setup(setup),
+        columns=[*columns, "recovery %"],
+        rows=[_list_task(each) for each in tasks],
+        words=(0, 1, 2),
+    )
+
+
+def _describe_setup(setup: TaskSetup) -> str:
+    bos = f"add_bos_token=True ({setup.bos_token} before every text)"
+    if not setup.add_bos_token:
+        bos = "no BOS before texts: the tokenizer adds none"
+    limit = "" if setup.limit is None else f", --limit {setup.limit}"
+    return f"lm-evaluation-harness {setup.harness_version}, {bos}{limit}"
+
+
+def _list_task(row: TaskResult) -> list[str]:
+    numbers = (row.reference, row.reference_se, row.value, row.value_se)
+    return [
+        row.candidate,
+        row.task,
+        row.metric,
+        "-" if row.num_documents is None else str(row.num_documents),
+        *("-" if number is None else f"{number:.4f}" for number in numbers),
+        "-" if row.recovery_percent is None else f"{row.recovery_percent:.2f}",
+    ]

@@ -1,0 +1,93 @@
+"""What `check` found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import computed_field
+
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, Status
+from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.overview import Overview
+from fp8calib.results.record import Result
+
+
+class EngineResult(EngineReport):
+    """What one engine does with the scales of every layer and with FP8 weights."""
+
+    engine: str
+    version: str
+    """The release whose rules were replayed."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """Whether scales and weights are used as the file means, and no scale is suspicious."""
+        return super().ok
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def status(self) -> Status | None:
+        """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
+        return super().status
+
+
+class CheckResult(Result):
+    """One report for each engine that was asked for."""
+
+    first_keys: ClassVar = ("ok",)
+    engines: Mapping[str, EngineResult]
+
+    @classmethod
+    def of(cls, report: CheckReport) -> CheckResult:
+        """Name the engine and the release in each report."""
+        return cls(
+            engines={
+                key: EngineResult(
+                    engine=key.partition("==")[0], version=report.versions[key], **dict(found)
+                )
+                for key, found in report.engines.items()
+            }
+        )
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """Whether the report of every engine is ok."""
+        return bool(self.engines) and all(report.ok for report in self.engines.values())
+
+    @property
+    def passed(self) -> bool:
+        """The same as `ok`."""
+        return self.ok
+
+    @property
+    def exit_code(self) -> int:
+        """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
+        faults = [each for each in self.engines.values() if not each.ok]
+        if faults and all(each.status is Status.UNKNOWN for each in faults):
+            return CANNOT_TELL
+        return 0 if self.ok else VerificationError.exit_code
+
+    def overview(self) -> Overview:
+        """Give the verdict of each engine, and the problems."""
+        problems: list[str] = []
+        for name, report in self.engines.items():
+            found = [f"weights: {report.weights.why}"] if report.weights else []
+            found += [*report.suspicious, *report.unknown, *report.problems]
+            problems += [f"{name}: {text}" for text in found]
+        return Overview(
+            f"CheckResult: {'ok' if self.ok else 'not ok'}",
+            ("engine", "release", "ok", "layers with their KV scales"),
+            [
+                [
+                    report.engine,
+                    report.version,
+                    "yes" if report.ok else "no",
+                    f"{sum(layer.ok for layer in report.layers)} of {len(report.layers)}",
+                ]
+                for report in self.engines.values()
+            ],
+            problems,
+        )

@@ -1,0 +1,36 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.results.record import Result
+from fp8calib.verification.report import Verdict, VerifyReport
+
+
+class VerifyResult(VerifyReport, Result):
+    """The report of a verification, and the command that it asks for."""
+
+    first_keys: ClassVar = ("next", "advice")
+    next: str = ""
+    """The command that helps most; empty where none does."""
+    has_gate: bool = Field(default=False, exclude=True)
+    """Whether a failure is one of the command."""
+    is_strict: bool = Field(default=False, exclude=True)
+    """Whether a warning is a failure."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no verdict on a candidate that was asked for is a failure."""
+        return self.find_failure(strict=self.is_strict) is None
+
+    @property
+    def exit_code(self) -> int:
+        """8 where the gate fails, 9 where it cannot tell; 0 without a gate."""
+        failure = self.find_failure(strict=self.is_strict) if self.has_gate else None
+        if failure is None:
+            return 0
+        return CANNOT_TELL if failure is Verdict.CANNOT_TELL else VerificationError.exit_code
