@@ -47,7 +47,7 @@ def _describe(name: str, kind: Any) -> dict[str, Any]:
             _add_common(schema["$defs"][each["$ref"].rpartition("/")[2]])
     else:
         _add_common(schema)
-    return {"$schema": DIALECT, "title": f"fp8calib {name}", **schema}
+    return {"$schema": DIALECT, **schema, "title": f"fp8calib {name}"}
 
 
 def _add_common(schema: dict[str, Any]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,10 +24,12 @@ from fp8calib.cli.console import (
     prints_json,
     set_json,
     show,
+    show_error,
     sign_of_life,
     warn,
 )
 from fp8calib.cli.setup import quiet_libraries
+from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, list_commands
 from fp8calib.requests.early_checks import refuse_missing
@@ -91,12 +93,12 @@ def _register(name: str) -> None:
     def command(json: bool, **options: Any) -> int | KeyboardInterrupt | None:
         set_json(json)
         given = request(**{each.name: _collect(each, options[each.name]) for each in declared})
+        if hasattr(given, "on_command_line"):
+            given = given.on_command_line()
         refuse_missing(given)
         try:
             with nullcontext() if name in _STARTS_AT_ONCE else sign_of_life():
-                with _heavy_imports():
-                    run = _find_runner(name)
-                return run(given)
+                return _run(name, given)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption
 
@@ -114,38 +116,38 @@ def _register(name: str) -> None:
     )(command)
 
 
-def _find_runner(name: str) -> Callable[[Any], int | None]:
-    """Find what runs a command and prints its result: of the command's own module, if it has one.
-
-    It returns the exit code; None is 0.
-    """
-    for place in (f"fp8calib.cli.{name}", f"fp8calib.cli.{name}.run"):
-        if find_spec(place) is None:
-            break
-        if hasattr(module := import_module(place), f"run_{name}"):
-            runner: Callable[[Any], int | None] = getattr(module, f"run_{name}")
-            return runner
-    return partial(_run_plainly, name)
-
-
-def _run_plainly(name: str, request: Any) -> int:
+def _run(name: str, request: Any) -> int:
     """Run a command, and print its result as its module in `fp8calib.render` describes it."""
-    implementation = find_implementation(name)
-    assert implementation is not None  # noqa: S101 -- no command has neither
+    with _heavy_imports():
+        implementation = find_implementation(name)
+    assert implementation is not None  # noqa: S101 -- every command has one
     quiet_libraries()
     try:
         with ConsoleReporter() as reporter:
-            result: Result = implementation.run(request, reporter)
+            result: Result | None = implementation.run(
+                request, reporter, **_find_processes(implementation.run)
+            )
     except Exception as error:
         if hasattr(error, "result"):  # found before its files could not be written
             show(_describe(name, error.result, request))
         raise
+    if result is None:  # the first of several processes has it
+        return 0
     if prints_json():
         for option in _list_layout(request):
             warn(f"--json prints everything: {option} has no effect")
         print_json(result.to_json())
     show(_describe(name, result, request))
+    if failure := getattr(result, "failure", ""):
+        return show_error("", failure, "", as_json=False, exit_code=result.exit_code)
     return result.exit_code
+
+
+def _find_processes(run: Callable[..., Any]) -> dict[str, ProcessRank]:
+    """Tell a command that can run in several processes which of them this is."""
+    if "process_rank" not in inspect.signature(run).parameters:
+        return {}
+    return {"process_rank": find_process_rank(os.environ)}
 
 
 def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:

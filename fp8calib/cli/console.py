@@ -96,12 +96,6 @@ def print_text(text: str) -> None:
         _out.print(_clean(text))
 
 
-def list_top_level(files: Sequence[str]) -> str:
-    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
-    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
-    return ", ".join(dict.fromkeys(names))
-
-
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout; NaN, which JSON does not have, is an error.
 

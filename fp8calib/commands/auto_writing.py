@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fp8calib.commands.check import run as check
-from fp8calib.commands.export import export
-from fp8calib.commands.quantize import quantize
+from fp8calib.commands.export import run as export
+from fp8calib.commands.quantize import run as quantize
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.jobs.auto import decide
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
@@ -21,6 +21,8 @@ from fp8calib.jobs.auto.measure import (
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.check import CheckRequest
+from fp8calib.requests.export import ExportRequest
+from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.auto import Attempt, Checked, Outcome, WrittenResult
 from fp8calib.verification.report import CandidateResult, Verdict
 
@@ -33,12 +35,17 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
     model = str(measured.model.source.folder)
     if choice.scheme is not None:
         stats = measured.stats if choice.kv == KV_SCALES else drop_kv(measured.stats)
-        quantize(model, choice.scheme, folder / choice.scheme, stats=stats, ignore=ignore)
+        out = folder / choice.scheme
+        request = QuantizeRequest(model, choice.scheme, out, stats=stats, ignore=ignore)
+        quantize(request, measured.reporter)
     if choice.scheme is None or has_query:
         source = model if choice.scheme is None else folder / choice.scheme
         written = folder / "scales"
         query = "yes" if has_query else "no"
-        export(measured.stats, OVERLAY, written, model=source, query_scale=query)
+        export(
+            ExportRequest(measured.stats, OVERLAY, written, model=source, query_scale=query),
+            measured.reporter,
+        )
         if choice.scheme is not None:
             _remove(folder / choice.scheme)
         (written / OVERLAY).rename(folder / name)

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.errors import UsageError
+from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.requests.merge import MergeRequest
 from fp8calib.results.merge import MergeResult
-from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats, save_stats
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    is_stats_file,
+    load_stats,
+    save_stats,
+)
 from fp8calib.stats.merge import merge_shards
 
 
@@ -29,12 +36,26 @@ def run(request: MergeRequest, reporter: Reporter) -> MergeResult:  # noqa: ARG0
     merged = merge_shards([(str(path), load_stats(path, accepts_shard=True)) for path in files])
     save_stats(merged, out)
     return MergeResult(
+        model=_find_model(files),
         out=out,
         parts=tuple(files),
         tokens=merged.header.num_tokens,
         sequences=merged.header.num_sequences,
         sites=len(merged.sites),
     )
+
+
+def _find_model(files: Sequence[Path]) -> str:
+    """Find the model in the reports beside the shards; MODEL where they have none."""
+    for file in files:
+        try:
+            report = load_json_object(file.parent / REPORT_NAME)
+        except ModelError:
+            continue
+        model = report.get("model")
+        if isinstance(model, str):
+            return model
+    return "MODEL"
 
 
 def _check_output(out: Path, files: Sequence[Path], *, force: bool) -> None:

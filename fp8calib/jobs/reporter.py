@@ -7,7 +7,6 @@ import warnings
 from typing import Protocol
 
 from fp8calib.errors import Fp8CalibWarning
-from fp8calib.jobs.progress import CallbackProgress
 from fp8calib.jobs.spelling import spell_for_caller
 from fp8calib.requests.shared import ProgressCallback
 
@@ -34,6 +33,35 @@ class Reporter(Protocol):
 
     def advance(self, steps: int) -> None:
         """Advance by `steps`."""
+
+
+class CallbackProgress:
+    """Reports the progress of a run to a callback; None reports nothing."""
+
+    def __init__(self, callback: ProgressCallback | None) -> None:
+        self._callback = callback
+        self._name = ""
+        self._total: int | None = None
+        self._done = 0
+
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",  # noqa: ARG002
+        layers: int = 0,  # noqa: ARG002
+        batches: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Begin a stage of `total` units."""
+        self._name, self._total, self._done = name, total, 0
+        self.advance(0)
+
+    def advance(self, steps: int) -> None:
+        """Advance by `steps`."""
+        self._done += steps
+        if self._callback is not None:
+            self._callback(self._name, self._done, self._total)
 
 
 class PythonReporter(CallbackProgress):

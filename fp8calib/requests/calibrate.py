@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -103,3 +103,8 @@ class CalibrateRequest:
     force: ForceOption = False
     tokenizer: TokenizerArgument = None
     progress: ProgressArgument = None
+
+    def on_command_line(self) -> CalibrateRequest:
+        """Fill in the folder: the command always writes."""
+        folder = f"{Path(str(self.model)).resolve().name}-fp8calib"
+        return self if self.out is not None else replace(self, out=Path(folder))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict, Field, SkipValidation
 
-from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.dialects.registry import list_written
-from fp8calib.overview import Overview, WithOverview
+from fp8calib.errors import ExportError
+from fp8calib.overview import Overview
 from fp8calib.results.plan import MeasuredMemory, TextRows
 from fp8calib.results.quantize import QuantizeResult
-from fp8calib.results.record import BeforeAfter, Record, ShardIndex
+from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex
 from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.stats.calibration_stats import Skipped
@@ -55,10 +55,11 @@ class NotQuantized(Record):
     why: str
 
 
-class CalibrateResult(WithOverview, Record):
+class CalibrateResult(Result):
     """The statistics of a calibration, and what `--json` prints of it, which is report.json too."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
+    left_out = ("shard", "quantize")
 
     stats: CalibrationStats = Field(exclude=True)
     was_finished: bool = Field(default=False, exclude=True)
@@ -112,20 +113,17 @@ class CalibrateResult(WithOverview, Record):
         return not self.failure
 
     @property
+    def exit_code(self) -> int:
+        """That of an output that cannot be written, if one could not."""
+        return 0 if self.passed else ExportError.exit_code
+
+    @property
     def overlay(self) -> Path | None:
         """The first checkpoint with KV scales that was written; None if there is none."""
         overlays = (each.path() for each in list_written() if each.needs_model)
         written = (path for path in overlays if any(f.startswith(f"{path}/") for f in self.files))
         path = next(written, None)
         return None if self.out is None or path is None else self.out / path
-
-    def to_json(self) -> dict[str, Any]:
-        """Give the content of report.json."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "passed": self.passed,
-            **super().to_json(),
-        }
 
     def overview(self) -> Overview:
         """Summarize the statistics, and name the files."""

@@ -63,10 +63,15 @@ class CheckResult(Result):
         return self.ok
 
     @property
+    def cannot_judge(self) -> bool:
+        """Whether the report is not ok only because of what cannot be judged."""
+        faults = [each for each in self.engines.values() if not each.ok]
+        return bool(faults) and all(each.status is Status.UNKNOWN for each in faults)
+
+    @property
     def exit_code(self) -> int:
         """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
-        faults = [each for each in self.engines.values() if not each.ok]
-        if faults and all(each.status is Status.UNKNOWN for each in faults):
+        if self.cannot_judge:
             return CANNOT_TELL
         return 0 if self.ok else VerificationError.exit_code
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.overview import Overview, WithOverview
-from fp8calib.results.record import Record
+from fp8calib.overview import Overview
+from fp8calib.results.record import Result
 from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
 
 
-class ExportResult(WithOverview, Record):
+class ExportResult(Result):
     """The files that were written, and what a user should know: what `--json` prints."""
+
+    left_out = ("serving", "limitations", "other_engines")
 
     out: Path
     files: tuple[str, ...]

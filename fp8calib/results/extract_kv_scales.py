@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
-from fp8calib.overview import Overview, WithOverview
-from fp8calib.results.record import BeforeAfter, Record
+from fp8calib.overview import Overview
+from fp8calib.results.record import BeforeAfter, Record, Result
 
 Numbers = float | tuple[float, ...]
 """One number, or one for each rank or head."""
@@ -22,7 +23,7 @@ class ExtractedLayer(Record):
     q: Numbers | None = None
 
 
-class ExtractResult(WithOverview, Record):
+class ExtractResult(Result):
     """The scales that were written, and who serves them: what `--json` prints."""
 
     save_path: Path
@@ -42,6 +43,10 @@ class ExtractResult(WithOverview, Record):
     serving: tuple[ServingCommand, ...]
     limitations: tuple[Limitation, ...]
     other_engines: tuple[BriefServing, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Make the object that `--json` prints; a layer without q has no key for it."""
+        return {**super().to_json(), **self.model_dump(mode="json", exclude_none=True)}
 
     def overview(self) -> Overview:
         """Summarize what was written."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.overview import Overview, WithOverview
-from fp8calib.results.record import Record
+from pydantic import Field
+
+from fp8calib.overview import Overview
+from fp8calib.results.record import Result
 
 
-class MergeResult(WithOverview, Record):
+class MergeResult(Result):
     """The statistics of all shards: what `--json` prints."""
 
+    model: str = Field(exclude=True)
+    """The model in the reports beside the shards; MODEL where they have none."""
     out: Path
     parts: tuple[Path, ...]
     """The files that were joined."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.overview import Overview, WithOverview
+from fp8calib.overview import Overview
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.weight_scales import AllZeroWeight
-from fp8calib.results.record import BeforeAfter, LayerScheme, Record
+from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
 
 
 class Unquantized(Record):
@@ -21,7 +21,7 @@ class Unquantized(Record):
     why: str
 
 
-class QuantizeResult(WithOverview, Record):
+class QuantizeResult(Result):
     """A written FP8 checkpoint: what `--json` prints."""
 
     out: Path

@@ -13,25 +13,17 @@ from fp8calib.overview import WithOverview
 
 
 class Record(BaseModel):
-    """Values that do not change. A field with the default None is left out where it is None."""
+    """Values that do not change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def to_json(self) -> dict[str, Any]:
-        """Give what `--json` prints."""
-        absent = {name for name in self._list_optional() if getattr(self, name) is None}
-        return self.model_dump(mode="json", exclude=absent)
-
-    @classmethod
-    def _list_optional(cls) -> set[str]:
-        return {name for name, field in cls.model_fields.items() if field.default is None}
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         schema = handler(core_schema)
-        described, optional = handler.resolve_ref_schema(schema), cls._list_optional()
+        optional = {name for name, field in cls.model_fields.items() if field.default is None}
+        described = handler.resolve_ref_schema(schema)
         if "required" in described:
             described["required"] = [n for n in described["required"] if n not in optional]
         return schema
@@ -42,6 +34,9 @@ class Result(WithOverview, Record):
 
     first_keys: ClassVar[tuple[str, ...]] = ()
     """What stands at the top of the JSON object: the answer, before what it rests on."""
+
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """The keys that the JSON object lacks where they are None."""
 
     @property
     def passed(self) -> bool:
@@ -55,7 +50,8 @@ class Result(WithOverview, Record):
 
     def to_json(self) -> dict[str, Any]:
         """Make the object that `--json` prints."""
-        found = self.model_dump(mode="json", by_alias=True)
+        absent = {name for name in self.left_out if getattr(self, name) is None}
+        found = self.model_dump(mode="json", by_alias=True, exclude=absent)
         common = {"schema_version": SCHEMA_VERSION, "passed": self.passed}
         return {**common, **{key: found[key] for key in self.first_keys}, **found}
 

@@ -14,7 +14,7 @@ from fp8calib.data.plan import batches, build_plan, replace_sequences
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.jobs.models import Placement, open_run_model
-from fp8calib.jobs.progress import CallbackProgress
+from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import load_model, load_tokenizer
 from fp8calib.model.weight_source import WeightSource

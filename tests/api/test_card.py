@@ -73,7 +73,7 @@ def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
         assert f"> **Warning:** {warning}\n" in text
     (row,) = re.findall(r"^\| \*\*this\*\* \|.*$", text, re.M)
     assert f"{own['ppl_ratio']:.4f} ± {own['ppl_ratio_se']:.4f}" in row
-    assert row.endswith(f" {own['verdict']} (w8a8), with warnings |")
+    assert row.startswith(f"| **this** | {own['verdict']} (w8a8), with warnings | ")
     share, tokens = own["top1_agreement"], report["tokens"]
     error = (share * (1 - share) / tokens) ** 0.5
     assert f"{share:.2%} ± {error:.2%}" in row

@@ -89,7 +89,7 @@ def ask(folder: Path) -> dict[str, EngineReport]:
     return dict(report.engines)
 
 
-def _faults(report: fp8calib.CheckReport) -> list[EngineReport]:
+def _faults(report: fp8calib.CheckResult) -> list[EngineReport]:
     return [each for each in report.engines.values() if not each.ok]
 
 

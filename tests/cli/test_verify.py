@@ -813,7 +813,7 @@ def test_two_outputs_are_there_both_or_not_at_all(
     def refuse_to(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"fp8calib.cli.verify.run.{failing}", refuse_to)
+    monkeypatch.setattr(f"fp8calib.commands.verify.{failing}", refuse_to)
     outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
     outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
     assert outcome.code != 0

@@ -14,8 +14,8 @@ import io, json, sys, zipfile
 from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM, LlamaForCausalLM  # what its loader imports late
-from fp8calib.cli.show.scales import show_scales
-from fp8calib.cli.show.tables import Tables
+from fp8calib.commands.show import run as show
+from fp8calib.requests.show import ShowRequest
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -57,7 +57,7 @@ def ask(file):
     geometry = plain_geometry()
     for question in (
         lambda: read_scales(file, geometry),
-        lambda: show_scales(file, Tables.NONE, as_json=True),
+        lambda: show(ShowRequest(file), None),
         lambda: check_folder(open_folder(file.parent), geometry, list_defaults(), 1),
     ):
         try:

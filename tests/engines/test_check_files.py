@@ -19,6 +19,7 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ModelError
+from fp8calib.results.check import CheckResult
 from tests.checkpoint.handmade import describe, pack
 from tests.engines.check_handmade import (
     INDEX,
@@ -240,7 +241,7 @@ def test_no_config_makes_it_stumble(
     report = check_folder(open_folder(folder), plain_geometry(), list_defaults(), 1)
 
     assert list(report.engines) == list_defaults()
-    json.dumps(report.to_json(), allow_nan=False)
+    json.dumps(CheckResult.of(report).to_json(), allow_nan=False)
 
 
 @_BOUNDED

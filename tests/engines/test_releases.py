@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
-from fp8calib.jobs.verification.loadable import Loading, warn_of_loading
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Evidence
 from fp8calib.engines.registry import find_emulated, find_replayed
@@ -23,6 +22,8 @@ from fp8calib.engines.sglang.model_types import takes_sglang_json
 from fp8calib.engines.sglang.releases import RELEASES
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.jobs.verification.loadable import Loading, warn_of_loading
+from fp8calib.results.check import CheckResult
 from tests import zoo
 from tests.engines.check_handmade import (
     FP8,
@@ -137,7 +138,7 @@ def test_the_json_names_engine_and_version(tmp_path: Path) -> None:
 
     report = check_folder(open_folder(folder), plain_geometry(), ["vllm", "vllm==0.32"], 1)
 
-    found = json.loads(json.dumps(report.to_json()))["engines"]
+    found = json.loads(json.dumps(CheckResult.of(report).to_json()))["engines"]
     assert {name: (each["engine"], each["version"]) for name, each in found.items()} == {
         "vllm": ("vllm", "0.33.0"),
         "vllm==0.32": ("vllm", "0.32.0"),
@@ -428,7 +429,10 @@ def test_check_says_that_a_version_has_the_rules_of_another(tmp_path: Path) -> N
 
     report = fp8calib.check(tmp_path / "m", engine=["vllm==0.11.0", "vllm==0.11", "vllm==0.40"])
 
-    assert report.versions == {"vllm==0.11": "0.11.2", "vllm": "0.33.0"}
+    assert {key: found.version for key, found in report.engines.items()} == {
+        "vllm==0.11": "0.11.2",
+        "vllm": "0.33.0",
+    }
     notes = [each.problems[-1] for each in report.engines.values()]
     assert notes[0] == "version 0.11.0 is judged by the rules of 0.11.2"
     assert notes[1].startswith("version 0.40 is unknown")

@@ -120,7 +120,7 @@ class Evaluator:
     def _ask_check(self, out: Path, engine: str) -> Mapping[str, Any]:
         if engine != RUN_IN_CHECK:
             return ask_check(out, engine)
-        with mock.patch("fp8calib.api.check.ask_loader", self._ask_loader):
+        with mock.patch("fp8calib.commands.check.ask_loader", self._ask_loader):
             return ask_check(out, engine, "--run", "--engine-python", str(PYTHON))
 
     def _save_model(self, case: Case) -> Path:

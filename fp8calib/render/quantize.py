@@ -1,26 +1,15 @@
-"""Print what `fp8calib quantize` wrote, or its plan."""
+"""The FP8 checkpoint that `quantize` wrote, or its plan."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from fp8calib.cli.console import (
-    ConsoleReporter,
-    list_top_level,
-    print_json,
-    print_text,
-    prints_json,
-    show,
-)
-from fp8calib.cli.serving import describe_serving
-from fp8calib.cli.setup import quiet_libraries
-from fp8calib.commands.quantize import run
+from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
-from fp8calib.machine.launch import find_process_rank
 from fp8calib.render.plan import describe_plan
+from fp8calib.render.serving import describe_serving, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.plan import RunPlan
 from fp8calib.results.quantize import QuantizeResult, Unquantized
@@ -28,21 +17,12 @@ from fp8calib.results.quantize import QuantizeResult, Unquantized
 _SHOWN = 5
 
 
-def run_quantize(request: QuantizeRequest) -> None:
-    """Quantize a checkpoint and print the outcome, or the plan."""
-    if request.runs_text:
-        quiet_libraries()
-    with ConsoleReporter() as reporter:
-        result = run(request, reporter, find_process_rank(os.environ))
+def describe(result: QuantizeResult | RunPlan, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
+    """Describe the checkpoint and who serves it, or the plan."""
     if isinstance(result, RunPlan):
-        if prints_json():
-            print_json(result.to_json())
-        show(describe_plan(result, "plan (nothing was run or written)"))
-    elif result is not None and prints_json():
-        print_json(result.to_json())
-    elif result is not None:
-        for text in _describe(result):
-            print_text(text)
+        yield from describe_plan(result, "plan (nothing was run or written)")
+    else:
+        yield from map(Line, _describe(result))
 
 
 def _describe(result: QuantizeResult) -> Iterator[str]:

@@ -1,31 +1,15 @@
-"""Print what `fp8calib calibrate` measured and wrote, or its plan."""
+"""What `calibrate` measured and wrote, or its plan."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
-from fp8calib.cli.console import (
-    ConsoleReporter,
-    list_top_level,
-    print_json,
-    print_text,
-    prints_json,
-    say,
-    show,
-    show_error,
-)
-from fp8calib.cli.serving import describe_serving_briefly
-from fp8calib.cli.setup import quiet_libraries
-from fp8calib.commands.calibrate import run
-from fp8calib.commands.show import show_stats
-from fp8calib.errors import ExportError
-from fp8calib.machine.launch import find_process_rank
+from fp8calib.blocks import Answer, Block
+from fp8calib.jobs.shown_stats import show_stats
 from fp8calib.render.plan import describe_plan
+from fp8calib.render.serving import describe_serving_briefly, list_top_level
 from fp8calib.render.show import describe_skipped
 from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
@@ -33,35 +17,12 @@ from fp8calib.results.calibrate import CalibrateResult, Experts
 from fp8calib.results.plan import RunPlan
 
 
-def run_calibrate(request: CalibrateRequest) -> int:
-    """Calibrate a model, print the outcome, and return the exit code."""
-    quiet_libraries()
-    if request.out is None:
-        folder = f"{Path(str(request.model)).resolve().name}-fp8calib"
-        request = replace(request, out=Path(folder))
-    with ConsoleReporter() as reporter:
-        result = run(request, reporter, find_process_rank(os.environ))
+def describe(result: CalibrateResult | RunPlan, request: CalibrateRequest) -> Iterator[Block]:
+    """Describe what was measured, and the files, or the plan."""
     if isinstance(result, RunPlan):
-        if prints_json():
-            print_json(result.to_json())
-        show(describe_plan(result, "plan (nothing was run or written)"))
-    elif result is not None:
-        return _show(result, request)
-    return 0
-
-
-def _show(result: CalibrateResult, request: CalibrateRequest) -> int:
-    if prints_json():
-        print_json(result.to_json())
-    if result.was_finished:
-        return 0
-    tell = say if prints_json() else print_text
-    for text in _describe(result, request):
-        tell(text)
-    if result.passed:
-        return 0
-    code = ExportError.exit_code
-    return show_error(ExportError.kind, result.failure, "", as_json=False, exit_code=code)
+        yield from describe_plan(result, "plan (nothing was run or written)")
+    elif not result.was_finished:
+        yield from map(Answer, _describe(result, request))
 
 
 def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[str]:
@@ -83,7 +44,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     yield f"written to {result.out}: {list_top_level(result.files)}"
     if result.shard is not None:
         yield _describe_next(result.shard.index, result.shard.count)
-    report = result.to_json()
+    report = result.model_dump(mode="json")
     yield from describe_serving_briefly(report, explained=request.formats or ())
     yield f"more: {'; '.join(_suggest_further(result))}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -70,3 +70,9 @@ def _describe_others(report: Mapping[str, Any], format_name: str) -> Iterator[st
         what = f"{name}, other engines" if name else "other engines"
         yes, no = (", ".join(names) or "none" for names in (able, unable))
         yield f"  {what}: served by {yes}; not by {no} (`check --engine NAME` says why)"
+
+
+def list_top_level(files: Sequence[str]) -> str:
+    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
+    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
+    return ", ".join(dict.fromkeys(names))
