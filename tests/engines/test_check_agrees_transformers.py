@@ -18,7 +18,8 @@ from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.write import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
 from tests import zoo

@@ -28,8 +28,6 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
     QuantizationType,
 )
-
-from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.weights.group_schemes import GroupSchemes
 from fp8calib.engines.weights.linear_loader import (
     Foreign,
@@ -38,6 +36,8 @@ from fp8calib.engines.weights.linear_loader import (
     StoredLinear,
     Unquantized,
 )
+
+from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.fp8.schemes import InputScaling
 
 LAYER = "model.layers.0"

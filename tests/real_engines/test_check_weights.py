@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
 from safetensors.torch import load_file
 
 from fp8calib.engines.weights.blocks import list_rank_block_faults
-from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.rules import list_weight_faults
 from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
 from tests.engines.test_check_weights import (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fp8calib.engines.sglang.schemes import SglangSchemes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fp8calib.engines.replay.verdicts import EngineReport
@@ -22,7 +23,6 @@ from fp8calib.engines.sglang.model_types import (
     takes_sglang_json,
 )
 from fp8calib.engines.sglang.releases import RELEASES, Release
-from fp8calib.engines.sglang.schemes import SglangSchemes
 from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,

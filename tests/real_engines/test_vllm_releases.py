@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from fp8calib.engines.vllm.linear_loader import VllmSchemes
+from fp8calib.engines.vllm.remapping import find_remapped
 
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.vllm.linear_loader import VllmSchemes
 from fp8calib.engines.vllm.native_classes import _FIRST, _LAST
 from fp8calib.engines.vllm.quantization_config import find_exclusions, find_kv_method
 from fp8calib.engines.vllm.releases import RELEASES, Release
-from fp8calib.engines.vllm.remapping import find_remapped
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
 from tests.real_engines.release_configs import (
     CONFIGS,

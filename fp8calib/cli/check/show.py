@@ -6,13 +6,8 @@ import re
 from collections.abc import Mapping
 
 from fp8calib.cli.console import print_json, print_table, print_text, warn
-from fp8calib.engines.replay.verdicts import (
-    CheckReport,
-    EngineReport,
-    LayerVerdict,
-    LoadVerdict,
-    Status,
-)
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")

@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
-from fp8calib.engines.weights.weight_rule import (
-    Effect,
-    Outcome,
-    ParameterRules,
-    WeightRule,
-)
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.weight_rule import WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -37,35 +33,22 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="compressed-tensors",
         schemes=("fp8-static",),
-        effect=Effect.CONDITION,
+        status=Status.USED,
         why="it leaves out the static input scales and quantizes inputs dynamically",
         source=f"{_PARSER}.parse (is_dynamic)",
     ),
     WeightRule(
         dialect="compressed-tensors",
         schemes=("w8a16",),
-        effect=Effect.CONDITION,
+        status=Status.USED,
         why="it quantizes the inputs too",
         source=f"{_PARSER}.parse (is_dynamic)",
     ),
     WeightRule(
         dialect="modelopt",
-        effect=Effect.CONDITION,
+        status=Status.USED,
         why="it guesses the scheme from words in the config, which is not replayed",
         source=f"{_PARSER}._infer_qtype",
-    ),
-)
-
-_PARAMETER_RULES = ParameterRules(
-    absent=Outcome(
-        effect=Effect.MISREAD,
-        what="the engine warns of it, and uses uninitialised memory, or ones for a norm",
-        source="ATOM ffdf3bb atom/model_loader/loading_core.py (unloaded), read",
-    ),
-    misfit=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (RuntimeError: shape mismatch)",
-        source="ATOM ffdf3bb atom/model_loader/loader.py (default_weight_loader), read",
     ),
 )
 
@@ -83,5 +66,4 @@ ATOM = Engine(
     replay_folder=_replay_folder,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
-    parameter_rules=_PARAMETER_RULES,
 )

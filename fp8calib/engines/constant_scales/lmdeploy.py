@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
-from fp8calib.engines.weights.weight_rule import (
-    Effect,
-    Opened,
-    Outcome,
-    ParameterRules,
-    WeightRule,
-)
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.weight_rule import NameRules, Opened, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -41,7 +36,7 @@ _WEIGHT_RULES = (
     *(
         WeightRule(
             dialect=dialect,
-            effect=Effect.REFUSED,
+            status=Status.REFUSED,
             why="of FP8 checkpoints it loads quant_method fp8 alone (TypeError)",
             source=_CONFIG,
         )
@@ -50,33 +45,19 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="autofp8",
         schemes=("fp8-dynamic",),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it takes dynamic inputs for weights in blocks, and finds no weight_scale (KeyError)",
         source=_LINEAR,
     ),
     WeightRule(
         dialect="finegrained",
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it looks for per-tensor scales named weight_scale and input_scale (KeyError)",
         fix="rename the scales: the numbers are the same",
         source=_LINEAR,
     ),
 )
 
-_LOAD = "LMDeploy 1263d5c lmdeploy/pytorch/weight_loader/model_weight_loader.py"
-_PARAMETER_RULES = ParameterRules(
-    absent=Outcome(
-        effect=Effect.MISREAD,
-        what="the engine uses uninitialised memory, or ones for a norm",
-        source=f"{_LOAD} (load_model_weights compares nothing), read",
-    ),
-    misfit=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (AssertionError or RuntimeError)",
-        source=f"{_LOAD} (default_weight_loader), read",
-    ),
-    opened=Opened.SINGLE,
-)
 
 LMDEPLOY = Engine(
     key="lmdeploy",
@@ -92,5 +73,5 @@ LMDEPLOY = Engine(
     replay_folder=_replay_folder,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
-    parameter_rules=_PARAMETER_RULES,
+    name_rules=NameRules(opened=Opened.SINGLE),
 )

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
-from fp8calib.engines.weights.weight_rule import (
-    Effect,
-    Opened,
-    Outcome,
-    ParameterRules,
-    WeightRule,
-)
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.weight_rule import NameRules, Opened, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -44,7 +39,7 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="compressed-tensors",
         schemes=("fp8-static", "w8a16"),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="of compressed-tensors it reads weights per channel with inputs per token, and blocks "
         "of 128, alone",
         source=f"{_GROUPS} _quant_config_from_config_group",
@@ -52,7 +47,7 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="autofp8",
         schemes=("fp8-static",),
-        effect=Effect.CONDITION,
+        status=Status.USED,
         why="it repeats the scale of a weight for every block, and quantizes inputs per group of "
         "128; on several ranks a scale of shape [] is an IndexError",
         source=f"{_CONFIG}; {_LINEAR}",
@@ -60,27 +55,13 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="autofp8",
         schemes=("fp8-dynamic",),
-        effect=Effect.MISREAD,
+        status=Status.MISREAD,
         why=_UNQUANTIZED,
         source=_CONFIG,
     ),
-    WeightRule(dialect="quark", effect=Effect.MISREAD, why=_UNQUANTIZED, source=_CONFIG),
+    WeightRule(dialect="quark", status=Status.MISREAD, why=_UNQUANTIZED, source=_CONFIG),
 )
 
-_LOAD = "TensorRT-LLM 000a01d tensorrt_llm/_torch/models/modeling_utils.py (_load_weights_impl)"
-_PARAMETER_RULES = ParameterRules(
-    absent=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (KeyError)",
-        source=f"{_LOAD}, read",
-    ),
-    misfit=Outcome(
-        effect=Effect.REFUSED,
-        what="loading fails (RuntimeError)",
-        source=f"{_LOAD}, read",
-    ),
-    opened=Opened.ALL,
-)
 
 TENSORRT_LLM = Engine(
     key="tensorrt-llm",
@@ -92,5 +73,5 @@ TENSORRT_LLM = Engine(
     replay_folder=_replay_folder,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
-    parameter_rules=_PARAMETER_RULES,
+    name_rules=NameRules(opened=Opened.ALL),
 )

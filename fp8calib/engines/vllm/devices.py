@@ -8,7 +8,6 @@ vllm-gaudi 091bbad (`vllm_gaudi/ops/hpu_compressed_tensors.py`). All run vLLM's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import require_scalar
@@ -20,9 +19,9 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     judge_number,
 )
+from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.releases import VLLM_0_32
 from fp8calib.engines.vllm.replay import replay_vllm
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -59,7 +58,6 @@ _NO_HEADS = "what its kernels do with a scale per head was not read"
 
 _LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
 _LARGEST_FIX = "write a kv-overlay, with one scale per layer"
-_RELEASE = replace(VLLM_0_32, runs_on_gpus=False)
 
 _Judge = Callable[[LayerVerdict, Attention], LayerVerdict]
 
@@ -74,7 +72,7 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         geometry, (each for held in folder.scales.values() for each in held.values())
     )
     heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
-    report = replay_vllm(folder, geometry, tp, _RELEASE)
+    report = replay_vllm(folder, geometry, tp, VLLM_0_32, on_gpus=False)
 
     def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
         scale = stored.get((index, role))
@@ -183,7 +181,7 @@ def _replay(
     judge: _Judge,
 ) -> EngineReport:
     """Replay vLLM's loading, and judge its verdicts on compressed-tensors' scales again."""
-    report = replay_vllm(folder, geometry, tp, _RELEASE)
+    report = replay_vllm(folder, geometry, tp, VLLM_0_32, on_gpus=False)
     attentions = {layer.index: attention for layer, attention in geometry.attentions()}
     is_compressed = quantization.get("quant_method") == _COMPRESSED
     layers = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
+from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.engine import VLLM
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -24,13 +25,13 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="modelopt",
         schemes=("fp8-dynamic", "fp8-block"),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it loads ModelOpt's FP8 weights only with one scale per tensor (ValueError)",
         source="vllm-gaudi 091bbad vllm_gaudi/ops/hpu_modelopt.py HPUModelOptFp8Config",
     ),
     WeightRule(
         dialect="quark",
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it has no such quant_method",
         source="vllm-gaudi 091bbad vllm_gaudi/platform.py supported_quantization",
     ),
@@ -49,8 +50,8 @@ VLLM_GAUDI = Engine(
     ),
     no_numerics="its arithmetic has not been read",
     replay_folder=_replay_folder,
-    make_linear_loader=VLLM.make_linear_loader,
+    make_reader=VLLM.make_reader,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
-    parameter_rules=VLLM.parameter_rules,
+    name_rules=VLLM.name_rules,
 )

@@ -19,11 +19,11 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     is_scale,
     judge_number,
     report_refusal,
 )
+from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -145,13 +145,15 @@ def amend_by_loader(
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
     if answer.error:
         return _report_error(report, answer, geometry)
-    amended = report.model_copy(update={"unknown": ()})
+    amended = report.model_copy(update={"unknown": (), "if_loaded": None})
     if report.weights is not None and report.weights.status is Status.REFUSED:
         amended = amended.model_copy(update={"weights": None}).add_problems(
             f"the replay expected a refusal ({report.weights.why}), but vLLM {answer.version} "
             "loads it: a defect of the replay"
         )
-    if answer.missing and report.weights is None:
+    if report.if_loaded is not None:
+        amended = amended.model_copy(update={"weights": report.if_loaded})
+    elif answer.missing and report.weights is None:
         why = f"vLLM fills {len(answer.missing)} weights with nothing, such as {answer.missing[0]}"
         verdict = LoadVerdict(status=Status.MISREAD, why=why, fix="complete the checkpoint")
         amended = amended.model_copy(update={"weights": verdict})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
+from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.engine import VLLM
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -26,7 +27,7 @@ _WEIGHT_RULES = (
     WeightRule(
         dialect="compressed-tensors",
         schemes=("w8a16",),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it has no scheme for weights alone (NotImplementedError)",
         source=f"{_FOLDER}/compressed_tensors/compressed_tensors.py get_scheme",
     ),
@@ -34,14 +35,14 @@ _WEIGHT_RULES = (
         dialect="autofp8",
         schemes=("fp8-static", "fp8-dynamic"),
         has_experts=True,
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it loads FP8 experts of this method in blocks alone (NotImplementedError)",
         source=f"{_FOLDER}/fp8.py VllmFp8MoEMethod",
     ),
     *(
         WeightRule(
             dialect=dialect,
-            effect=Effect.REFUSED,
+            status=Status.REFUSED,
             why="it has no such quant_method (NotImplementedError)",
             source=f"{_FOLDER}/__init__.py get_tpu_quantization_config",
         )
@@ -62,8 +63,8 @@ VLLM_TPU = Engine(
     ),
     no_numerics="its arithmetic has not been read",
     replay_folder=_replay_folder,
-    make_linear_loader=VLLM.make_linear_loader,
+    make_reader=VLLM.make_reader,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
-    parameter_rules=VLLM.parameter_rules,
+    name_rules=VLLM.name_rules,
 )
