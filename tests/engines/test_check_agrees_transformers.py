@@ -28,7 +28,7 @@ from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain_refusal, make
-from tests.engines.weight_damages import CT, DOWN
+from tests.engines.test_weight_contents import CT, DOWN
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
@@ -64,7 +65,10 @@ class Expected:
 
 
 def list_expected(
-    group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme, method: str
+    group: LinearGroup,
+    linear: StoredLinear,
+    scheme: StoredScheme | OtherScheme,
+    dialect: Fp8Dialect,
 ) -> Mapping[str, Expected]:
     """List the tensors of a quantized linear, by the last part of their names.
 
@@ -72,34 +76,32 @@ def list_expected(
         group: what the linear is joined with.
         linear: one of its members.
         scheme: by the config.
-        method: the `quant_method`.
+        dialect: that of the config.
     """
     if isinstance(scheme, OtherScheme):
         return _list_other(linear, scheme)
-    is_expert = group.kind is GroupKind.EXPERTS
-    name, shapes = _describe_scale(linear, scheme, method, is_expert=is_expert)
+    is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS
     expected = {
         WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
-        name: Expected(shapes=shapes),
+        dialect.name_scale(scheme.weights): Expected(
+            shapes=_shape_scale(linear, scheme, is_modelopt=is_modelopt)
+        ),
     }
     if scheme.inputs is InputScaling.STATIC:
-        expected[INPUT_SCALE] = Expected(shapes=_NUMBER, is_shared=True)
+        expected[dialect.input_scale_name] = Expected(shapes=_NUMBER, is_shared=True)
     return expected
 
 
-def _describe_scale(
-    linear: StoredLinear, scheme: StoredScheme, method: str, *, is_expert: bool
-) -> tuple[str, tuple[Shape, ...]]:
+def _shape_scale(
+    linear: StoredLinear, scheme: StoredScheme, *, is_modelopt: bool
+) -> tuple[Shape, ...]:
     rows = linear.shape[0]
-    is_modelopt = method.startswith("modelopt") and not is_expert
     if scheme.weights is Granularity.TENSOR:
-        return _SCALE, _NUMBER
+        return _NUMBER
     if scheme.weights is Granularity.CHANNEL:
-        return _SCALE, ((rows,),) if is_modelopt else ((rows, 1),)
+        return ((rows,),) if is_modelopt else ((rows, 1),)
     across, along = count_blocks(linear.shape, scheme.block)
-    if is_modelopt:
-        return _SCALE, ((across, 1, along, 1),)
-    return f"{_SCALE}_inv" if method == "fp8" else _SCALE, ((across, along),)
+    return ((across, 1, along, 1),) if is_modelopt else ((across, along),)
 
 
 def _list_other(linear: StoredLinear, scheme: OtherScheme) -> Mapping[str, Expected]:

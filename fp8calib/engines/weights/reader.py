@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
-from fp8calib.dialects.fp8.registry import load_finder
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS, load_finder
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.weights.expected import Expected, list_expected
@@ -28,10 +30,12 @@ class LinearReader:
     ) -> None:
         self.schemes = schemes
         self._joins_experts = joins_experts
-        try:
-            _, schemes.find_stored = load_finder(folder.path, folder.config)
-        except ModelError:  # a config without FP8 weights, which no method has rules for
-            schemes.find_stored = None
+        dialects = FP8_DIALECTS.values()
+        own = next((each for each in dialects if each.has_method(schemes.method)), None)
+        self._dialect = own or COMPRESSED_TENSORS
+        with suppress(ModelError):  # a config that the methods with rules here may still read
+            dialect, schemes.find_stored = load_finder(folder.path, folder.config)
+            self._dialect = own or dialect
 
     def joins(self, group: LinearGroup) -> bool:
         """Tell whether the engine joins a group; otherwise each linear is a group of its own."""
@@ -58,7 +62,7 @@ class LinearReader:
         scheme = self.find_scheme(group)
         if isinstance(scheme, Unquantized):
             return {}
-        return list_expected(group, linear, scheme, self.schemes.method)
+        return list_expected(group, linear, scheme, self._dialect)
 
 
 def make_plain_reader(folder: ScaleFolder, *, joins_experts: bool = True) -> LinearReader:
