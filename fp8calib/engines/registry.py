@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8calib.engines.constant_scales.atom import ATOM
-from fp8calib.engines.constant_scales.lmdeploy import LMDEPLOY
-from fp8calib.engines.constant_scales.tensorrt_llm import TENSORRT_LLM
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts import parse_version
 from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.read_engines import (
+    ATOM,
+    LMDEPLOY,
+    TENSORRT_LLM,
+    VLLM_GAUDI,
+    VLLM_TPU,
+)
 from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.tgi.engine import TGI
 from fp8calib.engines.transformers.engine import TRANSFORMERS
 from fp8calib.engines.vllm.before_0_7 import VLLM_BEFORE_0_7
 from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
-from fp8calib.engines.vllm.gaudi import VLLM_GAUDI
-from fp8calib.engines.vllm.tpu import VLLM_TPU
 from fp8calib.errors import UsageError, suggest
 
 REFERENCE = Engine(

@@ -119,11 +119,11 @@ class WeightReplay:
 
     def _list_findings(self, engine: Engine) -> Iterator[Finding]:
         """List what an engine does with the weights other than loading them as they are."""
-        yield from (each for each in self._shared if each.engine == engine.name)
+        yield from (each for each in self._shared if each.engine == engine.loader)
         if self._weights is not None:
-            yield from apply_rules(engine.name, engine.weight_rules, self._weights)
+            yield from apply_rules(engine.loader, engine.weight_rules, self._weights)
             yield from list_block_findings(
-                engine.name,
+                engine.loader,
                 self._weights,
                 self._geometry,
                 self._tp,
@@ -131,7 +131,7 @@ class WeightReplay:
             )
         yield from self._compare(engine)
         yield from (Finding(status=Status.UNKNOWN, why=why) for why in self._doubts)
-        if engine.name == "vllm" and (why := _find_preferred(self._folder)):
+        if engine.loader == "vllm" and (why := _find_preferred(self._folder)):
             yield Finding(status=Status.UNKNOWN, why=why)
 
     def _compare(self, engine: Engine) -> Iterator[Finding]:

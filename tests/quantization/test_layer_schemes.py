@@ -215,8 +215,8 @@ def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:
         for name, engine in fp8calib.check(out).engines.items()
     }
     assert found.pop("vllm") == [
-        "weights: model.layers.0.mamba.in_proj is w8a16 in the config, but the engine finds no such "
-        "group for it: fp8-dynamic; 3 more likewise, such as model.layers.0.mamba.out_proj"
+        "weights: model.layers.0.mamba.in_proj is w8a16 in the config, but the engine finds no "
+        "such group for it: fp8-dynamic; 3 more likewise, such as model.layers.0.mamba.out_proj"
     ]
     assert not any(found.values())
 
