@@ -199,6 +199,7 @@ def test_what_loads_in_vllm_although_it_differs(
         stage="done",
         error="",
         trace=(),
+        runner="generate",
         missing=(),
         files=("model.safetensors",),
         scales=[],
