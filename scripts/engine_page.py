@@ -9,15 +9,16 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TypeVar
 
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts import Fact, Release
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
-from fp8calib.engines.vllm.releases import RELEASES, Release
+from fp8calib.engines.sglang.releases import RELEASES as SGLANG_RELEASES
+from fp8calib.engines.vllm.releases import RELEASES as VLLM_RELEASES
 
 HEAD = """# What is known of engines
 
@@ -27,8 +28,11 @@ the engine itself. *loader run*: it was compared with the engine's own code that
 that does not say that it was run was read. `scripts/docs` makes this page from the records in
 `fp8calib/engines/`.
 """
-RELEASES_OF_VLLM = """Each row is a fact about loading; each value holds from the named release on.
-A release has the rules of 0.32 except for these rows.
+DIFFERENCES = """What is not listed is the same in all known releases. Model types with attention of
+their own kind, and names that only some models know, are judged in all releases of vLLM by the
+rules of 0.32. Which scheme a linear gets was found by running the config classes of each release.
+Of the arithmetic of vLLM before 0.32, Python was compared with that of 0.32, and no kernel; that of
+SGLang 0.5.19 to 0.5.22 is that of 0.5.23.
 """
 ARITHMETIC = """What differs from the plain rule (divide in fp32, saturate, round to nearest even).
 It holds for Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums,
@@ -48,16 +52,15 @@ def make_page() -> str:
     releases = [release for engine in engines for release in (engine, *engine.releases)]
     columns = ("engine", "`--engine`", "release", "loading", "arithmetic")
     lines = [HEAD, *_make_table(columns, [row for each in engines for row in _list_rows(each)])]
-    lines += ["", "## What differs between the releases of vLLM", "", RELEASES_OF_VLLM]
-    lines += _make_table(("fact", "value from a release on"), list_changes())
+    lines += ["", "## What differs between releases", "", DIFFERENCES]
+    facts = [row for known in (VLLM_RELEASES, SGLANG_RELEASES) for row in list_facts(known)]
+    lines += _make_table(("engine", "fact", "since", "until before", "known by", "source"), facts)
     lines += ["", "## Arithmetic that verify emulates", "", ARITHMETIC]
     lines += _list_arithmetic(releases)
     lines += ["", "## Loading rules", ""]
     lines += _make_table(("rule", "what it follows"), list_loading_rules())
     lines += ["", "## FP8 weights that engines do not load as they are", ""]
-    lines += _make_table(("engine", "weights", "effect", "why", "source"), _list_weights(releases))
-    lines += ["", "## Parameters that a checkpoint lacks or stores in another shape", ""]
-    lines += _make_table(("engine", "case", "effect", "why", "source"), _list_lacks(releases))
+    lines += _make_table(("engine", "weights", "status", "why", "source"), _list_weights(releases))
     return "\n".join(lines) + "\n"
 
 
@@ -72,15 +75,16 @@ def read_meanings(kind: type) -> dict[str, str]:
     return dict(_list_documented(body))
 
 
-def list_changes() -> Iterator[tuple[str, str]]:
-    """List the facts that differ between releases of vLLM, with the first release of each value."""
-    meanings = read_meanings(Release)
-    for field in fields(Release):
-        values = [(getattr(release, field.name), release.name) for release in RELEASES]
-        steps = [(value, next(group)[1]) for value, group in groupby(values, lambda pair: pair[0])]
-        if field.name not in {"version", "evidence"} and len(steps) > 1:
-            shown = (f"{name}: {_show_value(value) or 'none'}" for value, name in steps)
-            yield meanings[field.name], "; ".join(shown)
+def list_facts(releases: Sequence[Release]) -> Iterator[Sequence[str]]:
+    """List the facts of an engine; those that differ in their values alone share a row."""
+    facts = releases[0].facts
+
+    def give_key(fact: Fact) -> tuple[str, ...]:
+        return fact.name, fact.since, fact.until, str(fact.how), fact.source
+
+    for (name, *rest), group in groupby(sorted(facts, key=give_key), give_key):
+        values = ", ".join(str(fact.value) for fact in group if fact.value is not True)
+        yield releases[0].engine, f"{name}: {values}" if values else name, *rest
 
 
 def list_loading_rules() -> Iterator[tuple[str, str]]:
@@ -150,15 +154,7 @@ def _list_weights(releases: Iterable[Engine]) -> Iterator[Sequence[str]]:
         scope = [rule.dialect, *rule.schemes, *rule.model_types]
         scope += ["blocks"] * rule.has_blocks + ["experts"] * rule.has_experts
         weights = ", ".join(filter(None, scope)) or "all"
-        yield engine.key, weights, rule.effect, rule.why, rule.source
-
-
-def _list_lacks(releases: Iterable[Engine]) -> Iterator[Sequence[str]]:
-    for rules, engine in _list_first(releases, lambda engine: [engine.parameter_rules]):
-        cases = {"lacks": rules.absent, "lacks a norm": rules.absent_vector, "shape": rules.misfit}
-        for case, outcome in cases.items():
-            if outcome is not None:
-                yield engine.key, case, outcome.effect, outcome.what, outcome.source
+        yield engine.key, weights, rule.status, rule.why, rule.source
 
 
 def _list_first(

@@ -26,11 +26,11 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     report_alike,
     report_refusal,
     report_unknown,
 )
+from fp8calib.engines.status import Status
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.errors import UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry

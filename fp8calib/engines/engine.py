@@ -9,22 +9,23 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fp8calib.engines.evidence import Evidence
 
 if TYPE_CHECKING:
     from fp8calib.engines.numerics import Numerics
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.engines.weights.linear_loader import LinearLoader
-    from fp8calib.engines.weights.weight_rule import ParameterRules, WeightRule
+    from fp8calib.engines.weights.reader import LinearReader
+    from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
 """Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
-MakeLinearLoader = Callable[["ScaleFolder", "ModelGeometry"], "LinearLoader"]
-"""Make the `LinearLoader` (`fp8calib/engines/weights/`) of a folder's linears.
+MakeReader = Callable[["ScaleFolder", "ModelGeometry"], "LinearReader"]
+"""Make the `LinearReader` (`fp8calib/engines/weights/`) of a folder.
 
 It raises `Refusal` where the engine refuses the folder's config.
 """
@@ -59,17 +60,6 @@ class Launch:
         parts += [self.scales_flag, shlex.quote(scales)] if scales else []
         parts += [self.ranks_flag, str(tp)] if tp > 1 else []
         return " ".join(parts)
-
-
-class Evidence(StrEnum):
-    """How it is known what an engine does."""
-
-    RUN = "run"
-    """The engine itself was run, and the results were compared."""
-    LOADER = "loader run"
-    """Of the engine only the code that loads scales was run; the rest was read."""
-    READ = "read"
-    """Its source was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +101,17 @@ class Engine:
     """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
     tensor_file_condition: str = ""
     """When it reads a file of scale tensors that is copied into a model's folder; empty: never."""
-    make_linear_loader: MakeLinearLoader | None = None
-    """How it loads the linears of a folder; None where only `weight_rules` are known."""
+    make_reader: MakeReader | None = None
+    """How it reads the config; None where it does so as compressed-tensors and ModelOpt do."""
     judges_weights: bool = False
     """Its own loader is run: `replay_folder` reports on the weights too."""
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()
-    parameter_rules: ParameterRules | None = None
-    """What becomes of parameters that a checkpoint lacks; None where that is not known."""
+    repeats_expert_scales: bool = False
+    """It repeats the scales of experts in blocks of quant_method fp8 for smaller blocks."""
+    name_rules: NameRules | None = None
+    """Which names of tensors it takes beside those of the model's class."""
 
     @property
     def name(self) -> str:
@@ -129,7 +121,8 @@ class Engine:
     @property
     def run_hint(self) -> str:
         """The end of a sentence on what only its own loader can tell."""
-        return "; add --run" if self.name == "vllm" else ""
+        hint = "; add --run" if self.name == "vllm" else ""
+        return f": only the engine's own loader can tell{hint}"
 
     @property
     def release(self) -> str:

@@ -19,8 +19,9 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.outliers import find_outliers
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
-from fp8calib.engines.weights.parameters import PLAIN_DTYPES
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import format_ranges, shorten
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -176,9 +177,11 @@ def _read(folder: ScaleFolder, located: Mapping[str, str], name: str) -> torch.T
     if entry.dtype in PLAIN_DTYPES:
         return values
     scales = [each for each in name_companions(name).scales if each in located]
-    if len(scales) != 1 or values.ndim != 2:
+    if len(scales) != 1 or values.ndim != 2 or not values.numel():
         return None
     scale = _read_floats(folder, located[scales[0]], scales[0])
+    if not scale.numel():
+        return None
     rows, columns = (scale.numel(), 1) if scale.ndim < 2 else (scale.shape[0], scale[0].numel())
     # Where blocks do not divide a weight, this moves their borders a little: good for an estimate.
     return values * interpolate(scale.reshape(1, 1, rows, columns), values.shape)[0, 0]

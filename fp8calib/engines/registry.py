@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
-from fp8calib.engines.constant_scales.atom import ATOM
-from fp8calib.engines.constant_scales.lmdeploy import LMDEPLOY
-from fp8calib.engines.constant_scales.tensorrt_llm import TENSORRT_LLM
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts import parse_version
 from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.read_engines import (
+    ATOM,
+    LMDEPLOY,
+    TENSORRT_LLM,
+    VLLM_GAUDI,
+    VLLM_TPU,
+)
 from fp8calib.engines.sglang.engine import SGLANG
 from fp8calib.engines.tgi.engine import TGI
 from fp8calib.engines.transformers.engine import TRANSFORMERS
 from fp8calib.engines.vllm.before_0_7 import VLLM_BEFORE_0_7
 from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
-from fp8calib.engines.vllm.gaudi import VLLM_GAUDI
-from fp8calib.engines.vllm.tpu import VLLM_TPU
 from fp8calib.errors import UsageError, suggest
 
 REFERENCE = Engine(
@@ -119,25 +121,19 @@ def _find_release(releases: tuple[Engine, ...], version: str) -> Engine | None:
             return each
     newest = releases[0]
     minor = newest.minor_parts
-    wanted = _parse_version(version)
+    wanted = parse_version(version)
     if not wanted or not minor:
         return None
     for each in releases:
-        if _parse_version(each.version)[:minor] == wanted[:minor]:
+        if parse_version(each.version)[:minor] == wanted[:minor]:
             # The minor release alone, such as 0.11, is the release that was read.
             is_patch = len(wanted) > minor
             note = f"version {version} is judged by the rules of {each.version}"
             return replace(each, note=note) if is_patch else each
-    if wanted > _parse_version(newest.version):
+    if wanted > parse_version(newest.version):
         note = f"version {version} is unknown: the rules are those of {newest.version}, the newest"
         return replace(newest, note=f"{note} that is known")
     return None
-
-
-def _parse_version(version: str) -> tuple[int, ...]:
-    """Parse the release numbers of a version; empty where it has none, as a commit."""
-    match = re.match(r"\d+(?:\.\d+)+(?!.*=)|\d+$", version, re.ASCII)
-    return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def _refuse(name: str, why: str, known: list[str]) -> UsageError:

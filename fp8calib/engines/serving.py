@@ -11,7 +11,8 @@ from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder, place_tensor_file
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal
+from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 

@@ -1,8 +1,8 @@
-"""Replay what engines do with the FP8 weights of a checkpoint folder."""
+"""What engines do with the weights of a checkpoint folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property, partial
 
@@ -15,37 +15,29 @@ from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.odd_scales import judge_weight_scales, note_unusual_weights
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import (
-    EngineReport,
-    LoadVerdict,
-    Refusal,
-    Status,
-    report_refusal,
-)
-from fp8calib.engines.weights.blocks import list_rank_block_faults
-from fp8calib.engines.weights.completeness import (
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.blocks import list_block_findings
+from fp8calib.engines.weights.comparison import compare_linears, note_other_schemes
+from fp8calib.engines.weights.expected import PLAIN_DTYPES
+from fp8calib.engines.weights.finding import Finding
+from fp8calib.engines.weights.linears import LinearGroup
+from fp8calib.engines.weights.names import (
+    compare_parameters,
     describe_paths,
     find_wrong_values,
     list_index_problems,
     list_opened_tensors,
-    list_parameter_faults,
-    list_scaleless_faults,
 )
-from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
-from fp8calib.engines.weights.linear_loader import LinearGroup
-from fp8calib.engines.weights.loading import (
-    find_weight_fit,
-    list_loading_faults,
-    list_other_schemes,
+from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.reader import LinearReader, make_plain_reader
+from fp8calib.engines.weights.rules import (
+    apply_rules,
+    list_split_expert_findings,
+    list_stack_findings,
 )
-from fp8calib.engines.weights.parameters import PLAIN_DTYPES
-from fp8calib.engines.weights.rules import apply_rules, list_stack_faults, list_weight_faults
-from fp8calib.engines.weights.stored import (
-    ScaleValues,
-    list_groups,
-    read_scale_values,
-)
-from fp8calib.engines.weights.weight_rule import Effect, Opened
+from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
+from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -53,12 +45,13 @@ from fp8calib.geometry.module_paths import split_expert
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
-_STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
+_WORST = (Status.REFUSED, Status.MISREAD, Status.DEFAULTED)
+_SCALE_FIX = "quantize the model again"
 
 
 class WeightReplay:
-    """The faults of a folder's FP8 weights; what all engines share is computed once."""
+    """The findings on a folder's weights; what all engines share is computed once."""
 
     def __init__(
         self,
@@ -69,139 +62,129 @@ class WeightReplay:
     ) -> None:
         self._folder = folder
         self._geometry = geometry
-        self._problem = ""
-        self._odd: LoadVerdict | None = None
+        self._tp = tp
         self._wrong = find_wrong_values(folder, geometry) if folder.is_on_disk else None
         self._unusual = ""
-        self._faults: list[WeightFault] = []
+        self._doubts: list[str] = []
         self._weights: QuantizedWeights | None = None
         self._schemes: Mapping[str, StoredScheme] = {}
         self._opened = cache(partial(_OpenedWeights, folder, geometry))
         self._index_problems = list_index_problems(folder, geometry)
-        self._located = list_opened_tensors(folder, Opened.INDEXED)
-        self._tensors = {name: entry for name, (_, entry) in self._located.items()}
-        consolidated = [file for file in folder.files if file.startswith("consolidated")]
-        self._opens_consolidated = (
-            f"vLLM prefers {shorten(consolidated[0])} to the other files" if consolidated else ""
-        )
-        self._paths = describe_paths(folder)
+        self._tensors = self._opened(Opened.INDEXED).tensors
+        if paths := describe_paths(folder):
+            self._doubts.append(paths)
         if (stack := _find_stack(self._tensors)) is not None:
-            self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
+            self._doubts.append(f"{_UNCHECKED} where one tensor holds many experts ({stack})")
         matrices = _list_matrices(self._tensors)
-        self._faults += list_stack_faults(folder.config, matrices)
+        self._shared = list(list_stack_findings(folder.config, matrices))
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         self._has_old_blocks = bool(stored) and _names_old_blocks(folder)
         if self._has_old_blocks:
-            self._problem = (
+            self._doubts.append(
                 f"{_UNCHECKED}: engines accept {OLD_BLOCK_ALGORITHM} only for some of the linears"
             )
         elif stored:
-            try:
-                self._weights = self._describe(stored, matrices)
-            except ModelError as error:
-                self._problem = f"{_UNCHECKED}: {error.message}"
-                return
-            self._judge_scales(stats)
-            self._faults += list_weight_faults(self._weights)
-            self._faults += list_rank_block_faults(self._weights, geometry, tp)
+            self._describe(stored, matrices, stats)
 
     def _describe(
-        self, stored: Mapping[str, TensorEntry], matrices: Mapping[str, TensorEntry]
-    ) -> QuantizedWeights:
+        self,
+        stored: Mapping[str, TensorEntry],
+        matrices: Mapping[str, TensorEntry],
+        stats: CalibrationStats | None,
+    ) -> None:
         """Describe the FP8 weights for tables and rules; those that no config has are left out."""
-        dialect, find_scheme = load_finder(self._folder.path, self._folder.config)
         schemes: dict[str, StoredScheme] = {}
-        for module in stored:
-            with suppress(ContradictionError):
-                schemes[module] = find_scheme(module)
+        try:
+            dialect, find_scheme = load_finder(self._folder.path, self._folder.config)
+            for module in stored:
+                with suppress(ContradictionError):
+                    schemes[module] = find_scheme(module)
+        except ModelError as error:
+            self._doubts.append(f"{_UNCHECKED}: {error.message}")
+            return
         self._schemes = schemes if len(set(schemes.values())) > 1 else {}
-        return QuantizedWeights(
+        self._weights = QuantizedWeights(
             dialect=_refine_dialect(dialect, schemes, self._tensors),
             config=self._folder.config,
             linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in schemes),
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
-
-    def _judge_scales(self, stats: CalibrationStats | None) -> None:
-        """Compare the scales with the statistics of the model, if given."""
+        self._shared += list_split_expert_findings(self._weights)
         largest = self._opened(Opened.INDEXED).values.largest
         if stats is None:
             self._unusual = note_unusual_weights(self._tensors, largest)
-        else:
-            self._odd = judge_weight_scales(self._tensors, largest, stats)
+        elif odd := judge_weight_scales(self._tensors, largest, stats):
+            self._wrong = self._wrong or Finding(status=odd.status, why=odd.why, fix=odd.fix)
 
-    def _judge_loading(self, engine: Engine) -> list[WeightFault]:
-        """Compare what an engine creates with what is stored."""
-        loader = None
-        faults: list[WeightFault] = []
-        rules = engine.parameter_rules
-        opened = self._opened(Opened.INDEXED if rules is None else rules.opened)
-        if engine.make_linear_loader is not None and not self._has_old_blocks:
+    def _list_findings(self, engine: Engine) -> Iterator[Finding]:
+        """List what an engine does with the weights other than loading them as they are."""
+        yield from (each for each in self._shared if each.engine == engine.loader)
+        if self._weights is not None:
+            yield from apply_rules(engine.loader, engine.weight_rules, self._weights)
+            yield from list_block_findings(
+                engine.loader,
+                self._weights,
+                self._geometry,
+                self._tp,
+                repeats_scales=engine.repeats_expert_scales,
+            )
+        yield from self._compare(engine)
+        yield from (Finding(status=Status.UNKNOWN, why=why) for why in self._doubts)
+        if engine.loader == "vllm" and (why := _find_preferred(self._folder)):
+            yield Finding(status=Status.UNKNOWN, why=why)
+
+    def _compare(self, engine: Engine) -> Iterator[Finding]:
+        """Compare what the config and the model's class mean with what is stored."""
+        rules = engine.name_rules or NameRules()
+        opened = self._opened(rules.opened)
+        if not self._has_old_blocks:
             try:
-                loader = engine.make_linear_loader(self._folder, self._geometry)
+                reader = self._make_reader(engine)
+                yield from compare_linears(reader, opened.groups, opened.values)
+                yield from note_other_schemes(reader, opened.groups, self._schemes)
+            except Unjudged as doubt:
+                yield Finding(status=Status.UNKNOWN, why=doubt.why)
             except Refusal as refusal:
-                return [_refuse_config(engine, refusal)]
-            faults += list_loading_faults(loader, opened.groups, opened.values)
-            faults += list_other_schemes(loader, opened.groups, self._schemes)
-        if rules is None or not self._folder.tensors:
-            return faults
-        faults += list_parameter_faults(
-            engine.key,
-            rules,
-            self._geometry,
-            opened.located,
-            is_quantized=_has_quantization(self._folder),
-            unties=_unties_head(self._folder),
-            find_fit=None if loader is None else partial(find_weight_fit, loader, opened.groups),
-        )
-        if loader is None:
-            faults += list_scaleless_faults(engine.key, rules, opened.tensors)
-        return faults
+                yield Finding(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
+                return
+        if self._folder.tensors:
+            yield from compare_parameters(
+                rules,
+                self._geometry,
+                opened.located,
+                is_quantized=_has_quantization(self._folder),
+                unties=_unties_head(self._folder),
+            )
+
+    def _make_reader(self, engine: Engine) -> LinearReader:
+        if engine.make_reader is not None:
+            return engine.make_reader(self._folder, self._geometry)
+        return make_plain_reader(self._folder)
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
         if engine.judges_weights:
             return self._amend_judged(report)
-        like = [fault for fault in self._faults if fault.engine == engine.loader]
-        own = [fault for fault in like if fault.holds(engine.version)]
-        if self._weights is not None:
-            own += apply_rules(engine.key, engine.weight_rules, self._weights)
-        own += self._judge_loading(engine)
-        refused = next((fault for fault in own if fault.effect is Effect.REFUSED), None)
+        found = list(self._list_findings(engine))
+        refused = next((each for each in found if each.status is Status.REFUSED), None)
         if refused is not None:
-            refusal = Refusal(refused.why, fix=refused.fix)
-            verdict = LoadVerdict(status=Status.REFUSED, why=refused.why, fix=refused.fix)
-            report = report_refusal(self._geometry, refusal)
+            verdict = refused.judge()
+            report = report_refusal(self._geometry, Refusal(refused.text, fix=refused.fix))
             return report.model_copy(update={"weights": verdict})
-        for effect, status in _STATUSES.items():
-            found = next((fault for fault in own if fault.effect is effect), None)
-            if found is not None:
-                verdict = LoadVerdict(status=status, why=found.why, fix=found.fix)
-                report = report.model_copy(update={"weights": verdict})
-                break
-        report = self._add_shared(report)
-        notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
-        is_vllm = engine.name == "vllm"
-        if report.weights is None:
-            reasons = [fault.why for fault in own if fault.effect is Effect.UNKNOWN]
-            reasons += [self._opens_consolidated] if is_vllm else []
-            rules = engine.parameter_rules
-            reasons += [self._paths] if rules is not None and rules.doubts_names else []
-            every = (*reasons, self._problem)
-            report = report.doubt(*(f"weights: {each}{engine.run_hint}" for each in every if each))
-        notes += self._index_problems
-        if engine.make_linear_loader is None and self._weights is not None:
-            notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
+        doubts = [each for each in found if each.status is Status.UNKNOWN]
+        wrong = [each for status in _WORST for each in found if each.status is status]
+        certain = [each for each in wrong if not (doubts and each.is_silent)]
+        if self._wrong is not None:
+            certain.append(self._wrong)
+        if certain:
+            report = report.model_copy(update={"weights": certain[0].judge()})
+        elif doubts:
+            report = _doubt(engine, report, doubts, wrong)
         report = self._suspect(report)
+        notes = [each.text for each in found if each.status is Status.USED]
+        notes += self._index_problems
         return report.add_problems(*(f"weights: {why}" for why in notes))
-
-    def _add_shared(self, report: EngineReport) -> EngineReport:
-        """Add what is wrong in every engine."""
-        shared = self._wrong or self._odd
-        if report.weights is not None or shared is None:
-            return report
-        return report.model_copy(update={"weights": shared})
 
     def _suspect(self, report: EngineReport) -> EngineReport:
         return report.suspect(f"weights: {self._unusual}") if self._unusual else report
@@ -211,12 +194,30 @@ class WeightReplay:
         bad = self._opened(Opened.INDEXED).values.bad if self._weights is not None else {}
         # The inputs of experts are not quantized.
         name = next((n for n in bad if not (split_expert(n) and n.endswith(".input_scale"))), None)
-        if report.weights is None and name is not None:
+        wrong = self._wrong
+        if name is not None:
             why = f"{shorten(name)} holds {bad[name]}"
-            verdict = LoadVerdict(status=Status.MISREAD, why=why, fix="quantize the model again")
-            report = report.model_copy(update={"weights": verdict})
-        report = self._suspect(self._add_shared(report))
+            wrong = Finding(status=Status.MISREAD, why=why, fix=_SCALE_FIX)
+        if report.weights is None and wrong is not None:
+            report = report.model_copy(update={"weights": wrong.judge()})
+        report = self._suspect(report)
         return report.add_problems(*(f"weights: {why}" for why in self._index_problems))
+
+
+def _doubt(
+    engine: Engine, report: EngineReport, doubts: list[Finding], silent: list[Finding]
+) -> EngineReport:
+    """Say what only the engine's own loader can tell, and what becomes of it if it loads."""
+    reasons = (f"weights: {each.text}{engine.run_hint}" for each in doubts)
+    report = report.doubt(*reasons)
+    if silent:
+        return report.model_copy(update={"if_loaded": silent[0].judge()})
+    found = next((each for each in doubts if each.if_loaded), None)
+    if found is None:
+        return report
+    text = f"{found.text}: {found.if_loaded}"
+    verdict = Finding(status=Status.MISREAD, why=text, fix=found.fix).judge()
+    return report.model_copy(update={"if_loaded": verdict})
 
 
 class _OpenedWeights:
@@ -239,14 +240,10 @@ class _OpenedWeights:
         return read_scale_values(self._folder, self.located)
 
 
-def _refuse_config(engine: Engine, refusal: Refusal) -> WeightFault:
-    return WeightFault(
-        engine=engine.key,
-        effect=Effect.REFUSED,
-        why=refusal.why,
-        source=f"{engine.release}, its quantization config",
-        fix=refusal.fix,
-    )
+def _find_preferred(folder: ScaleFolder) -> str:
+    """Name a file that vLLM prefers to all others; empty where there is none."""
+    preferred = next((file for file in folder.files if file.startswith("consolidated")), "")
+    return f"vLLM prefers {shorten(preferred)} to the other files" if preferred else ""
 
 
 def _refine_dialect(

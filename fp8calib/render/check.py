@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from fp8calib.blocks import Block, Line, Table, Warn
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges
 from fp8calib.requests.check import CheckRequest
 from fp8calib.results.check import CheckResult

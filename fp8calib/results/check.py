@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from pydantic import computed_field
 
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, Status
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
+from fp8calib.engines.status import Status
 from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.overview import Overview
 from fp8calib.results.record import Result

@@ -588,7 +588,6 @@ def test_unknown_models_whose_config_says_little_are_one_error(
         ((), PER_TENSOR),
         (("k_scale", "v_scale"), {"quant_method": "awq"}),
         (("k_proj.k_scale", "v_proj.v_scale"), {"quant_method": "modelopt", "quant_algo": None}),
-        (("k_scale", "v_scale"), {**PER_TENSOR, "config_groups": []}),
     ],
 )
 def test_every_scale_that_is_not_used_has_a_mend_that_is_printed(

@@ -18,7 +18,8 @@ from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.write import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
 from tests import zoo
@@ -27,7 +28,7 @@ from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain_refusal, make
-from tests.engines.weight_damages import CT, DOWN
+from tests.engines.test_weight_contents import CT, DOWN
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23

@@ -17,7 +17,6 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.quantization_config import KvMethod
-from fp8calib.engines.vllm.releases import RELEASES, Release
 from fp8calib.engines.vllm.weight_loader import WeightLoader, make_loader
 from tests.dialects.handmade import make_attention, make_geometry
 
@@ -136,9 +135,7 @@ and the beginning of the class that wraps it."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
-def _make(
-    family: str, method: KvMethod | None, release: Release = RELEASES[-1]
-) -> tuple[WeightLoader, str]:
+def _make(family: str, method: KvMethod | None) -> tuple[WeightLoader, str]:
     model_type, path, has_projection, architecture = PLACES.get(family, (family, PATH, True, ""))
     kind = "latent" if family in LATENT else "heads"
     attention = make_attention(0, module=path, checkpoint_module=path, kind=kind)
@@ -149,7 +146,7 @@ def _make(
     folder = ScaleFolder(path=Path(), config={}, tensors={"m": tensors}, scales={"m": {}})
     has_places = kind == "heads" and method and model_type not in TYPES_WITHOUT_KV_SCALES
     places = {f"{path}.attn": 0} if has_places else {}
-    return make_loader(LoadContext(folder, geometry, ["m"]), method, places, release), path
+    return make_loader(LoadContext(folder, geometry, ["m"]), method, places), path
 
 
 def _list_names(path: str) -> Iterable[str]:
@@ -178,7 +175,6 @@ def test_a_name_is_loaded_ignored_or_refused_as_in_vllm(
 
 def _map(name: str, method: KvMethod) -> str:
     loader = WeightLoader(
-        release=RELEASES[-1],
         kind=LoaderKind.NAMES_FIRST,
         model_type="llama",
         method=method,
@@ -225,21 +221,3 @@ def test_output_scales_are_mapped_for_fp8_and_quark_alone() -> None:
 )
 def test_rarer_names_are_mapped_as_vllm_does(name: str, mapped: str) -> None:
     assert _map(name, KvMethod.COMPRESSED_TENSORS) == mapped
-
-
-OLD_OUTCOMES = "LLELLEEEEIIIELLEEEEEIEEEE"
-"""What the loader of Llama in vLLM 0.12.0 did with IN_ATTENTION and ELSEWHERE under fp8; run."""
-
-
-def test_a_name_is_loaded_ignored_or_refused_as_in_vllm_0_12() -> None:
-    release = next(each for each in RELEASES if each.name == "0.12")
-    loader, path = _make("llama", KvMethod.FP8, release)
-    names = [f"{path}.{suffix}" for suffix in IN_ATTENTION] + [*ELSEWHERE]
-
-    found = ["E" if loader.find_fault(name) else "-" for name in names]
-
-    wanted = ["E" if outcome == "E" else "-" for outcome in OLD_OUTCOMES]
-    assert dict(zip(names, found, strict=True)) == dict(zip(names, wanted, strict=True))
-    loaded = {name for name in names if loader.find_slot(name)}
-    keys = ("k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale")
-    assert loaded == {f"{path}.{key}" for key in keys}

@@ -28,9 +28,11 @@ ENGINES = (
     *LOADERS_OF_VLLM,
     *("sglang", "tgi", "transformers", "tensorrt-llm", "lmdeploy", "atom"),
 )
-GARBAGE = {"sglang": "misread", "transformers": "misread", "lmdeploy": "misread", "atom": "misread"}
-"""Engines that start with parameters that no tensor fills."""
-STOPS = {"tgi": "refused", "tensorrt-llm": "refused"}
+OTHERS = {
+    **dict.fromkeys(("sglang", "transformers"), "misread"),
+    **dict.fromkeys(("tgi", "tensorrt-llm", "lmdeploy", "atom"), "unknown"),
+}
+"""SGLang and transformers start with parameters that no tensor fills; the rest is not judged."""
 LAYER = "model.layers.1."
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
@@ -107,7 +109,7 @@ def test_every_engine_is_judged_where_a_tensor_is_missing(
     family, part, in_vllm = ABSENT[what]
     reports = ask(damage(saved(family), tmp_path / "x", part))
 
-    wanted = {**dict.fromkeys(LOADERS_OF_VLLM, in_vllm), **GARBAGE, **STOPS}
+    wanted = {**dict.fromkeys(LOADERS_OF_VLLM, in_vllm), **OTHERS}
     found = {key: tell(each) for key, each in reports.items()}
     if "expert" in what and what != "all experts of the only such layer":
         wanted["transformers"] = "refused" if found["transformers"] == "refused" else "misread"
@@ -123,7 +125,6 @@ def test_every_engine_is_judged_where_a_tensor_is_missing(
     [
         ({}, True),
         ({"model.norm.weight": None}, True),
-        ({"x": (1,)}, True),
         ({"model.layers.0.self_attn.k_scale": ()}, False),
         ({"layers.0.wq": (64, 64)}, False),
     ],
@@ -157,40 +158,33 @@ def test_in_a_quantized_checkpoint_vllm_does_not_compare(
     assert judge(folder, "vllm", "sglang", "tgi") == {
         "vllm": "misread",
         "sglang": "misread",
-        "tgi": "refused",
+        "tgi": "unknown",
     }
 
 
-# vLLM and SGLang give k a slice of the tensor that is too long. Where it is too short they stop,
-# which only their own loaders can tell; SGLang fills o with zeros.
-SHAPES: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "fewer KV heads": ("llama", {"num_key_value_heads": 1}, "misread", "misread"),
-    "more KV heads": ("llama", {"num_key_value_heads": 4}, "unknown", "unknown"),
-    "fewer heads": ("qwen3", {"num_attention_heads": 2}, "misread", "misread"),
-    "larger heads": ("qwen3", {"head_dim": 32}, "unknown", "misread"),
-    "another hidden size": ("llama", {"hidden_size": 64, "head_dim": 8}, "unknown", "unknown"),
-    "another MLP": ("mistral", {"intermediate_size": 40}, "misread", "misread"),
-    "another vocabulary": ("llama", {"vocab_size": 256}, "unknown", "unknown"),
-    "smaller experts": ("qwen3_moe", {"moe_intermediate_size": 20}, "unknown", "unknown"),
-    "larger experts": ("qwen3_moe", {"moe_intermediate_size": 32}, "misread", "misread"),
-    "more experts": ("mixtral", {"num_local_experts": 6}, "misread", "misread"),
-    "fewer experts": ("deepseek_v3", {"n_routed_experts": 2}, "unknown", "unknown"),
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fewer KV heads": ("llama", {"num_key_value_heads": 1}),
+    "more KV heads": ("llama", {"num_key_value_heads": 4}),
+    "fewer heads": ("qwen3", {"num_attention_heads": 2}),
+    "larger heads": ("qwen3", {"head_dim": 32}),
+    "another hidden size": ("llama", {"hidden_size": 64, "head_dim": 8}),
+    "another MLP": ("mistral", {"intermediate_size": 40}),
+    "another vocabulary": ("llama", {"vocab_size": 256}),
+    "smaller experts": ("qwen3_moe", {"moe_intermediate_size": 20}),
+    "larger experts": ("qwen3_moe", {"moe_intermediate_size": 32}),
+    "fewer experts": ("deepseek_v3", {"n_routed_experts": 2}),
 }
 
 
 @pytest.mark.parametrize("what", SHAPES)
-def test_every_engine_is_judged_where_the_config_is_of_other_shapes(
+def test_other_shapes_than_those_of_the_config_are_unknown(
     saved: Callable[[str], Path], tmp_path: Path, what: str
 ) -> None:
-    family, config, in_vllm, in_sglang = SHAPES[what]
+    family, config = SHAPES[what]
     found = judge(damage(saved(family), tmp_path / "x", **config))
 
-    assert {found[key] for key in LOADERS_OF_VLLM} == {in_vllm}
-    assert found["sglang"] == in_sglang
-    takes_rows = what == "another vocabulary"
-    assert found["tgi"] == ("ok" if takes_rows else "refused")
-    others = ("transformers", "tensorrt-llm", "lmdeploy", "atom")
-    assert {found[key] for key in others} == {"refused"}
+    assert found.pop("transformers") == "refused"
+    assert set(found.values()) == {"unknown"}
 
 
 def test_transformers_does_what_check_says(saved: Callable[[str], Path], tmp_path: Path) -> None:
@@ -283,7 +277,7 @@ def test_a_copy_of_the_weights_under_other_names_is_no_problem(
 
     reports = ask(tmp_path / "x", "vllm", "sglang", "tgi", "transformers")
     assert not any(each.weights or each.problems for each in reports.values())
-    assert {engine for engine, each in reports.items() if each.unknown} == {"vllm"}
+    assert {engine for engine, each in reports.items() if each.unknown} == {"vllm", "tgi"}
 
 
 def _fuse(tensors: Tensors) -> Tensors:
@@ -409,7 +403,7 @@ def test_a_weight_in_another_format_is_not_missing(
 
 
 @pytest.mark.parametrize("engine", ["tensorrt-llm", "lmdeploy", "atom"])
-def test_fp8_codes_without_a_scale_are_a_fault_everywhere(
+def test_fp8_codes_without_a_config_are_served_nowhere(
     saved: Callable[[str], Path], tmp_path: Path, engine: str
 ) -> None:
     folder = damage(saved("llama"), tmp_path / "x")
@@ -418,7 +412,7 @@ def test_fp8_codes_without_a_scale_are_a_fault_everywhere(
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
-    assert judge(folder, engine) == {engine: "misread"}
+    assert judge(folder, engine) == {engine: "unknown"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -29,15 +29,14 @@ from compressed_tensors.quantization import (
     QuantizationType,
 )
 
-from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.weights.group_schemes import GroupSchemes
-from fp8calib.engines.weights.linear_loader import (
-    Foreign,
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.weights.expected import OtherScheme
+from fp8calib.engines.weights.linears import (
     GroupKind,
     LinearGroup,
     StoredLinear,
-    Unquantized,
 )
+from fp8calib.engines.weights.schemes import GroupSchemes, Unquantized
 from fp8calib.fp8.schemes import InputScaling
 
 LAYER = "model.layers.0"
@@ -320,24 +319,21 @@ def make_group(path: str) -> LinearGroup:
         modules = [
             f"{path}.{i}.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
         ]
-    shard = "row" if PATHS[path].startswith("Row") else "column"
-    members = (
-        StoredLinear(module=each, shape=(256, 256), tensors={}, shard=shard)  # type: ignore[arg-type]
-        for each in modules
-    )
+    members = (StoredLinear(module=each, shape=(256, 256), tensors={}) for each in modules)
     return LinearGroup(path=path, kind=kind, members=tuple(members), is_known=True)
 
 
 def describe_group(make: Callable[[], GroupSchemes], path: str) -> str:
-    """Give what `check` expects of a module in one word."""
+    """Give what `check` expects of a module in one word; "unknown" where it expects nothing."""
     try:
         found = make().find(make_group(path))
+    except Unjudged:
+        return "unknown"
     except Refusal:
         return "refused"
     if isinstance(found, Unquantized):
         return "unquantized"
-    assert found is not None
-    if isinstance(found, Foreign):
+    if isinstance(found, OtherScheme):
         return "quantized"
     return "alone" if found.inputs is InputScaling.NONE else "quantized"
 

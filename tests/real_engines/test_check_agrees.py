@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.status import Status
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
 from tests.engines.check_handmade import (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import Status
+from fp8calib.engines.status import Status
 from fp8calib.model.geometry_from_config import read_geometry
 from tests.dialects.foreign import FOLDER, KV_SCALES
 from tests.real_engines.vllm_job import VllmServer

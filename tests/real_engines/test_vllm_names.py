@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.verdicts import Status
+from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo

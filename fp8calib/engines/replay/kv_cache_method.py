@@ -14,13 +14,8 @@ import torch
 
 from fp8calib.engines.replay.folder import StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
-from fp8calib.engines.replay.verdicts import (
-    LayerVerdict,
-    LoadVerdict,
-    Refusal,
-    Status,
-    judge_number,
-)
+from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, judge_number
+from fp8calib.engines.status import Status
 from fp8calib.geometry.sites import Role
 
 _SINGLE = ".kv_scale"

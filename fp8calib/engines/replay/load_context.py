@@ -9,13 +9,8 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.verdicts import (
-    EngineReport,
-    LayerVerdict,
-    LoadVerdict,
-    Refusal,
-    Status,
-)
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
+from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role

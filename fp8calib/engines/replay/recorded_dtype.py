@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.status import Status
 
 _OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
 _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")

@@ -17,11 +17,11 @@ from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     LoadVerdict,
-    Status,
     is_scale,
     judge_number,
     report_alike,
 )
+from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]

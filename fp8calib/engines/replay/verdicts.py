@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.scales.scale_table import SMALLEST_SCALE
-
-
-class Status(StrEnum):
-    """What an engine does with a scale."""
-
-    USED = "used"
-    """It multiplies by the number that the file means."""
-    DEFAULTED = "defaulted"
-    """It finds no scale, or ignores the whole file, and uses 1.0."""
-    DROPPED = "dropped"
-    """The engine ignores the scale, or does not support the format."""
-    MISREAD = "misread"
-    """It uses another number than the file means, or a number that is not a scale."""
-    REFUSED = "refused"
-    """It does not start."""
-    UNKNOWN = "unknown"
-    """This cannot be told without the engine."""
 
 
 class _Frozen(BaseModel):
@@ -70,6 +53,8 @@ class EngineReport(_Frozen):
     """The verdict on the FP8 weights, where the engine does not use them as the file means."""
     only_on: str = ""
     """The one kind of device where scales that `layers` calls misread are used as meant."""
+    if_loaded: LoadVerdict | None = Field(default=None, exclude=True, repr=False)
+    """What becomes of the weights if the engine starts, where that is unknown."""
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 
@@ -139,6 +124,13 @@ class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no erro
         self.fix = fix
 
 
+class Unjudged(Refusal):
+    """Only the engine's own loader can tell what it does: why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, fix="")
+
+
 def is_scale(value: float) -> bool:
     """Check whether a number can be a scale: finite, above zero, its reciprocal finite in fp32.
 
@@ -182,6 +174,8 @@ def report_unknown(geometry: ModelGeometry, why: str) -> EngineReport:
 
 
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
-    """Report for every layer that the engine does not start."""
+    """Report for every layer that the engine does not start, or that nothing can be told."""
+    if isinstance(refusal, Unjudged):
+        return report_unknown(geometry, refusal.why)
     verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
     return report_alike(geometry, verdict)

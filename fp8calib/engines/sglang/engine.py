@@ -6,28 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import (
-    Engine,
-    Evidence,
-    Launch,
-    MakeLinearLoader,
-    ReplayFolder,
-    ReplayJson,
-)
+from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, ReplayJson
+from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.facts import Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
-from fp8calib.engines.sglang.releases import EXPERTS_NARROWED_SINCE, RELEASES, Release
-from fp8calib.engines.weights.weight_rule import (
-    Effect,
-    Outcome,
-    ParameterRules,
-    WeightRule,
-)
+from fp8calib.engines.sglang.releases import NUMERICS_READ, RELEASES
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.engines.weights.linear_loader import LinearLoader
+    from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -102,18 +93,13 @@ _NUMERICS = Numerics(
 )
 
 
-_NUMERICS_SINCE = 19
-"""The first release whose kernels and functions were compared with those of 0.5.23: they differ in
-nothing that `Numerics` names."""
+def _make_reader_factory(release: Release) -> MakeReader:
+    def make_reader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
+        from fp8calib.engines.sglang.linears import make_sglang_reader  # noqa: PLC0415
 
+        return make_sglang_reader(folder, geometry, release)
 
-def _make_linear_loader_factory(release: Release) -> MakeLinearLoader:
-    def make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
-        from fp8calib.engines.sglang.linear_loader import SglangLinearLoader  # noqa: PLC0415
-
-        return SglangLinearLoader(folder, geometry, release)
-
-    return make_linear_loader
+    return make_reader
 
 
 _WEIGHT_RULES = (
@@ -121,7 +107,7 @@ _WEIGHT_RULES = (
         dialect="modelopt",
         schemes=("fp8-dynamic", "fp8-block"),
         not_mixed=("fp8-block",),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it loads ModelOpt's FP8 weights only with one scale per tensor",
         source="SGLang 0.5.23 srt/layers/quantization/modelopt_quant.py (ModelOptFp8Config)",
     ),
@@ -129,14 +115,14 @@ _WEIGHT_RULES = (
         dialect="compressed-tensors",
         schemes=("w8a16",),
         has_experts=True,
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it runs no FP8 experts whose inputs are not quantized",
         source="SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
     ),
     WeightRule(
         model_types=("olmo",),
         endings=tuple(f".self_attn.{name}_proj" for name in "qkvo"),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it has no place for their scales, and stops",
         ignore=tuple(f"*.self_attn.{name}_proj" for name in "qkvo"),
         source="SGLang 0.5.23 srt/models/olmo.py (OlmoAttention, load_weights)",
@@ -144,50 +130,18 @@ _WEIGHT_RULES = (
     WeightRule(
         model_types=("step3p5",),
         endings=(".self_attn.g_proj",),
-        effect=Effect.MISREAD,
+        status=Status.MISREAD,
         why="it leaves their scales out without an error, and its answers are wrong",
         ignore=("*.self_attn.g_proj",),
         source="SGLang 0.5.23 srt/models/step3p5.py (g_proj, load_weights)",
     ),
 )
 
-_PARAMETER_RULES = ParameterRules(
-    absent=Outcome(
-        effect=Effect.MISREAD,
-        what="the engine uses uninitialised memory, or ones for a norm",
-        source="SGLang 0.5.23 srt/model_loader/loader.py (load_weights_and_postprocess compares "
-        "nothing), read",
-    ),
-    misfit=Outcome(
-        effect=Effect.UNKNOWN,
-        what="loading most likely fails (AssertionError)",
-        source="SGLang 0.5.23 srt/model_loader/weight_utils.py (default_weight_loader), "
-        "srt/layers/vocab_parallel_embedding.py (weight_loader), read",
-    ),
-    narrows_experts=True,
-    doubts_names=True,
+_NAME_RULES = NameRules(
+    is_silent=True,  # srt/model_loader/loader.py load_weights_and_postprocess compares nothing
     bare_types=("gpt2",),
     tied_types=("gemma", "gemma2", "gemma3_text", "gemma3n_text"),  # not read
 )
-
-
-_STORED_FUSED = WeightRule(
-    has_blocks=True,
-    effect=Effect.REFUSED,
-    why="it cuts the scales of projections that are stored as one weight by rows, not by blocks "
-    "(RuntimeError)",
-    source="SGLang 0.5.8 srt/layers/linear.py (_load_fused_module_from_checkpoint), read",
-)
-_OLDER_RULES = (
-    (3, replace(_STORED_FUSED, endings=(".qkv_proj",))),
-    (9, replace(_STORED_FUSED, endings=(".gate_up_proj",))),
-)
-"""More rules, and the releases that ended them."""
-
-
-def _list_weight_rules(release: Release) -> tuple[WeightRule, ...]:
-    older = (rule for until, rule in _OLDER_RULES if release.number < until)
-    return (*_WEIGHT_RULES, *older)
 
 
 def _make_engine(release: Release) -> Engine:
@@ -209,11 +163,9 @@ def _make_engine(release: Release) -> Engine:
         tensor_file_condition="it is read only inside a model folder without "
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
-        make_linear_loader=_make_linear_loader_factory(release),
-        weight_rules=_list_weight_rules(release),
-        parameter_rules=replace(
-            _PARAMETER_RULES, narrows_experts=release.number >= EXPERTS_NARROWED_SINCE
-        ),
+        make_reader=_make_reader_factory(release),
+        weight_rules=_WEIGHT_RULES,
+        name_rules=_NAME_RULES,
     )
 
 
@@ -222,7 +174,7 @@ _OLDER = tuple(
         _make_engine(release),
         key=f"sglang=={release.version}",
         loads_like="sglang",
-        numerics=_NUMERICS if release.number >= _NUMERICS_SINCE else None,
+        numerics=_NUMERICS if release.has(NUMERICS_READ) else None,
         no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
     )
     for release in RELEASES[1:]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import parse_name
+from fp8calib.engines.facts import Release
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -26,19 +27,21 @@ from fp8calib.engines.replay.quantization_config import (
 )
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, Status
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     INDEXING_TYPES,
     LOSING_TYPES,
     MAPPING_TYPES,
+    STRICT_TYPES,
     find_class_release,
     find_own_names,
     find_sglang_type,
     fuses_first,
+    has_class,
     has_place,
-    is_strict,
 )
-from fp8calib.engines.sglang.releases import NEWEST, Release
+from fp8calib.engines.sglang.releases import KV_COMPRESSED, NEWEST, ZERO_UNSET
+from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -51,16 +54,6 @@ CONFIG_KEYS = (
 """Where SGLang looks for the quantization config, in order."""
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
-_MIXER_SINCE = 9
-"""The first release that knows the second prefix."""
-_KV_METHODS_SINCE = {"compressed-tensors": 19, "fp8": 6}
-"""The first releases whose attention has parameters for KV scales with these methods
-(get_quant_method of `CompressedTensorsConfig` and `Fp8Config`); with ModelOpt's and Quark's all."""
-_FLAT_ALGORITHM_SINCE = 15
-"""The first release that reads kv_cache_quant_algo in config.json (`ModelOptFp8Config`)."""
-_ZERO_UNSET_SINCE = 18
-"""The first release that takes two scales of zero for ones that were not loaded
-(`quantization/kv_cache.py`)."""
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
 _NO_PROJECTIONS = "gemma3n_text"
 """It fuses names under a projection first, and so loses scales with such names."""
@@ -82,7 +75,7 @@ def replay_sglang(
     fault = _find_fault(folder, geometry, release)
     places = {} if fault else _find_places(geometry)
     model_type = find_sglang_type(geometry)
-    if release.number >= find_class_release(geometry.architecture):
+    if has_class(geometry.architecture, release):
         _refuse_strays(context, places, model_type, release)
     loaded = context.load(lambda name: places.get(name_sglang_parameter(name, model_type, release)))
     layers = [
@@ -109,11 +102,12 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) 
     Raises:
         Refusal: SGLang does not start with this config.
     """
-    fault = _find_config_fault(find_sglang_config(folder, release), release)
+    fault = _find_config_fault(find_sglang_config(folder), release)
     if fault:
         return fault
-    if release.number < (since := find_class_release(geometry.architecture)):
-        why = f"{release.title} has no class {geometry.architecture}, which came with 0.5.{since}"
+    if not has_class(geometry.architecture, release):
+        since = find_class_release(geometry.architecture, release)
+        why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
         return f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
     if not has_place(geometry.model_type, release):
         owner = f"{release.title}'s attention of {geometry.model_type}"
@@ -121,11 +115,11 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) 
     return ""
 
 
-def find_sglang_config(folder: ScaleFolder, release: Release) -> Mapping[str, object] | None:
+def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
     """Find the quantization config, with the method that SGLang replaces ModelOpt's by.
 
     It reads MIXED_PRECISION as w4afp8, unless a layer is NVFP4 (`configs/model_config.py`,
-    _parse_modelopt_quant_config); 0.5.10 to 0.5.14 unless the model is of Nemotron-H.
+    _parse_modelopt_quant_config).
     """
     quantization = find_quantization(folder, keys=CONFIG_KEYS)
     if quantization is None or quantization.get("quant_method", "modelopt") != "modelopt":
@@ -134,17 +128,12 @@ def find_sglang_config(folder: ScaleFolder, release: Release) -> Mapping[str, ob
     layers = section.get("quantized_layers")
     listed = layers.values() if isinstance(layers, dict) else ()
     algorithms = {str(each.get("quant_algo")).upper() for each in listed if isinstance(each, dict)}
-    if release.number >= _MIXED_BY_LAYER_SINCE:
-        is_mixed = bool(algorithms & {"NVFP4", "W4A16_NVFP4"})
-    else:
-        is_nemotron = folder.config.get("model_type") == "nemotron_h"
-        is_mixed = is_nemotron and release.number >= _MIXED_SINCE
+    is_mixed = bool(algorithms & {"NVFP4", "W4A16_NVFP4"})
     if section.get("quant_algo") != "MIXED_PRECISION" or is_mixed:
         return quantization
     return {**quantization, "quant_method": "w4afp8"}
 
 
-_MIXED_SINCE, _MIXED_BY_LAYER_SINCE = 10, 15
 _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
@@ -152,15 +141,13 @@ def _find_config_fault(quantization: Mapping[str, object] | None, release: Relea
     if quantization is None:
         return "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
     method = str(quantization.get("quant_method", "modelopt"))
-    if release.number < (since := _KV_METHODS_SINCE.get(method, 0)):
-        why = (
-            f"{release.title} loads no KV scales with quant_method {method}, which 0.5.{since} does"
-        )
+    if method == "compressed-tensors" and not release.has(KV_COMPRESSED):
+        why = f"{release.title} loads no KV scales with quant_method {method}, which 0.5.19 does"
         return f"{why}, so it uses 1.0"
     if method == "compressed-tensors":
         return _find_scheme_fault(quantization.get("kv_cache_scheme"))
     if method.startswith("modelopt"):
-        return _find_modelopt_fault(quantization, release)
+        return _find_modelopt_fault(quantization)
     if method in ("fp8", "quark"):
         return ""
     return f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
@@ -181,7 +168,7 @@ def _find_scheme_fault(scheme: object) -> str:
     )
 
 
-def _find_modelopt_fault(quantization: Mapping[str, object], release: Release) -> str:
+def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
     section = find_modelopt_section(quantization)
     if section.get("quant_algo") is None:
         why = "Cannot find 'quant_algo' in the model's quantization config"
@@ -189,8 +176,6 @@ def _find_modelopt_fault(quantization: Mapping[str, object], release: Release) -
     scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    elif "quantization" not in quantization and release.number < _FLAT_ALGORITHM_SINCE:
-        algorithm = None
     # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
     has_method = algorithm or "FP4" in str(section["quant_algo"])
     return (
@@ -216,7 +201,7 @@ def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     if model_type in LOSING_TYPES:
         return ""
     if model_type in MAPPING_TYPES:
-        return name if _is_lost(name, model_type) else _remap(name, release)
+        return name if _is_lost(name, model_type) else _remap(name)
     for old, new in find_own_names(model_type, release).items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -232,14 +217,13 @@ def _is_lost(name: str, model_type: str) -> bool:
     ) or (model_type == "minimax_m2" and spelling is Spelling.OUTPUT)
 
 
-def _remap(name: str, release: Release) -> str:
+def _remap(name: str) -> str:
     """Replay `maybe_remap_kv_scale_name`."""
-    prefixes = _MODELOPT_PREFIXES[: 1 + (release.number >= _MIXER_SINCE)]
     if name.endswith(".kv_scale"):
         return name.replace(".kv_scale", ".attn.k_scale")
     for scale in (".k_scale", ".v_scale"):
         if name.endswith(scale):
-            for prefix in prefixes:
+            for prefix in _MODELOPT_PREFIXES:
                 old = f"{prefix}{scale[1]}_proj{scale}"
                 if old in name:
                     return name.replace(old, f"{prefix}attn{scale}")
@@ -258,7 +242,7 @@ def _refuse_strays(
         is_stray = target not in places
         asserts = model_type == "qwen3_next" and has_place(model_type, release)
         is_passed = _is_passed(stored, model_type, asserts=asserts)
-        if is_strict(model_type, release) and is_stray and not is_passed:
+        if model_type in STRICT_TYPES and is_stray and not is_passed:
             error = "AssertionError" if asserts else "KeyError"
             why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
@@ -266,8 +250,7 @@ def _refuse_strays(
         if model_type in INDEXING_TYPES and is_unchanged:
             why = f"{stored}: SGLang's {model_type} has no such parameter (KeyError)"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
-        is_output = name.endswith(".output_scale")
-        if _PROJECTION.search(name) and fuses_first(model_type, release, is_output=is_output):
+        if _PROJECTION.search(name) and fuses_first(model_type, release):
             why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
 
@@ -300,7 +283,7 @@ def _judge(
         return context.judge_absent_layer(
             index, why=fault, fix=_find_place_fix(context.geometry, fault, release)
         )
-    is_unset = is_not_positive if release.number >= _ZERO_UNSET_SINCE else is_negative
+    is_unset = is_not_positive if release.has(ZERO_UNSET) else is_negative
     rules = PairRules("SGLang", is_unset, why, _FIX.format(path=path))
     verdict = judge_pair(context, index, loaded, rules)
     return _misread_latents(verdict) if attention.kind == "latent" else verdict

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp8calib.engines.facts import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.scales_file import replay_scales_file
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.sglang.model_types import find_sglang_type, takes_sglang_json
-from fp8calib.engines.sglang.releases import Release
 from fp8calib.engines.sglang.replay import has_kv_method
+from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _EFFECT = (

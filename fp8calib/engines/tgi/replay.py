@@ -23,9 +23,9 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     judge_number,
 )
+from fp8calib.engines.status import Status
 from fp8calib.engines.tgi.numerics import NUMERICS
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry

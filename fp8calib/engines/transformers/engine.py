@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Evidence
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.evidence import Evidence
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

@@ -25,11 +25,11 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     is_scale,
     judge_number,
     report_refusal,
 )
+from fp8calib.engines.status import Status
 from fp8calib.engines.transformers.loader import LoadedModel, load_on_meta
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry

@@ -13,10 +13,10 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     is_scale,
     judge_number,
 )
+from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role

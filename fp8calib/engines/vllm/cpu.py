@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    from fp8calib.engines.vllm.devices import replay_cpu  # noqa: PLC0415
+    from fp8calib.engines.vllm.cpu_replay import replay_cpu  # noqa: PLC0415
 
     return replay_cpu(folder, geometry, tp)
 

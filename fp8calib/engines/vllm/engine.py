@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Launch, MakeLinearLoader, ReplayFolder
-from fp8calib.engines.vllm.model_types import ADDED_ROOTS, TIED_TYPES
+from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder
+from fp8calib.engines.facts import Release
+from fp8calib.engines.status import Status
+from fp8calib.engines.vllm.model_types import ADDED_ROOTS, RENAMING_TYPES, TIED_TYPES
 from fp8calib.engines.vllm.numerics import make_numerics
-from fp8calib.engines.vllm.releases import RELEASES, Release
-from fp8calib.engines.weights.weight_rule import (
-    Effect,
-    Outcome,
-    ParameterRules,
-    WeightRule,
-)
+from fp8calib.engines.vllm.releases import RELEASES, REPEATS_SCALES
+from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
-    from fp8calib.engines.weights.linear_loader import LinearLoader
+    from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -32,20 +29,20 @@ def _make_replay(release: Release) -> ReplayFolder:
     return replay_folder
 
 
-def _make_linear_loader_factory(release: Release) -> MakeLinearLoader:
-    def make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
-        from fp8calib.engines.vllm.linear_loader import VllmLinearLoader  # noqa: PLC0415
+def _make_reader_factory(release: Release) -> MakeReader:
+    def make_reader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
+        from fp8calib.engines.vllm.linears import VllmReader  # noqa: PLC0415
 
-        return VllmLinearLoader(folder, geometry, release)
+        return VllmReader(folder, geometry, release)
 
-    return make_linear_loader
+    return make_reader
 
 
 _BLOOM_RESHAPES = WeightRule(
     schemes=("fp8-static", "fp8-block"),
     model_types=("bloom",),
     endings=("query_key_value",),
-    effect=Effect.REFUSED,
+    status=Status.REFUSED,
     why="it reshapes scales as it does the rows of query_key_value, and stops (RuntimeError)",
     ignore=("*.query_key_value",),
     fix="quantize with one scale per channel",
@@ -65,7 +62,7 @@ _WEIGHT_RULES = (
         dialect="compressed-tensors",
         schemes=("w8a16",),
         has_experts=True,
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it runs no FP8 experts whose inputs are not quantized",
         source="vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
     ),
@@ -74,7 +71,7 @@ _WEIGHT_RULES = (
         schemes=("fp8-dynamic", "fp8-block"),
         not_mixed=("fp8-block",),
         has_experts=True,
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it loads ModelOpt's FP8 experts only with one scale per tensor",
         source="vLLM 0.32.0 quantization/modelopt.py (ModelOptFp8MoEMethod)",
     ),
@@ -82,68 +79,27 @@ _WEIGHT_RULES = (
         has_blocks=True,
         model_types=("llama4", "llama4_text"),
         endings=("self_attn.q_proj", "self_attn.k_proj"),
-        effect=Effect.REFUSED,
+        status=Status.REFUSED,
         why="it reorders the rows of q and k, across the borders of blocks",
         ignore=("*.self_attn.[qkv]_proj",),
         source="vLLM 0.32.0 models/llama4.py (permute_qk_weight_for_rotary)",
     ),
     WeightRule(
         dialect="finegrained",
-        except_model_types=("mistral3",),
-        effect=Effect.REFUSED,
+        except_model_types=RENAMING_TYPES,
+        status=Status.REFUSED,
         why="it looks for per-tensor scales named weight_scale and input_scale; here they are "
         "named weight_scale_inv and activation_scale (ValueError)",
         fix="rename the scales: the numbers are the same",
         source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried; models/mistral3.py",
     ),
 )
-
-
-_PARAMETER_RULES = ParameterRules(
-    absent=Outcome(
-        effect=Effect.MISREAD,
-        what="the engine uses uninitialised memory, or ones for a norm",
-        source="vLLM 0.32.0 model_loader/default_loader.py (load_weights, "
-        "track_weights_loading), read",
-    ),
-    misfit=Outcome(
-        effect=Effect.UNKNOWN,
-        what="loading most likely fails (AssertionError)",
-        source="vLLM 0.32.0 model_loader/weight_utils.py (default_weight_loader), layers/"
-        "vocab_parallel_embedding.py (weight_loader), read",
-    ),
-    absent_vector=Outcome(
-        effect=Effect.UNKNOWN,
-        what="loading most likely fails (ValueError: not initialized from checkpoint)",
-        source="vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading): only without a "
-        "quantization config, and but for modules with a quant_method, read",
-    ),
-    narrows_experts=True,
-    doubts_names=True,
+_NAME_RULES = NameRules(
+    is_silent_if_quantized=True,
     bare_types=tuple(ADDED_ROOTS),
     skipped_experts=("glm4_moe", "qwen3_moe"),
     tied_types=TIED_TYPES,
 )
-
-
-_STORED_FUSED = WeightRule(
-    has_blocks=True,
-    effect=Effect.REFUSED,
-    why="it cuts the scales of projections that are stored as one weight by rows, not by blocks "
-    "(RuntimeError)",
-    fix="quantize with one scale per tensor or per channel",
-    source="vLLM 0.16.0 layers/linear.py (_load_fused_module_from_checkpoint), read",
-)
-
-
-def _list_weight_rules(release: Release) -> tuple[WeightRule, ...]:
-    """List the rules of 0.32 with what differs in a release."""
-    rules = (
-        replace(rule, except_model_types=release.renamed_types) if rule.except_model_types else rule
-        for rule in _WEIGHT_RULES
-    )
-    endings = tuple(f".{name}" for name in release.refused_fused_blocks)
-    return (*rules, *([replace(_STORED_FUSED, endings=endings)] if endings else ()))
 
 
 def _make_engine(release: Release) -> Engine:
@@ -164,9 +120,10 @@ def _make_engine(release: Release) -> Engine:
         tensor_file_condition="it is read only inside a model folder without "
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
-        make_linear_loader=_make_linear_loader_factory(release),
-        weight_rules=_list_weight_rules(release),
-        parameter_rules=replace(_PARAMETER_RULES, narrows_experts=release.narrows_experts),
+        make_reader=_make_reader_factory(release),
+        weight_rules=_WEIGHT_RULES,
+        repeats_expert_scales=release.has(REPEATS_SCALES),
+        name_rules=_NAME_RULES,
     )
 
 

@@ -71,6 +71,9 @@ renames the lists alike (run; `models/falcon_h1.py` adds the number of layers to
 TYPES_WITH_QUARK_EXPERTS = ("gpt_oss",)
 """Model types with another loader for Quark's checkpoints, which finds no experts in one tensor
 (vLLM 0.32.0 `models/gpt_oss.py`, _load_weights_quark, run)."""
+RENAMING_TYPES = ("mistral3",)
+"""Model types whose `load_weights` takes weight_scale_inv and activation_scale for scales of
+tensors (`models/mistral3.py`)."""
 UNPACKED_TYPES = (
     *("gptj", "hrm_text", "iquestloopcoder", "kimi_linear", "orion", "stablelm", "step3_text"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fp8calib.engines.facts import Release
 from fp8calib.engines.numerics import (
     FLASH_ATTENTION_3,
     SMALLEST_GROUP_SCALE,
@@ -11,7 +12,7 @@ from fp8calib.engines.numerics import (
     Numerics,
 )
 from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
-from fp8calib.engines.vllm.releases import VLLM_0_32, Release
+from fp8calib.engines.vllm.releases import QUERY_GPUS, VLLM_0_32
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
 CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
@@ -97,22 +98,9 @@ def make_numerics(release: Release) -> Numerics:
 
     Of older ones only Python was compared with it, no kernel.
     """
-    query = f"{_NUMERICS.sources['quantizes_query']}{release.query_gpus}"
-    numerics = replace(_NUMERICS, sources={**_NUMERICS.sources, "quantizes_query": query})
-    if not release.has_own_parameters:
-        rounded = ROUNDED_DIALECTS | {"compressed-tensors", "kv-overlay"}
-        source = f"{release.title} compressed_tensors.py validate_kv_cache_scheme"
-        numerics = replace(
-            numerics,
-            kv_rounded_dialects=rounded,
-            kv_per_head=False,
-            sources={**numerics.sources, "kv_per_head": source},
-        )
-    if not release.skips_layers:
-        numerics = replace(numerics, kv_skip_flag="")
+    query = f"{_NUMERICS.sources['quantizes_query']}{release.find(QUERY_GPUS)}"
     return replace(
-        numerics,
-        run=numerics.run if release.minor >= VLLM_0_32.minor else frozenset(),
-        group_scales_power_of_two=release.rounds_group_scales,
-        power_of_two_sizes=release.power_of_two_sizes,
+        _NUMERICS,
+        sources={**_NUMERICS.sources, "quantizes_query": query},
+        run=_NUMERICS.run if release >= VLLM_0_32 else frozenset(),
     )

@@ -9,14 +9,13 @@ Sources: `transformers_utils/config.py`, `model_arch_config_convertor.py` there
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
 from fp8calib.dialects.kv.config import SCHEME_HINT, find_scheme_fault
-from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.facts import Release
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
-from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.vllm.releases import Release
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 
 CONFIG_KEYS = (
     "quantization_config",
@@ -27,10 +26,6 @@ CONFIG_KEYS = (
 """Where vLLM looks for the quantization config, in order."""
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 
-_LATER_METHODS = (
-    *("auto_awq", "auto_gptq", "deepseek_v4_fp8", "gpt_oss_mxfp4", "humming", "mxfp8"),
-)
-"""Methods that not all releases know: `Release.methods` are those that one does."""
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 _WITHOUT_KV = (
     *("awq", "auto_awq", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming"),
@@ -39,9 +34,11 @@ _WITHOUT_KV = (
 """Methods without parameters for KV scales: scales in the checkpoint are ignored."""
 _FP8_METHODS = ("fp8", "deepseek_v4_fp8")
 """`Fp8Config`, and its subclass (`models/deepseek_v4/quant_config.py`)."""
-_ANY_PATH = "any.path"
-_BITS = 8
-_GROUPS_FIX = "write config_groups as kv-overlay does, or remove the group"
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+"""ModelOpt's algorithms that are accepted where `hf_quant_config.json`, which is nested, is the
+only config (`transformers_utils/model_arch_config_convertor.py`)."""
+_ALL_ALGORITHMS = (*_ALGORITHMS, "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
+"""Those in config.json (`quantization/modelopt.py` QUANT_ALGOS)."""
 
 
 def find_kv_method(
@@ -63,27 +60,24 @@ def find_kv_method(
     method = name_method(quantization, release)
     if not method:
         return None
-    unknown = Refusal(
-        f"quant_method {method!a:.60} is unknown to {release.title}",
-        fix="correct the name of the method",
-    )
-    if method in _LATER_METHODS and method not in release.methods:
-        raise unknown
-    if method in release.deprecated_methods:
+    if method in _DEPRECATED:
         why = f"quant_method {method} is refused without --allow-deprecated-quantization"
         raise Refusal(why, fix="quantize with compressed-tensors instead")
     if method.startswith("modelopt"):
         return _check_modelopt(quantization, release, beside)
     if method == "compressed-tensors":
-        return _check_compressed(quantization, release)
+        return _check_compressed(quantization)
     checks = {"quark": _check_quark, **dict.fromkeys(_FP8_METHODS, _check_fp8)}
     if method in checks:
         return checks[method](quantization)
     if method == "mxfp8":
         return KvMethod.MODELOPT
-    if method in _WITHOUT_KV or method in _DEPRECATED:
+    if method in _WITHOUT_KV:
         return KvMethod.NONE
-    raise unknown
+    raise Refusal(
+        f"quant_method {method!a:.60} is unknown to {release.title}",
+        fix="correct the name of the method",
+    )
 
 
 def name_method(quantization: Mapping[str, object], release: Release) -> str:
@@ -99,7 +93,7 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
     algorithm = section.get("quant_algo")
     is_own_file = isinstance(producer, dict) and producer.get("name") == "modelopt"
     if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
-        if _fold(algorithm, release) not in release.own_file_algorithms:
+        if str(algorithm).upper() not in (*_ALGORITHMS, *release.list_values("own-file-algorithm")):
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
             raise Refusal(why, fix=fix)
@@ -119,17 +113,13 @@ def _check_modelopt(
         why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
         fix = "write the scales as compressed-tensors does (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
-    if _fold(algorithm, release) not in release.algorithms:
+    if str(algorithm).upper() not in _ALL_ALGORITHMS:
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
-        raise Refusal(why, fix=f"use one of {', '.join(release.algorithms)}")
-    _require_names(section, find_exclusions(quantization, section, release), (list,))
+        raise Refusal(why, fix=f"use one of {', '.join(_ALL_ALGORITHMS)}")
+    _require_names(section, find_exclusions(quantization, section, release))
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
-
-
-def _fold(algorithm: object, release: Release) -> str:
-    return str(algorithm).upper() if release.folds_case else str(algorithm)
 
 
 def find_exclusions(
@@ -144,7 +134,7 @@ def find_exclusions(
     """
     if "quantization" in quantization:
         return "exclude_modules"
-    keys = release.exclusion_keys
+    keys = release.list_values("modelopt-list")
     return next((key for key in keys if key in section), keys[-1])
 
 
@@ -165,94 +155,66 @@ def _check_mixed(quantization: object) -> KvMethod:
     return KvMethod.MODELOPT if has_method else KvMethod.NONE
 
 
-def _check_compressed(quantization: Mapping[str, object], release: Release) -> KvMethod:
-    _check_scheme(quantization.get("kv_cache_scheme"), release)
-    if release.needs_groups and "config_groups" not in quantization:
-        raise Refusal("the config has no config_groups (KeyError)", fix=_GROUPS_FIX)
+def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
+    """Check the config of compressed-tensors, whose own models judge its groups.
+
+    Raises:
+        Refusal: the scheme of the cache is not FP8's, or weights are sparse.
+        Unjudged: compressed-tensors refuses the config.
+    """
+    scheme = quantization.get("kv_cache_scheme")
+    strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
+    fault = find_scheme_fault(scheme)
+    if not fault and strategy not in (None, "tensor", "attn_head"):
+        fault = f"kv_cache_scheme.strategy is {strategy!a:.40}, which vLLM does not have"
+    if fault:
+        fix = SCHEME_HINT if isinstance(scheme, dict) else "write the scheme of kv-overlay"
+        raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
     groups = quantization.get("config_groups", {})
-    if not isinstance(groups, dict):
-        raise Refusal("config_groups is not an object (AttributeError)", fix=_GROUPS_FIX)
-    for name, group in groups.items():
-        section = group if isinstance(group, dict) else {}
-        _check_group(name, section, quantization.get("ignore"), release)
-    _require_names(quantization, "ignore", (list, dict, str))
+    if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
+        raise Unjudged("config_groups is not what compressed-tensors writes")
+    _require_names(quantization, "ignore")
     sparsity = quantization.get("sparsity_config")
-    if release.refuses_sparsity and isinstance(sparsity, dict) and sparsity.get("targets"):
+    if isinstance(sparsity, dict) and sparsity.get("targets"):
         why = "sparsity_config has targets; vLLM supports sparsity no longer (DeprecationWarning)"
         raise Refusal(why, fix="use a model without sparsity")
     return KvMethod.COMPRESSED_TENSORS
 
 
-def _check_group(name: str, group: Mapping[str, object], ignore: object, release: Release) -> None:
-    """Refuse a group without weights, unless its only target is an attention class (from 0.15).
-
-    Targets that are one text are its letters, which occur in the class of every module: even the
-    embedding is then to be quantized, unless all modules are ignored (run).
-    """
-    targets = group.get("targets")
-    if not isinstance(targets, list | dict | str):
-        raise Refusal(f"group {name!a:.40} of config_groups has no targets", fix=_GROUPS_FIX)
-    if not all(isinstance(target, str) for target in targets):
-        raise Refusal(f"group {name!a:.40} has a target that is no text", fix=_GROUPS_FIX)
-    if isinstance(targets, str) and targets and not _ignores_all(ignore):
-        why = f"the targets of group {name!a:.40} are a text, not a list (ValueError)"
-        raise Refusal(why, fix=_GROUPS_FIX)
-    is_attention = len(targets) == 1 and next(iter(targets)).endswith("Attention")
-    is_attention = is_attention and "attn_head" in release.strategies
-    if targets and not is_attention and not isinstance(group.get("weights"), dict):
-        why = f"group {name!a:.40} of config_groups has no weights (ValidationError)"
-        raise Refusal(why, fix=_GROUPS_FIX)
+def _is_group(group: object) -> bool:
+    """Check for a list of targets, and for weights unless the targets are attention classes."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(group, dict) or not isinstance(targets, list):
+        return False
+    are_names = all(isinstance(target, str) for target in targets)
+    return are_names and (
+        isinstance(group.get("weights"), dict)
+        or not targets
+        or (len(targets) == 1 and targets[0].endswith("Attention"))
+    )
 
 
-def _ignores_all(ignore: object) -> bool:
-    return isinstance(ignore, list) and any(matches_target(item, _ANY_PATH) for item in ignore)
-
-
-def _require_names(
-    section: Mapping[str, object], key: str, kinds: tuple[type[Iterable[object]], ...]
-) -> None:
-    """Refuse a list of modules that the engine cannot iterate over, or that holds no texts."""
+def _require_names(section: Mapping[str, object], key: str) -> None:
     found = section.get(key, [])
-    if not isinstance(found, kinds) or not all(isinstance(item, str) for item in found):
-        raise Refusal(
-            f"{key} is {found!a:.40}, not a list of names (TypeError)", fix="write [] there"
-        )
-
-
-def _check_scheme(scheme: object, release: Release) -> None:
-    if isinstance(scheme, dict) and not release.is_strict_scheme:
-        # One of the two is enough: a cache of INT8 is then served as one of FP8.
-        has_one = scheme.get("type") == "float" or scheme.get("num_bits") == _BITS
-        scheme = {**scheme, "type": "float", "num_bits": _BITS} if has_one else scheme
-    strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
-    fault = find_scheme_fault(scheme)
-    if not fault and strategy is not None and strategy not in release.strategies:
-        fault = f"kv_cache_scheme.strategy is {strategy!a:.40}, which {release.title} does not have"
-    if not fault:
-        return
-    if not isinstance(scheme, dict):
-        raise Refusal(fault, fix="write the scheme of kv-overlay")
-    fix = SCHEME_HINT if len(release.strategies) > 1 else "store one scale per layer (kv-overlay)"
-    raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise Unjudged(f"{key} is {found!a:.40}, not a list of names")
 
 
 def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:
     scheme = quantization.get("activation_scheme")
-    if scheme not in ("static", "dynamic"):
-        why = f"activation_scheme is {scheme!a:.40}, and quant_method fp8 needs static or dynamic"
-        raise Refusal(why, fix="name one; where only the KV cache is quantized, write a kv-overlay")
-    if quantization.get("weight_block_size") is not None and scheme != "dynamic":
-        why = "weight_block_size with static activations is a ValueError"
-        raise Refusal(why, fix="blocks need activation_scheme dynamic")
+    has_blocks = quantization.get("weight_block_size") is not None
+    if scheme not in ("static", "dynamic") or (has_blocks and scheme == "static"):
+        blocks = " for weights in blocks" if has_blocks else ""
+        raise Unjudged(f"activation_scheme is {scheme!a:.40}{blocks}, which no tool writes")
     return KvMethod.FP8
 
 
 def _check_quark(quantization: Mapping[str, object]) -> KvMethod:
     export = quantization.get("export")
     if not isinstance(export, dict) or not isinstance(export.get("kv_cache_group"), list):
-        raise Refusal("a Quark config needs export.kv_cache_group", fix="export with Quark 0.13")
+        raise Unjudged("the Quark config has no export.kv_cache_group")
     if not isinstance(quantization.get("exclude"), list):
-        raise Refusal("a Quark config needs the list exclude (TypeError)", fix="write [] there")
+        raise Unjudged("the Quark config has no list exclude")
     group = [pattern for pattern in export["kv_cache_group"] if isinstance(pattern, str)]
     if group:
         _check_quark_outputs(quantization.get("layer_quant_config"), group)
@@ -267,7 +229,7 @@ def _check_quark_outputs(layers: object, group: list[str]) -> None:
     ]
     if not found or any(tensors != found[0] for tensors in found):
         why = "layer_quant_config has not the same output_tensors for all of export.kv_cache_group"
-        raise Refusal(why, fix="quantize k_proj and v_proj alike")
+        raise Unjudged(why)
     tensors = found[0] if isinstance(found[0], dict) else {}
     if (tensors.get("dtype"), tensors.get("qscheme")) != ("fp8_e4m3", "per_tensor"):
         why = "Quark's KV scales must be fp8_e4m3 and per_tensor: NotImplementedError at start"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
+from fp8calib.engines.facts import Release
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -27,25 +28,25 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     is_scale,
 )
+from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
 from fp8calib.engines.vllm.model_types import (
     BFLOAT16_TYPES,
     EXPANDED_TYPES,
     TYPES_WITH_QUARK_EXPERTS,
     TYPES_WITHOUT_CACHE_CONFIG,
+    TYPES_WITHOUT_KV_SCALES,
 )
 from fp8calib.engines.vllm.native_classes import (
-    find_first,
+    find_class_fact,
     has_class,
     is_other_class,
     is_unsupported,
-    lacks_places,
 )
 from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, find_kv_method
-from fp8calib.engines.vllm.releases import Release
+from fp8calib.engines.vllm.releases import QUERY_GPUS
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
@@ -60,9 +61,16 @@ _NEEDS_FLASH_ATTENTION = (
 
 
 def replay_vllm(
-    folder: ScaleFolder, geometry: ModelGeometry, tp: int, release: Release
+    folder: ScaleFolder,
+    geometry: ModelGeometry,
+    tp: int,
+    release: Release,
+    *,
+    on_gpus: bool = True,
 ) -> EngineReport:
     """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks.
+
+    Conditions of GPUs and their backends do not apply to other devices.
 
     Raises:
         Refusal: vLLM does not start.
@@ -72,11 +80,13 @@ def replay_vllm(
     quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
     layers = _judge_layers(context, quantization, method, tp, release)
+    if on_gpus and _is_per_head(quantization, method):
+        context.problems.append(_NEEDS_FLASH_ATTENTION)
     _note_release(context, method, release)
     if method is None:
         return context.report(layers)
     if method is not KvMethod.NONE:
-        _note_loaded(context, method, release)
+        _note_loaded(context, method, release, on_gpus=on_gpus)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
     report = context.report(layers)
@@ -87,8 +97,8 @@ def replay_vllm(
             f"the Quark config excludes no {shorten(name)}, a convolution, for which vLLM has no "
             "scheme; add --run"
         )
-    is_unchanged = method is KvMethod.COMPRESSED_TENSORS and release.has_own_parameters
-    if not release.runs_on_gpus:
+    is_unchanged = method is KvMethod.COMPRESSED_TENSORS
+    if not on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
     return amend_for_dtype(
         report,
@@ -127,32 +137,34 @@ def _judge_layers(
     release: Release,
 ) -> list[LayerVerdict]:
     places = _find_places(context, quantization, method, release)
-    loader = make_loader(context, method, places, release)
+    loader = make_loader(context, method, places)
     refuse_faults(context, loader)
     loaded = context.load(loader.find_slot)
-    scheme = quantization.get("kv_cache_scheme")
-    is_compressed = method is KvMethod.COMPRESSED_TENSORS
-    per_head = is_compressed and isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    has_scheme = isinstance(quantization.get("kv_cache_scheme"), dict)
+    per_head = _is_per_head(quantization, method)
     if method is not None:
-        _check_shapes(context, method, release, per_head=per_head)
+        _check_shapes(context, method, per_head=per_head)
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
         raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
     layers = []
     for index, attention in _list_attentions(context.geometry):
-        turns_on = isinstance(scheme, dict) and "compressed-tensors" in release.scheme_methods
-        bare = _explain_bare(context, method, attention, release, has_scheme=turns_on)
+        bare = _explain_bare(context, method, attention, release, has_scheme=has_scheme)
         if bare is not None:
             layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
-        elif is_compressed and release.has_own_parameters:
+        elif method is KvMethod.COMPRESSED_TENSORS:
             heads = attention if per_head else None
             layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
         else:
             layers.append(_judge(context, loaded, index))
     if method is not None:
-        _note_dtype_flag(context, method, release, has_scheme=isinstance(scheme, dict))
-    if method is not None and release.runs_on_gpus:
-        _note_gpus(context, method, release, per_head=per_head)
+        _note_dtype_flag(context, method, has_scheme=has_scheme)
     return layers
+
+
+def _is_per_head(quantization: Mapping[str, object], method: KvMethod | None) -> bool:
+    scheme = quantization.get("kv_cache_scheme")
+    strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
+    return method is KvMethod.COMPRESSED_TENSORS and strategy == "attn_head"
 
 
 def _require_class(geometry: ModelGeometry, release: Release) -> None:
@@ -163,10 +175,9 @@ def _require_class(geometry: ModelGeometry, release: Release) -> None:
     """
     if not is_unsupported(geometry, release):
         return
-    first = find_first(geometry)
-    if release.minor < first:
+    if first := find_class_fact(geometry, release):
         why = f"{release.title} has no class for {shorten(geometry.architecture)}"
-        raise Refusal(why, fix="use vLLM {}.{} or later".format(*first))
+        raise Refusal(why, fix=f"use vLLM {first} or later")
     why = f"{release.title} does not run {geometry.model_type}"
     raise Refusal(why, fix="use another engine")
 
@@ -184,10 +195,8 @@ def _find_places(
     excluded = quantization.get("exclude")
     targets = excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
     geometry = context.geometry
-    is_placeless = lacks_places(geometry.model_type, release)
-    if not (release.backend_has_parameters or has_class(geometry, release)):
-        is_placeless = True
-    if is_placeless or method in (None, KvMethod.NONE):
+    is_placeless = geometry.model_type in TYPES_WITHOUT_KV_SCALES
+    if is_placeless or not _has_places(geometry, release) or method in (None, KvMethod.NONE):
         return {}
     return {
         path: index
@@ -196,6 +205,12 @@ def _find_places(
         for path in (f"{attention.checkpoint_module}.attn",)
         if not any(matches_target(target, path) for target in targets)
     }
+
+
+def _has_places(geometry: ModelGeometry, release: Release) -> bool:
+    """Check whether the class of a model, vLLM's or transformers', has parameters for scales."""
+    in_backend = release.has("transformers' classes have parameters for KV scales")
+    return in_backend or has_class(geometry, release)
 
 
 def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
@@ -257,7 +272,7 @@ def _explain_bare(
         name = shorten(str(quantization.get("quant_method")))
         why = f"vLLM's quant_method {name} has no parameters for KV scales, so it uses 1.0"
         return why, METHODS_FIX
-    if not (release.backend_has_parameters or has_class(context.geometry, release)):
+    if not _has_places(context.geometry, release):
         why = f"{release.title} runs transformers' class, which has no parameters for scales"
         return f"{why}, so it uses 1.0", "use vLLM 0.30 or later"
     turns_on = method is KvMethod.COMPRESSED_TENSORS and has_scheme
@@ -267,9 +282,7 @@ def _explain_bare(
     return None
 
 
-def _check_shapes(
-    context: LoadContext, method: KvMethod, release: Release, *, per_head: bool
-) -> None:
+def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
     """Refuse scales of q and zero points whose shape fits no parameter."""
     for stored in list_queries(context):
         if not per_head:
@@ -281,7 +294,7 @@ def _check_shapes(
             raise Refusal(
                 f"{why}: RuntimeError", fix="store one number per head of q, or leave it out"
             )
-    if method is KvMethod.COMPRESSED_TENSORS and release.has_own_parameters and not per_head:
+    if method is KvMethod.COMPRESSED_TENSORS and not per_head:
         for stored in list_zero_points(context):
             require_scalar(stored, "vLLM")
 
@@ -292,10 +305,8 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
-def _note_dtype_flag(
-    context: LoadContext, method: KvMethod, release: Release, *, has_scheme: bool
-) -> None:
-    turns_on = method.name.lower().replace("_", "-") in release.scheme_methods
+def _note_dtype_flag(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:
+    turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
     if context.scales and not (turns_on and has_scheme):
         context.problems.append(
             "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
@@ -310,35 +321,19 @@ def _note_release(context: LoadContext, method: KvMethod | None, release: Releas
             f"how {release.title}'s class of {context.geometry.model_type} joins and names the "
             "linears is judged by the rules of vLLM 0.32"
         )
-    if context.scales and method is not None and release.calculates_scales:
+    if context.scales and method is not None and release.has(_CALCULATES_EXISTS):
         context.problems.append(_CALCULATES)
-    if context.geometry.has_latent_attention and method is KvMethod.MODELOPT:
-        is_read = any(name.endswith("_proj.k_scale") for name in context.scales)
-        if is_read and release.latent_modelopt:
-            context.problems.append(_LATENT_MODELOPT)
 
 
+_CALCULATES_EXISTS = "--calculate-kv-scales exists: the scales are then those of the first batch"
 _CALCULATES = (
     "with --calculate-kv-scales the scales are those of the first batch, not those of the file"
 )
-_LATENT_MODELOPT = (
-    "a k_proj.k_scale of ModelOpt reaches latent attention in this release; that is not replayed"
-)
-_NEEDS_FLOAT_SCALES = (
-    "FlashInfer divides by the scales and multiplies by 1.0 here (compressed-tensors' method): "
-    "choose another attention backend, or vLLM 0.20 or later"
-)
 
 
-def _note_gpus(context: LoadContext, method: KvMethod, release: Release, *, per_head: bool) -> None:
-    if per_head:
-        context.problems.append(_NEEDS_FLASH_ATTENTION)
-    is_compressed = method is KvMethod.COMPRESSED_TENSORS
-    if context.scales and is_compressed and release.lacks_float_scales:
-        context.problems.append(_NEEDS_FLOAT_SCALES)
-
-
-def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> None:
+def _note_loaded(
+    context: LoadContext, method: KvMethod, release: Release, *, on_gpus: bool
+) -> None:
     """Note what vLLM does with scales of q and of probabilities, where there are any."""
     for what, found in list_optional_scales(context):
         bad = [stored for stored in found if not all(map(is_scale, stored.values))]
@@ -348,13 +343,13 @@ def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> No
             context.problems.append(
                 f"{bad[0]} is not a scale; where it is not above 0, vLLM uses 1.0"
             )
-        elif found and not release.runs_on_gpus:
+        elif found and not on_gpus:
             context.problems.append(
                 f"{what} is loaded ({len(found)}, such as {found[0]}): only backends of GPUs use it"
             )
         elif found:
+            gpus = release.find(QUERY_GPUS)
             context.problems.append(
                 f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
-                f"query use it (FlashAttention 3, FlashInfer, Triton on {release.query_gpus}), "
-                "others do not"
+                f"query use it (FlashAttention 3, FlashInfer, Triton on {gpus}), others do not"
             )

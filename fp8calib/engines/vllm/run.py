@@ -19,11 +19,11 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Refusal,
-    Status,
     is_scale,
     judge_number,
     report_refusal,
 )
+from fp8calib.engines.status import Status
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -148,13 +148,14 @@ def amend_by_loader(
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
     if answer.error:
         return _report_error(report, answer, geometry)
-    amended = report.model_copy(update={"unknown": ()})
+    amended = report.model_copy(update={"unknown": (), "if_loaded": None})
     if report.weights is not None and report.weights.status is Status.REFUSED:
         amended = amended.model_copy(update={"weights": None}).add_problems(
             f"the replay expected a refusal ({report.weights.why}), but vLLM {answer.version} "
             "loads it: a defect of the replay"
         )
-    if report.weights is None and (silent := _find_silent_fault(answer)) is not None:
+    silent = _find_silent_fault(answer) or report.if_loaded
+    if report.weights is None and silent is not None:
         amended = amended.model_copy(update={"weights": silent})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
     return amended.model_copy(update={"layers": layers}).add_problems(

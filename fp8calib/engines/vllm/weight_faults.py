@@ -11,11 +11,9 @@ from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.vllm.model_types import LoaderKind
-from fp8calib.engines.vllm.native_classes import lacks_places
-from fp8calib.engines.vllm.remapping import OWN_MAPPING
+from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
-from fp8calib.engines.weights.parameters import PLAIN_DTYPES
+from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
 from fp8calib.geometry.module_paths import split_expert
 
@@ -24,14 +22,13 @@ _STRAY_FIX = "remove the tensor: no engine has a place for it"
 _CONFIG_FIX = "add the quantization_config of kv-overlay to config.json"
 _INNER_FIX = "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
 _PLACELESS_FIX = "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
-_QUERY_FIX = "leave q_scale out (calibrate --query-scale no), or use vLLM 0.15 or later"
 _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 
 
 def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
     """Refuse a folder where the name of a scale stops the loader.
 
-    Scales of quantized weights are judged elsewhere (`linear_loader.py`).
+    Scales of quantized weights are judged elsewhere (`weights/comparison.py`).
 
     Raises:
         Refusal: naming the scale.
@@ -87,23 +84,12 @@ def _refuse(context: LoadContext, loader: WeightLoader, name: str, why: str) -> 
     model_type = context.geometry.model_type
     stored = context.scales.get(name)
     what = shorten(name) if stored is None else str(stored)
-    if lacks_places(model_type, loader.release) and not is_companion(name):
+    if model_type in TYPES_WITHOUT_KV_SCALES and not is_companion(name):
         why = f"vLLM's attention of {model_type} has no parameters for scales (ValueError)"
         return Refusal(f"{what}: {why}", fix=_PLACELESS_FIX)
     if loader.method is None:
         return Refusal(f"{what}: {why}", fix=_CONFIG_FIX)
     if stored is None:
         return Refusal(f"{what}: {why}", fix=_STRAY_FIX)
-    if not loader.release.maps_names_first:
-        return Refusal(f"{what}: {why}", fix=_find_old_fix(loader, name))
     is_inner = loader.kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in loader.attends
     return Refusal(f"{what}: {why}", fix=_INNER_FIX if is_inner else NAMES_FIX)
-
-
-def _find_old_fix(loader: WeightLoader, name: str) -> str:
-    """Say what helps in a release whose models have loaders of their own."""
-    if loader.kind is LoaderKind.BACKEND:
-        return "use vLLM 0.30 or later, which has a place for scales in this model"
-    if loader.kind is LoaderKind.STRICT:
-        return "use vLLM {}.{} or later".format(*OWN_MAPPING[loader.model_type])
-    return _QUERY_FIX if name.endswith(".q_scale") else NAMES_FIX

@@ -22,10 +22,7 @@ from fp8calib.engines.vllm.model_types import (
     SKIPPED_ROOTS,
     LoaderKind,
 )
-from fp8calib.engines.vllm.native_classes import has_class
 from fp8calib.engines.vllm.quantization_config import KvMethod
-from fp8calib.engines.vllm.releases import Release
-from fp8calib.engines.vllm.remapping import OWN_MAPPING, find_remapped, maps_own_outputs
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES
 
@@ -99,7 +96,6 @@ class WeightLoader:
     """The loader of one model."""
 
     kind: LoaderKind
-    release: Release
     model_type: str
     method: KvMethod | None
     """None where the model is loaded unquantized: names are not mapped, and few are ignored."""
@@ -126,8 +122,6 @@ class WeightLoader:
             root = next((f"{path.partition('.')[0]}." for path in self.attends), _ROOT)
         if root and not self._has_root(name):
             name = f"{root}{name}"
-        if not self.release.maps_names_first:
-            return self._map_old(name)
         if self.method is None:
             return name
         for pattern, new in _REGEXES:
@@ -136,45 +130,20 @@ class WeightLoader:
             return _map_output(name)
         return name
 
-    def _map_old(self, name: str) -> str:
-        """Map a name as the loaders of models did before 0.25."""
-        is_own = self.release.maps_outputs_first or maps_own_outputs(self.model_type, self.release)
-        if is_own and self.maps_outputs(name):
-            return _map_output(name)
-        is_kept = self.release.keeps_names and self._is_parameter(name)
-        if self.kind is not LoaderKind.LENIENT or is_kept:
-            return name
-        return find_remapped(name, self.release) or name
-
     def _is_parameter(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
-        return parent in self.places and leaf in self._list_parameters()
-
-    def _list_parameters(self) -> tuple[str, ...]:
-        method = self.method
-        if method is KvMethod.COMPRESSED_TENSORS and not self.release.has_own_parameters:
-            method = KvMethod.FP8
-        return _PARAMETERS.get(method, ())
+        return parent in self.places and leaf in _PARAMETERS.get(self.method, ())
 
     def maps_outputs(self, name: str) -> bool:
         """Check whether a name is Quark's, and the quantization method maps those."""
-        methods = self.release.output_methods
-        suffixes = tuple(_OUTPUTS)
-        if self.method is KvMethod.COMPRESSED_TENSORS:
-            suffixes = suffixes[1:3]
-        method = "" if self.method is None else self.method.name.lower().replace("_", "-")
-        return method in methods and name.endswith(suffixes)
+        maps = self.method in (KvMethod.FP8, KvMethod.QUARK)
+        return maps and name.endswith(tuple(_OUTPUTS))
 
     def find_fault(self, name: str) -> str:
         """Say why the loader raises an error for a tensor of this name; empty where it does not."""
         mapped = self.map_name(name)
         if self._is_parameter(mapped) or self._skips(mapped):
             return ""
-        if not self.release.maps_names_first and self.kind is LoaderKind.LENIENT:
-            is_skipped = self._has_root(name) and find_remapped(name, self.release) is not None
-            is_output = mapped.startswith("lm_head.") or self.maps_outputs(name)
-            if is_skipped and not is_output:
-                return ""
         if self.kind in (LoaderKind.STRICT, LoaderKind.LENIENT):
             return "the model has no such parameter (KeyError)"
         if self.method is None:
@@ -188,8 +157,6 @@ class WeightLoader:
         parent, _, leaf = mapped.rpartition(".")
         if self.skips and mapped.startswith(self.skips):
             return True
-        if not self.release.maps_names_first:
-            return False
         if ignores_companion(self.model_type, mapped):
             return parent in self.stored
         if self.kind is LoaderKind.LENIENT:
@@ -214,7 +181,7 @@ class WeightLoader:
 
 
 def make_loader(
-    context: LoadContext, method: KvMethod | None, places: Mapping[str, int], release: Release
+    context: LoadContext, method: KvMethod | None, places: Mapping[str, int]
 ) -> WeightLoader:
     """Make the loader of a model from the names in its checkpoint.
 
@@ -222,14 +189,12 @@ def make_loader(
         context: the checkpoint.
         method: what creates the parameters for scales.
         places: the layers of the `Attention` modules that have them, by path.
-        release: whose rules hold.
     """
     geometry = context.geometry
     modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
     is_wrapped = geometry.architecture.endswith(_WRAPPER)
     return WeightLoader(
-        kind=_find_kind(geometry, release),
-        release=release,
+        kind=_find_kind(geometry),
         model_type=geometry.model_type,
         method=method,
         places=places,
@@ -245,12 +210,7 @@ def _map_output(name: str) -> str:
     return name.removesuffix(suffix) + _OUTPUTS[suffix]
 
 
-def _find_kind(geometry: ModelGeometry, release: Release) -> LoaderKind:
-    if not release.maps_names_first:
-        if not has_class(geometry, release):
-            return LoaderKind.BACKEND
-        remaps = release.minor >= OWN_MAPPING.get(geometry.model_type, (0, 0))
-        return LoaderKind.LENIENT if remaps else LoaderKind.STRICT
+def _find_kind(geometry: ModelGeometry) -> LoaderKind:
     kind = LOADERS.get(geometry.model_type, LoaderKind.BACKEND)
     if not geometry.architecture.endswith(_WRAPPER):
         return kind

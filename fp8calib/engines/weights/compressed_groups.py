@@ -1,113 +1,140 @@
-"""Read a config group of compressed-tensors as vLLM and SGLang do, or say why they refuse it.
+"""Read a config group of compressed-tensors with the models of compressed-tensors itself.
 
-compressed-tensors 0.20 `quantization/quant_args.py` (QuantizationArgs, its validation) and vLLM
-0.32.0 `compressed_tensors/compressed_tensors.py` (_get_scheme_from_parts), run; SGLang 0.5.23's
-adaptation of it, read.
+Which forms engines serve: vLLM 0.32.0 `compressed_tensors/compressed_tensors.py`
+(_get_scheme_from_parts), run; SGLang 0.5.23's adaptation of it, read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.weights.linear_loader import Foreign
-from fp8calib.engines.weights.weight_rule import Effect
-from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling
+from fp8calib.engines.replay.verdicts import Unjudged
+from fp8calib.engines.weights.expected import OtherForm, OtherScheme
+from fp8calib.errors import shorten
+from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
 
-_WEIGHTS = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
-_DYNAMIC_STRATEGIES = ("token", "tensor", "tensor_group", "group")
-FIX = "write the config_groups as llm-compressor or fp8calib do"
+_PACKED_BITS = (4, 8)
 
 
-def find_foreign(group: Mapping[str, object]) -> Foreign | None:
-    """Find what a config group says of weights that are not FP8; None where they are.
-
-    vLLM 0.32.0 (run) and SGLang 0.5.23 (read) do not ask for the number of bits of floats
-    (`_is_fp8_w8a8`, `_is_fp8_w8a16`).
-    """
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    fields = weights if isinstance(weights, dict) else {"type": "float"}
-    kind, num_bits = str(fields.get("type", "int")).lower(), fields.get("num_bits", 8)
-    strategy = fields.get("strategy", "tensor")
-    if kind == "float" and (num_bits == 8 or strategy in _WEIGHTS):
-        return None
-    what = f"the config says {num_bits!a:.20} bits of {kind!a:.20}"
-    if num_bits == 8 and strategy in ("tensor", "channel") and inputs:
-        return Foreign(why=f"{what}: the engine casts its codes", effect=Effect.MISREAD)
-    return Foreign(why=what)
-
-
-def read_compressed_group(group: Mapping[str, object]) -> StoredScheme | None:
-    """Read a config group of FP8 weights; None where their scales are of an unknown kind.
-
-    Raises:
-        Refusal: compressed-tensors' validation fails.
-    """
-    weights, inputs = group.get("weights"), group.get("input_activations") or None
-    if not isinstance(weights, dict):
-        raise Refusal("a config group has no weights (ValidationError)", fix=FIX)
-    strategy, scaling = _read_strategy("weights", weights), _read_inputs(inputs)
-    is_static = weights.get("symmetric", True) is True and not weights.get("dynamic")
-    if strategy not in _WEIGHTS or not is_static:
-        return None
-    has_blocks = strategy == Granularity.BLOCK
-    return StoredScheme(
-        weights=Granularity(strategy),
-        block=_read_block(weights.get("block_structure")) if has_blocks else BLOCK,
-        inputs=scaling,
-    )
-
-
-def require_served(
-    group: Mapping[str, object], scheme: StoredScheme | None, form: object, formats: Collection[str]
-) -> None:
-    """Refuse a config group for which vLLM and SGLang have no scheme.
+def read_compressed_group(
+    group: Mapping[str, object], form: object, formats: Collection[str]
+) -> StoredScheme | OtherScheme:
+    """Read the scheme of a group.
 
     Args:
         group: of `config_groups`.
-        scheme: what it describes.
         form: its format, or else that of the whole config.
-        formats: those for which the engine has schemes of 8 bits.
+        formats: those for which the engine has schemes of FP8 weights.
 
     Raises:
-        Refusal: there is none.
+        Unjudged: compressed-tensors refuses the group, or it is of no form that is known.
     """
-    if form not in formats or scheme is None:
-        raise Refusal(
-            f"there is no scheme for format {form!a:.40} with weights {group.get('weights')!a:.80} "
-            "(NotImplementedError)",
-            fix=FIX,
+    from compressed_tensors.quantization import (  # type: ignore[import-untyped]  # noqa: PLC0415
+        QuantizationScheme,
+    )
+
+    try:
+        scheme = QuantizationScheme.model_validate({**group})
+    except Exception as error:
+        why = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+        raise Unjudged(f"compressed-tensors refuses a config group ({why})") from error
+    found = None
+    if scheme.weights is not None and scheme.output_activations is None:
+        found = _read_fp8(scheme, form, formats) or _read_other(scheme, form)
+    if found is None:
+        raise Unjudged(
+            f"weights {_describe(scheme.weights)} with inputs "
+            f"{_describe(scheme.input_activations)} and format {form!a:.40} are of no form that "
+            "is known"
         )
-    has_blocks = scheme.weights is Granularity.BLOCK
-    if has_blocks and scheme.inputs in (InputScaling.NONE, InputScaling.STATIC):
-        how = "static" if scheme.inputs is InputScaling.STATIC else "not quantized"
-        raise Refusal(
-            f"weights in blocks need dynamic inputs, and these are {how} (AssertionError)", fix=FIX
-        )
+    return found
 
 
-def _read_strategy(what: str, fields: Mapping[str, object]) -> str:
-    """Read and check the strategy of a quantizer, as QuantizationArgs does."""
-    size, is_dynamic = fields.get("group_size"), fields.get("dynamic") is True
-    default = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = str(fields.get("strategy") or default).lower()
-    if strategy not in _DYNAMIC_STRATEGIES if is_dynamic else strategy == "token":
-        how = "dynamic" if is_dynamic else "static"
-        raise Refusal(f"{how} {what} per {strategy} are a ValidationError", fix=FIX)
-    return strategy
+def _describe(arguments: Any) -> str:
+    """Say what a quantizer does; the parameter is a `QuantizationArgs`."""
+    if arguments is None:
+        return "of 16 bits"
+    kind, strategy = arguments.type, arguments.strategy
+    how = "dynamic " if arguments.dynamic else ""
+    return f"in {how}{getattr(kind, 'value', kind)}{arguments.num_bits} per " + str(
+        getattr(strategy, "value", strategy)
+    )
 
 
-def _read_inputs(inputs: object) -> InputScaling:
-    if not isinstance(inputs, dict):
+def _read_fp8(scheme: Any, form: object, formats: Collection[str]) -> StoredScheme | None:
+    weights = scheme.weights
+    is_fp8 = (weights.type, weights.num_bits) == ("float", 8)
+    inputs = _read_inputs(scheme.input_activations)
+    if not is_fp8 or not _is_static(weights) or form not in formats or inputs is None:
+        return None
+    if weights.strategy not in (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK):
+        return None
+    has_blocks = weights.strategy == Granularity.BLOCK
+    if has_blocks and (weights.block_structure is None or inputs is InputScaling.STATIC):
+        return None
+    block = (weights.block_structure[0], weights.block_structure[1]) if has_blocks else BLOCK
+    return StoredScheme(weights=Granularity(str(weights.strategy)), block=block, inputs=inputs)
+
+
+def _is_static(weights: Any) -> bool:
+    return bool(weights.symmetric) and not weights.dynamic
+
+
+def _read_inputs(inputs: Any) -> InputScaling | None:
+    """Read how FP8 inputs are scaled; None where that is of no form that is known."""
+    if inputs is None:
         return InputScaling.NONE
-    strategy = _read_strategy("inputs", inputs)
-    if inputs.get("dynamic"):
-        return InputScaling.GROUP if strategy == "group" else InputScaling.TOKEN
-    return InputScaling.STATIC
+    if (inputs.type, inputs.num_bits) != ("float", 8) or not inputs.symmetric:
+        return None
+    if not inputs.dynamic:
+        return InputScaling.STATIC if inputs.strategy == "tensor" else None
+    if inputs.strategy in ("token", "tensor"):
+        return InputScaling.TOKEN
+    is_group = inputs.strategy == "group" and inputs.group_size == GROUP_SIZE
+    return InputScaling.GROUP if is_group else None
 
 
-def _read_block(value: object) -> tuple[int, int]:
-    if isinstance(value, list) and len(value) == 2 and all(type(size) is int for size in value):
-        return value[0], value[1]
-    raise Refusal(f"block_structure is {value!a:.40} (ValidationError)", fix=FIX)
+def _read_other(scheme: Any, form: object) -> OtherScheme | None:
+    """Read a form that is no FP8 weight."""
+    weights, inputs = scheme.weights, scheme.input_activations
+    if not _is_static(weights):
+        return None
+    if form == OtherForm.NVFP4:
+        return _read_nvfp4(weights, inputs)
+    is_plain = weights.type == "int" and weights.actorder is None
+    if is_plain and form == OtherForm.PACKED:
+        return _read_packed(weights, inputs)
+    return _read_int8(weights, inputs) if is_plain and form == OtherForm.INT8 else None
+
+
+def _read_packed(weights: Any, inputs: Any) -> OtherScheme | None:
+    is_known = weights.num_bits in _PACKED_BITS and weights.strategy in ("group", "channel")
+    if not is_known or inputs is not None:
+        return None
+    size = weights.group_size if weights.strategy == "group" else 0
+    return OtherScheme(form=OtherForm.PACKED, num_bits=weights.num_bits, group_size=size)
+
+
+def _read_int8(weights: Any, inputs: Any) -> OtherScheme | None:
+    is_known = weights.num_bits == 8 and weights.strategy in ("tensor", "channel")
+    if not is_known or inputs is None:
+        return None
+    how = (inputs.type, inputs.num_bits, inputs.symmetric, inputs.strategy, bool(inputs.dynamic))
+    if how not in (("int", 8, True, "tensor", False), ("int", 8, True, "token", True)):
+        return None
+    return OtherScheme(
+        form=OtherForm.INT8,
+        is_per_tensor=weights.strategy == "tensor",
+        has_input_scale=not inputs.dynamic,
+    )
+
+
+def _read_nvfp4(weights: Any, inputs: Any) -> OtherScheme | None:
+    quantizers = (weights,) if inputs is None else (weights, inputs)
+    for each in quantizers:
+        how = (each.type, each.num_bits, each.strategy, each.group_size, each.symmetric)
+        if how != ("float", 4, "tensor_group", 16, True):
+            return None
+    return OtherScheme(form=OtherForm.NVFP4, has_input_scale=inputs is not None)

@@ -7,35 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from fp8calib.engines.weights.blocks import list_fused_block_faults
-from fp8calib.engines.weights.faults import (
-    QuantizedWeights,
-    WeightFault,
-    list_split_experts,
-)
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.finding import Finding
+from fp8calib.engines.weights.quantized import QuantizedWeights, list_split_experts
+from fp8calib.engines.weights.weight_rule import WeightRule
 from fp8calib.errors import shorten
 from fp8calib.geometry.expert_layouts import find_layout
 from fp8calib.geometry.module_paths import split_expert
 
 
-def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
-    """List what engines do to FP8 weights on one rank other than loading them as they are."""
-    return [
-        *_list_split_expert_faults(weights),
-        *list_fused_block_faults(weights),
-    ]
-
-
 def apply_rules(
     engine: str, rules: Iterable[WeightRule], weights: QuantizedWeights
-) -> Iterator[WeightFault]:
+) -> Iterator[Finding]:
     """List what the rules of an engine's record say about FP8 weights."""
     for rule in rules:
         if _holds_for(rule, weights) and (found := _find_linear(rule, weights)):
-            yield WeightFault(
+            yield Finding(
                 engine=engine,
-                effect=rule.effect,
+                status=rule.status,
                 why=_explain(rule, found, str(weights.config.get("model_type"))),
                 source=rule.source,
                 fix=rule.fix,
@@ -77,7 +66,7 @@ def _explain(rule: WeightRule, example: str, model_type: str) -> str:
     return f"{why}; {options} leaves them unquantized" if options else why
 
 
-def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
+def list_split_expert_findings(weights: QuantizedWeights) -> Iterator[Finding]:
     """List engines that treat the experts of a layer alike where only some are quantized."""
     quantized = [each.module for each in weights.linears]
     layers = list_split_experts(quantized, weights.unquantized)
@@ -93,9 +82,9 @@ def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault
     }
     for engine, groups in split.items():
         if groups:
-            yield WeightFault(
+            yield Finding(
                 engine=engine,
-                effect=Effect.MISREAD,
+                status=Status.MISREAD,
                 why="it joins the experts of a layer, and only a part of them is quantized "
                 f"({groups[0]}): it stops, or its answers are wrong",
                 source=sources[engine],
@@ -103,9 +92,7 @@ def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault
             )
 
 
-def list_stack_faults(
-    config: Mapping[str, object], modules: Iterable[str]
-) -> Iterator[WeightFault]:
+def list_stack_findings(config: Mapping[str, object], modules: Iterable[str]) -> Iterator[Finding]:
     """List engines that load a model's experts, of 8 or 16 bits, only as one tensor.
 
     Args:
@@ -120,9 +107,9 @@ def list_stack_faults(
     method = section.get("quant_method") if isinstance(section, Mapping) else None
     is_rebuilt = not layout.is_rebuilt or method == "compressed-tensors"
     if not (layout.is_split_in_transformers and is_rebuilt):
-        yield WeightFault(
+        yield Finding(
             engine="transformers",
-            effect=Effect.MISREAD,
+            status=Status.MISREAD,
             why=f"it looks for {kind}'s experts in one tensor and reports {shorten(expert)} and "
             "all others UNEXPECTED: its experts are random numbers",
             source="transformers 5.23, tried",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale
+from fp8calib.dialects.fp8.weights import is_linear_scale
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
-from fp8calib.engines.weights.parameters import PLAIN_DTYPES, WEIGHT, Shape
+from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
+from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.scales.scale_table import SMALLEST_SCALE
@@ -115,7 +115,6 @@ def list_groups(
     yield from _group_plain(plain, known, linears, beside)
     yield from _group_experts(experts, _count_experts(experts, known, geometry), beside)
     yield from _group_stacks(tensors)
-    yield from _group_tied(tensors, geometry)
 
 
 def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
@@ -190,7 +189,6 @@ def _make_linear(
         module=module,
         shape=shape or _read_matrix(stored),
         tensors=tensors,
-        shard=linear.shard if linear else None,
     )
 
 
@@ -276,28 +274,9 @@ def _group_stacks(tensors: Mapping[str, TensorEntry]) -> Iterator[LinearGroup]:
         yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
 
 
-def _group_tied(
-    tensors: Mapping[str, TensorEntry], geometry: ModelGeometry
-) -> Iterator[LinearGroup]:
-    """Group each output layer that shares the embedding's weight, and is not stored."""
-    for path, shared in geometry.tied.items():
-        if shared in tensors and f"{path}.{WEIGHT}" not in tensors:
-            beside = {WEIGHT: tensors[shared]}
-            head = StoredLinear(
-                module=path, shape=_read_matrix(beside[WEIGHT].shape), tensors=beside
-            )
-            group = _make_group(path, (head,), {})
-            yield replace(group, kind=GroupKind.HEAD, is_known=True, is_tied=True)
-
-
 def _find_commonest(shapes: Counter[Shape]) -> Shape:
     return next((shape for shape, _ in shapes.most_common(1)), ())
 
 
 def _read_matrix(shape: Shape) -> tuple[int, int]:
     return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
-
-
-def is_fp8(entry: TensorEntry | None) -> bool:
-    """Check whether a tensor is stored in FP8."""
-    return entry is not None and entry.dtype in WEIGHT_FORMATS

@@ -1,7 +1,7 @@
 """Compare the parameters of a model with the tensors of its checkpoint, and the index with both.
 
-What the model's class has is known from its config (`ModelGeometry.parameters`). What an engine
-does with a difference is a record of the engine (`ParameterRules`).
+What the model's class has is known from its config (`ModelGeometry.parameters`). Where a checkpoint
+differs, only the engine's own loader can tell what becomes of it, but for what it does silently.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import combinations, product
 
@@ -19,21 +18,19 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_companions
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion
 from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import LoadVerdict, Status
-from fp8calib.engines.weights.faults import WeightFault
-from fp8calib.engines.weights.parameters import PLAIN_DTYPES, Fit, Shape
-from fp8calib.engines.weights.weight_rule import Effect, Opened, Outcome, ParameterRules
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
+from fp8calib.engines.weights.finding import Finding, join_alike
+from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
 
 Located = Mapping[str, tuple[str, TensorEntry]]
 """The file and the entry of each tensor, by its name."""
-FindFit = Callable[[str, Shape], Fit | None]
-"""Find what becomes of a linear's weight of some shape; None where the engine's rule decides."""
 
 _ABSENT_FIX = "complete the download or the export, or use the config.json of this checkpoint"
 _MISFIT_FIX = "use the config.json that the weights were saved with"
@@ -53,12 +50,7 @@ _EXPERT_PARTS = {
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 _NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
-Judged = Iterator[tuple[str, Outcome, str]]
-_CUTS = {
-    Fit.CUT: "the rest is dropped",
-    Fit.PARTIAL: "the rest of the parameter is uninitialised memory",
-    Fit.PADDED: "the rest of the parameter becomes zero",
-}
+_UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
 
 def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[str, TensorEntry]]:
@@ -126,12 +118,12 @@ def describe_paths(folder: ScaleFolder) -> str:
     return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""
 
 
-def find_wrong_values(folder: ScaleFolder, geometry: ModelGeometry) -> LoadVerdict | None:
+def find_wrong_values(folder: ScaleFolder, geometry: ModelGeometry) -> Finding | None:
     """Find a tensor that a later file replaces, or a norm or bias with NaN or infinity."""
     opened = list_opened_tensors(folder, Opened.INDEXED)
     why = _find_replaced(folder) or _find_broken_vector(folder, geometry, opened)
     fix = "write the checkpoint again, with each tensor once"
-    return LoadVerdict(status=Status.MISREAD, why=why, fix=fix) if why else None
+    return Finding(status=Status.MISREAD, why=why, fix=fix) if why else None
 
 
 def _find_replaced(folder: ScaleFolder) -> str:
@@ -204,70 +196,71 @@ def find_first_fault(
     return ""
 
 
-def list_parameter_faults(
-    engine: str,
-    rules: ParameterRules,
+def compare_parameters(
+    rules: NameRules,
     geometry: ModelGeometry,
     located: Located,
     *,
     is_quantized: bool,
     unties: bool = False,
-    find_fit: FindFit | None = None,
-) -> list[WeightFault]:
-    """List the model's parameters that the checkpoint lacks, or stores in another shape.
+) -> list[Finding]:
+    """List the model's parameters that the checkpoint lacks, or stores otherwise.
 
-    Parameters of the same kind become one fault, which names the first. Where tensors have names
-    that the model's class does not have, an engine may know these names: what it does with them,
-    and with the parameters that they do not fill, is not known.
+    Where tensors have names that the model's class does not have, an engine may know these names:
+    what it does with them, and with the parameters that they do not fill, is not known.
 
     Args:
-        engine: its key.
-        rules: what it does with them.
+        rules: the engine's.
         geometry: the model's; one whose class is not known has no parameters to compare.
         located: the tensors that the engine opens.
         is_quantized: there is a quantization config.
         unties: config.json gives the output layer a weight of its own.
-        find_fit: the engine's own rule for the shapes of linears.
     """
     tensors = {name: entry for name, (_, entry) in located.items()}
-    doubts = list(_list_name_doubts(rules, geometry, tensors)) if rules.doubts_names else []
+    doubts = list(_list_name_doubts(rules, geometry, tensors))
     if are_elsewhere(geometry, tensors) and not doubts:
         return []
-    found: dict[tuple[Effect, str], list[tuple[str, Outcome]]] = defaultdict(list)
-    explains = any(len(tensors[name].shape) > 1 for name, *_ in doubts if name in tensors)
+    explains = any(
+        len(tensors[each.subject].shape) > 1 for each in doubts if each.subject in tensors
+    )
     absent = [] if explains else list(_list_absent_names(geometry, tensors))
     if unties and geometry.model_type in rules.tied_types:
-        doubts.append((_HEAD, _doubt(rules, _TIED), _TIED_FIX))
+        doubts.append(_doubt(_HEAD, _TIED, _TIED_FIX))
         absent = [name for name in absent if name != _HEAD]
-    judged = [
-        *doubts,
-        *_judge_absent(rules, geometry, absent, is_quantized=is_quantized),
-        *_list_misfits(rules, geometry, tensors, find_fit or (lambda _, __: None)),
-        *_list_expert_misfits(rules, geometry, tensors),
-    ]
-    for name, rule, fix in judged:
-        found[rule.effect, fix].append((name, rule))
-    return [_join(engine, each, fix) for (_, fix), each in found.items()]
+    return list(
+        join_alike(
+            (
+                *doubts,
+                *_judge_absent(rules, geometry, absent, is_quantized=is_quantized),
+                *_list_misfits(geometry, tensors),
+                *_list_expert_misfits(geometry, tensors),
+            )
+        )
+    )
 
 
 def _list_name_doubts(
-    rules: ParameterRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
-) -> Judged:
+    rules: NameRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Iterator[Finding]:
     """List tensors that the model's class does not have, or has under another name."""
     is_skipping = geometry.model_type in rules.skipped_experts
     for name in _list_leftovers(geometry, tensors):
         if is_skipping and split_expert(name.rpartition(".")[0]) is not None:
-            yield name, _skip(rules), _NAMES_FIX
+            why = "has a name that the engine leaves out: its expert is uninitialised memory"
+            yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
         else:
-            yield name, _doubt(rules, "is not in the model's class"), _NAMES_FIX
+            yield _doubt(name, "is not in the model's class", _NAMES_FIX)
     for name in _list_surplus_experts(geometry, tensors):
-        yield name, _doubt(rules, "is of an expert that the model does not have"), _NAMES_FIX
+        yield _doubt(name, "is of an expert that the model does not have", _NAMES_FIX)
     if not geometry.architecture.endswith(_WRAPPER):
         is_bare = geometry.model_type in rules.bare_types
         for name in geometry.renamed:
             if name in tensors and not (is_bare and _lacks_root(geometry, name)):
-                what = "has another name than the model's class gives it"
-                yield name, _doubt(rules, what), _NAMES_FIX
+                yield _doubt(name, "has another name than the model's class gives it", _NAMES_FIX)
+
+
+def _doubt(name: str, why: str, fix: str, if_loaded: str = "") -> Finding:
+    return Finding(status=Status.UNKNOWN, subject=name, why=why, fix=fix, if_loaded=if_loaded)
 
 
 def _lacks_root(geometry: ModelGeometry, name: str) -> bool:
@@ -317,15 +310,6 @@ def _count_experts(geometry: ModelGeometry) -> dict[int, int]:
     }
 
 
-def _doubt(rules: ParameterRules, what: str) -> Outcome:
-    return replace(rules.misfit, effect=Effect.UNKNOWN, what=what)
-
-
-def _skip(rules: ParameterRules) -> Outcome:
-    what = "has a name that the engine leaves out: its expert is uninitialised memory"
-    return replace(rules.absent, effect=Effect.MISREAD, what=what)
-
-
 def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
     """Whether a folder is one of config and scales, or names its weights in its own way."""
     if any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
@@ -334,26 +318,33 @@ def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -
     return has_matrices or any(map(is_companion, tensors))
 
 
-def _join(engine: str, found: list[tuple[str, Outcome]], fix: str) -> WeightFault:
-    name, rule = found[0]
-    why = f"{shorten(name)} {rule.what}"
-    if found[1:]:
-        why += f"; {len(found) - 1} more likewise, such as {shorten(found[1][0])}"
-    return WeightFault(engine=engine, effect=rule.effect, why=why, source=rule.source, fix=fix)
-
-
 def _judge_absent(
-    rules: ParameterRules, geometry: ModelGeometry, absent: list[str], *, is_quantized: bool
-) -> Judged:
+    rules: NameRules, geometry: ModelGeometry, absent: list[str], *, is_quantized: bool
+) -> Iterator[Finding]:
+    """Judge parameters that no tensor fills, for which some engines raise an error.
+
+    vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading) raises one without a
+    quantization config, and but for modules with a quant_method (read).
+    """
     matrices = {
         name.rpartition(".")[0] for name, shape in geometry.parameters.items() if len(shape) > 1
     }
     modules = (name.rpartition(".")[0] for name in absent)
     has_vector = any(each not in matrices and split_expert(each) is None for each in modules)
-    compared = rules.absent_vector if has_vector and not is_quantized else None
-    rule = compared or rules.absent
+    is_silent = rules.is_silent or (
+        rules.is_silent_if_quantized and (is_quantized or not has_vector)
+    )
     for name in absent:
-        yield name, replace(rule, what=f"is missing: {rule.what}"), _ABSENT_FIX
+        why = f"is missing: {_UNFILLED}" if is_silent else "is missing"
+        status = Status.MISREAD if is_silent else Status.UNKNOWN
+        yield Finding(
+            status=status,
+            subject=name,
+            why=why,
+            fix=_ABSENT_FIX,
+            is_silent=is_silent,
+            if_loaded=_UNFILLED,
+        )
 
 
 def _list_absent_names(
@@ -434,32 +425,9 @@ def _list_other_shapes(
             yield name, entry, shape
 
 
-def _list_misfits(
-    rules: ParameterRules,
-    geometry: ModelGeometry,
-    tensors: Mapping[str, TensorEntry],
-    find_fit: FindFit,
-) -> Judged:
-    found = list(_list_other_shapes(geometry, tensors))
-    for name, entry, shape in found:
-        is_linear = name in geometry.matrices and "head" not in name and "embed" not in name
-        if rules.takes_rows and not is_linear and len(shape) == 2 and entry.shape[1:] == shape[1:]:
-            continue
-        fit = find_fit(name, entry.shape) if name in geometry.matrices else None
-        # One tensor with more rows than its like may be padded, and the rest is as meant.
-        is_padded = fit is Fit.CUT and not _is_everywhere(geometry, name, found)
-        misfit = _describe_misfit(rules.misfit, entry.shape, shape, None if is_padded else fit)
-        yield name, misfit, _MISFIT_FIX
-
-
-def _is_everywhere(
-    geometry: ModelGeometry, name: str, misfits: list[tuple[str, TensorEntry, Shape]]
-) -> bool:
-    """Check whether a tensor has another shape than the config says in every layer."""
-    others = {other for other, *_ in misfits}
-    pattern = _LAYER.sub(r"\1*.", name, count=1)
-    alike = (each for each in geometry.parameters if _LAYER.sub(r"\1*.", each, count=1) == pattern)
-    return all(each in others for each in alike)
+def _list_misfits(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> Iterator[Finding]:
+    for name, entry, shape in _list_other_shapes(geometry, tensors):
+        yield _describe_misfit(name, entry.shape, shape)
 
 
 def _is_same(found: Shape, expected: Shape) -> bool:
@@ -467,18 +435,14 @@ def _is_same(found: Shape, expected: Shape) -> bool:
     return found == expected or {found, expected} == {(), (1,)}
 
 
-def _describe_misfit(
-    rule: Outcome, found: Shape, expected: Shape, fit: Fit | None = None
-) -> Outcome:
-    what = f"has shape {list(found)}, and the config means {list(expected)}"
-    if fit in _CUTS:
-        return replace(rule, effect=Effect.MISREAD, what=f"{what}: {_CUTS[fit]}")
-    return replace(rule, what=f"{what}: {rule.what}")
+def _describe_misfit(name: str, found: Shape, expected: Shape) -> Finding:
+    why = f"has shape {list(found)}, and the config means {list(expected)}"
+    return _doubt(name, why, _MISFIT_FIX, if_loaded="it is cut, or fills a part")
 
 
 def _list_expert_misfits(
-    rules: ParameterRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
-) -> Judged:
+    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Iterator[Finding]:
     """List the weights of single experts that have the shape of no projection of any expert."""
     expected = {
         shape
@@ -503,27 +467,8 @@ def _list_expert_misfits(
         if layer is None or layer[1] != decoder or int(layer[2]) >= len(geometry.layers):
             continue
         nearest = min(expected, key=partial(_count_differences, entry.shape))
-        is_smaller = all(a <= b for a, b in zip(entry.shape, nearest, strict=True))
-        fit = Fit.PARTIAL if is_smaller and rules.narrows_experts else None
-        yield name, _describe_misfit(rules.misfit, entry.shape, nearest, fit), _MISFIT_FIX
+        yield _describe_misfit(name, entry.shape, nearest)
 
 
 def _count_differences(one: Shape, other: Shape) -> int:
     return sum(a != b for a, b in zip(one, other, strict=True))
-
-
-def list_scaleless_faults(
-    engine: str, rules: ParameterRules, tensors: Mapping[str, TensorEntry]
-) -> list[WeightFault]:
-    """List FP8 weights of linears beside which there is no scale of any name."""
-    scaleless = [
-        name
-        for name, entry in tensors.items()
-        if name.endswith(".weight")
-        and len(entry.shape) == 2
-        and entry.dtype in WEIGHT_FORMATS
-        and not any(scale in tensors for scale in name_companions(name).scales)
-    ]
-    what = "is FP8, and has no scale beside it: its codes are used as the weight, or loading fails"
-    rule = replace(rules.absent, effect=Effect.MISREAD, what=what)
-    return [_join(engine, [(name, rule) for name in scaleless], _ABSENT_FIX)] if scaleless else []

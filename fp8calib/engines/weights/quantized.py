@@ -1,38 +1,14 @@
-"""A checkpoint's FP8 weights, and why an engine cannot load them."""
+"""A checkpoint's FP8 weights, as rules about loading see them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.module_paths import name_fused_group
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFault:
-    """Why an engine does not load FP8 weights as they are."""
-
-    engine: str
-    effect: Effect
-    why: str
-    source: str
-    fix: str = ""
-    since: tuple[int, ...] = ()
-    """The first release of the engine for which it is true."""
-    until: tuple[int, ...] = ()
-    """The first one for which it is true no longer; empty where it is true of the newest."""
-
-    def holds(self, version: str) -> bool:
-        """Check whether it is true of a release; a commit counts as the newest."""
-        numbers = re.match(r"\d+(?:\.\d+)+", version)
-        if numbers is None:
-            return not self.until
-        parsed = tuple(map(int, numbers[0].split(".")))
-        return self.since <= parsed and (not self.until or parsed < self.until)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +47,6 @@ class QuantizedWeights:
     """The paths of the linears that are not FP8."""
     is_mixed: bool = False
     """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
-
-
-def fault_per_engine(
-    sources: Mapping[str, str], effect: Effect, why: str, fix: str
-) -> Iterator[WeightFault]:
-    """Yield the same fault for several engines, each with its own source."""
-    for engine, source in sources.items():
-        yield WeightFault(engine=engine, effect=effect, why=why, source=source, fix=fix)
 
 
 def list_split_experts(

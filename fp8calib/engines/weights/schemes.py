@@ -1,48 +1,54 @@
-"""By which scheme vLLM and SGLang create a linear, from the quantization config alone.
+"""By which scheme an engine creates a linear, from the quantization config alone.
 
 vLLM 0.32.0: `layers/quantization/`: `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
 _get_scheme_from_parts), `compressed_tensors/utils.py`, `utils/config_utils.py`, `fp8.py`,
 `modelopt.py` (is_layer_excluded, _resolve_quant_algo) and `utils/quant_utils.py`
-(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files; where it differs, its
-`linear_loader.py` overrides a method.
+(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files; where an engine differs,
+its own module overrides a method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.modelopt import read_algorithm
-from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.dialects.fp8.quantization_config import (
+    ContradictionError,
+    FindScheme,
+    StoredScheme,
+)
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.weights.compressed_groups import (
-    find_foreign,
-    read_compressed_group,
-    require_served,
-)
-from fp8calib.engines.weights.linear_loader import (
-    Foreign,
-    Found,
-    GroupKind,
-    LinearGroup,
-    Unquantized,
-)
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.weights.compressed_groups import read_compressed_group
+from fp8calib.engines.weights.expected import OtherScheme
+from fp8calib.engines.weights.linears import GroupKind, LinearGroup
+from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import Granularity, InputScaling
 from fp8calib.geometry.module_paths import name_fused_group
 
 Section = Mapping[str, object]
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}
 """Other names of methods; the second is a subclass (vLLM 0.32.0 `deepseek_v4/quant_config.py`)."""
-_CLASSES = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _PART_FIX = "quantize all of these projections, or none"
 _NO_CONFIG = "there is no quantization config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unquantized:
+    """A group that the engine creates without quantization."""
+
+    why: str
+    """What of the config says so."""
+
+
+Found = StoredScheme | OtherScheme | Unquantized
 
 
 class GroupSchemes:
@@ -55,7 +61,9 @@ class GroupSchemes:
     """
 
     formats: Collection[str] = FORMATS
-    """The formats of compressed-tensors for which the engine has schemes of 8 bits."""
+    """The formats of compressed-tensors for which the engine has schemes of FP8 weights."""
+    find_stored: FindScheme | None = None
+    """Finds the scheme of a linear by its path, for the methods that have no rules here."""
 
     def __init__(self, section: Section, config: Section) -> None:
         self._is_wrapped = any(isinstance(config.get(key), dict) for key in _TEXT_KEYS)
@@ -66,24 +74,22 @@ class GroupSchemes:
         self.section: Section = nested if isinstance(nested, dict) else section
         self.targets: dict[str, Section] = {}
         self._algorithms: Section = {}
-        self._fp8: StoredScheme | None = None
         self.excluded: list[str] = []
         if self.method == "compressed-tensors":
             self.excluded = list_strings(section, "ignore")
             self.targets = _list_targets(section)
         elif self.method == "fp8":
             self.excluded = self.read_ignored_layers(section)
-            self._fp8 = _read_fp8(section)
         elif self.method.startswith("modelopt"):
             self.excluded = self.read_exclusions(self.section, is_nested=self._is_nested)
             layers = self.section.get("quantized_layers")
             self._algorithms = layers if isinstance(layers, dict) else {}
 
     def find(self, group: LinearGroup) -> Found:
-        """Find a group's scheme; None where the engine creates something that is not FP8.
+        """Find a group's scheme.
 
         Raises:
-            Refusal: the engine does not start.
+            Refusal: the engine does not start, or its method is not known offline.
         """
         if not self.method:
             return Unquantized(why=_NO_CONFIG)
@@ -91,7 +97,29 @@ class GroupSchemes:
             return self._find_compressed(group)
         if self.method == "fp8":
             return self._find_fp8(group)
-        return self._find_modelopt(group) if self.method.startswith("modelopt") else None
+        if self.method.startswith("modelopt"):
+            return self._find_modelopt(group)
+        if self.find_stored is None:
+            raise Unjudged(f"weights of quant_method {self.method!a:.40} are not judged offline")
+        return self._find_stored(group, self.find_stored)
+
+    def _find_stored(self, group: LinearGroup, find: FindScheme) -> Found:
+        """Find the scheme of a group by the config's own words, each linear by its path."""
+        schemes: dict[str, StoredScheme] = {}
+        why = ""
+        for each in group.members:
+            try:
+                schemes[each.module] = find(each.module)
+            except ContradictionError as error:
+                why = error.message.partition("is FP8, but ")[2] or error.message
+            except ModelError as error:
+                raise Unjudged(error.message) from error
+        if covers_parts(group, lambda path: path not in schemes):
+            return Unquantized(why=why)
+        found = set(schemes.values())
+        if len(found) > 1:
+            raise Unjudged(f"the linears of {group.path} have several schemes")
+        return found.pop()
 
     def read_ignored_layers(self, section: Section) -> list[str]:
         """Read the list of the `fp8` method."""
@@ -166,24 +194,27 @@ class GroupSchemes:
         return parts[0] if None not in parts else None
 
     def find_class_target(self, group: LinearGroup) -> str | None:
-        """Find the first target that is a part of the name of the engine's class."""
-        kind = _name_class(group).lower()
-        plain = (target for target in self.targets if not target.startswith("re:"))
-        return next((target for target in plain if target.lower() in kind), None)
+        """Find the class `Linear` among the targets, of which the output layer is not.
+
+        Raises:
+            Refusal: there is a target that engines compare with their own classes.
+        """
+        for target in self.targets:
+            is_known = target == "Linear" or "." in target or target.endswith("Attention")
+            if not is_known and not target.startswith("re:"):
+                raise Unjudged(f"which linears the target {target!a:.40} means is not known")
+        is_linear = group.kind is not GroupKind.HEAD
+        return "Linear" if is_linear and "Linear" in self.targets else None
 
     def read_group(self, group: Section) -> Found:
         """Read a config group of compressed-tensors.
 
         Raises:
-            Refusal: the engine has no scheme for it.
+            Refusal: the engine has no scheme for it, or it is of no form that is known.
         """
-        if (foreign := find_foreign(group)) is not None:
-            return foreign
         own = self.find_own_format(group)
         form = self.section.get("format") if own is None else own
-        scheme = read_compressed_group(group)
-        require_served(group, scheme, form, self.formats)
-        return scheme
+        return read_compressed_group(group, form, self.formats)
 
     def probe_expert(self, group: LinearGroup) -> LinearGroup:
         """Take the projections of the first expert, by which engines decide for a layer's."""
@@ -251,7 +282,7 @@ class GroupSchemes:
             names = self.spell(group.path)
             entries = (e for e in self.excluded if any(self.skips_experts(e, n) for n in names))
             entry = next(entries, None)
-            return self._fp8 if entry is None else exclude(entry)
+            return _read_fp8(self.section) if entry is None else exclude(entry)
         exact = frozenset(self.excluded)
 
         def skipped(path: str) -> bool:
@@ -259,7 +290,8 @@ class GroupSchemes:
             is_named = any(name in exact for name in names)
             return is_named or any(self.skips(e, n) for n in names for e in self.excluded)
 
-        return exclude(group.path) if self.covers(group, skipped) else self._fp8
+        is_skipped = self.covers(group, skipped)
+        return exclude(group.path) if is_skipped else _read_fp8(self.section)
 
     def _find_modelopt(self, group: LinearGroup) -> Found:
         if (entry := self.find_exclusion(group)) is not None:
@@ -271,19 +303,14 @@ class GroupSchemes:
             algorithm = _find_algorithm(group, self._algorithms)
             if not algorithm:
                 return Unquantized(why="quantized_layers does not list it")
+        if algorithm == "NONE":
+            return Unquantized(why="the config names no quant_algo")
         scheme = read_algorithm(algorithm)
         if scheme is not None and not self.quantizes(group, algorithm):
             return Unquantized(why=f"this release does not quantize {algorithm} here")
-        return scheme or Foreign(why=f"its quant_algo is {algorithm!a:.40}")
-
-
-class LinearSchemes(GroupSchemes):
-    """The schemes of compressed-tensors' own matching: every linear is of the class `Linear`."""
-
-    def find_class_target(self, group: LinearGroup) -> str | None:
-        """Find the class `Linear` among the targets."""
-        del group
-        return "Linear" if "Linear" in self.targets else None
+        if scheme is None:
+            raise Unjudged(f"weights of quant_algo {algorithm!a:.40} are not judged offline")
+        return scheme
 
 
 def covers_group(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
@@ -340,10 +367,7 @@ def _read_fp8(section: Section) -> StoredScheme:
         inputs = InputScaling.STATIC if is_static else InputScaling.TOKEN
         return StoredScheme(weights=Granularity.TENSOR, inputs=inputs)
     if not isinstance(block, list) or len(block) != 2 or not all(type(s) is int for s in block):
-        raise Refusal(
-            f"weight_block_size is {block!a:.40}, and engines need two sizes",
-            fix="write [128, 128]",
-        )
+        raise Unjudged(f"weight_block_size is {block!a:.40}, and engines need two sizes")
     return StoredScheme(
         weights=Granularity.BLOCK, block=(block[0], block[1]), inputs=InputScaling.GROUP
     )
@@ -372,15 +396,3 @@ def _find_algorithm(group: LinearGroup, layers: Section) -> str:
             fix=_PART_FIX,
         )
     return found.pop() if found else ""
-
-
-def _name_class(group: LinearGroup) -> str:
-    """Name the engine's class of a module; experts are targeted as `Linear` is."""
-    if group.kind is GroupKind.EXPERTS:
-        return "RoutedExperts FusedMoE Linear"
-    if group.kind is GroupKind.HEAD:
-        return "ParallelLMHead"
-    if len(group.members) == 1:
-        return _CLASSES.get(group.members[0].shard or "", "ReplicatedLinear")
-    is_attention = group.path.endswith("qkv_proj")
-    return "QKVParallelLinear" if is_attention else "MergedColumnParallelLinear"

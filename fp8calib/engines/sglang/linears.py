@@ -1,0 +1,225 @@
+"""How SGLang creates the linears of a checkpoint, from the quantization config alone.
+
+`srt/layers/quantization/`: `compressed_tensors/` (compressed_tensors.py, compressed_tensors_moe.py,
+utils.py), `fp8.py`, `modelopt_quant.py` and `utils.py` (is_layer_skipped), compared between the
+wheels. The functions that match names were run in each, and those that choose a scheme of
+compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from fp8calib.dialects.fp8.compressed_tensors import FORMATS
+from fp8calib.engines.facts import Release
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.sglang.model_types import find_unlisted
+from fp8calib.engines.sglang.releases import (
+    CHANNELS_ALONE,
+    ENDS_IGNORED,
+    GROUP_FORMATS,
+    HEAD_COMPRESSED,
+)
+from fp8calib.engines.sglang.replay import find_sglang_config
+from fp8calib.engines.weights.expected import OtherScheme
+from fp8calib.engines.weights.linears import GroupKind, LinearGroup
+from fp8calib.engines.weights.reader import LinearReader
+from fp8calib.engines.weights.schemes import (
+    Found,
+    GroupSchemes,
+    Section,
+    Unquantized,
+    covers_parts,
+    list_strings,
+)
+from fp8calib.fp8.schemes import Granularity, InputScaling
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+_W4AFP8_LINEARS: Mapping[str, object] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+"""How w4afp8 creates all linears but experts, which it reads as int4 (`w4afp8.py`)."""
+_FALLBACK_PROJECTIONS = ("qkv_proj", "gate_up_proj")
+_FUSED_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_UNMATCHED_FIX = "list it in `ignore`, or in a config group"
+
+
+def make_sglang_reader(
+    folder: ScaleFolder, geometry: ModelGeometry, release: Release
+) -> LinearReader:
+    """Make the reader of a folder's linears.
+
+    Raises:
+        Refusal: SGLang refuses the config.
+    """
+    quantization = find_sglang_config(folder) or {}
+    is_replaced = quantization.get("quant_method") == "w4afp8"
+    section = _W4AFP8_LINEARS if is_replaced else quantization
+    unlisted = find_unlisted(geometry.architecture, release)
+    return LinearReader(folder, SglangSchemes(section, folder.config, release, unlisted))
+
+
+class SglangSchemes(GroupSchemes):
+    """The schemes of a release.
+
+    Args:
+        section: the config that SGLang uses; empty where there is none.
+        config: the model's config.json.
+        release: whose rules hold.
+        unlisted: the names of what the model's class joins without saying of which projections.
+    """
+
+    formats = (*FORMATS, "pack-quantized")
+
+    def __init__(
+        self, section: Section, config: Section, release: Release, unlisted: Collection[str]
+    ) -> None:
+        self._release = release
+        self._unlisted = unlisted
+        super().__init__(section, config)
+
+    def find(self, group: LinearGroup) -> Found:
+        """Find a group's scheme."""
+        is_compressed = self.method == "compressed-tensors"
+        is_head = group.kind is GroupKind.HEAD
+        if is_head and is_compressed and not self._release.has(HEAD_COMPRESSED):
+            return Unquantized(why="this release does not quantize the output layer")
+        found = super().find(group)
+        has_blocks = getattr(found, "weights", None) is Granularity.BLOCK
+        if is_head and is_compressed and has_blocks:
+            why = "compressed-tensors' output layer in blocks is not supported"
+            raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
+        return found
+
+    def find_own_format(self, group: Section) -> object:
+        """Find the format of a config group, which older releases do not read."""
+        return super().find_own_format(group) if self._release.has(GROUP_FORMATS) else None
+
+    def read_group(self, group: Section) -> Found:
+        """Read a config group, for which older releases have fewer schemes."""
+        scheme = super().read_group(group)
+        if isinstance(scheme, OtherScheme):
+            raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
+        is_alone = getattr(scheme, "inputs", None) is InputScaling.NONE
+        is_channel = getattr(scheme, "weights", None) is Granularity.CHANNEL
+        if is_alone and is_channel and not self._release.has(CHANNELS_ALONE):
+            why = (
+                "it takes FP8 weights per channel whose inputs are not quantized for packed "
+                "integers (ImportError: W4A16Sparse24 is not supported)"
+            )
+            raise Refusal(why, fix="quantize the inputs too, or use a newer SGLang")
+        return scheme
+
+    def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+        """Check whether a list covers a group; its projections count in some classes alone."""
+        if self.method == "fp8":
+            return self._skips_group(group, matches)
+        is_named = any(path in self.excluded for path in self.spell(group.path))
+        is_linear = group.kind is not GroupKind.EXPERTS
+        if is_linear and (is_named or not self._lists_parts(group)):
+            return matches(group.path)
+        return covers_parts(group, matches)
+
+    def _lists_parts(self, group: LinearGroup) -> bool:
+        """Tell whether the model's class says which projections a module joins."""
+        return group.path.rpartition(".")[2] not in self._unlisted
+
+    def _skips_group(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+        """Replay `is_layer_skipped` for linears that are no experts."""
+        name = group.path.rpartition(".")[2]
+        is_joined = len(group.members) > 1
+        if is_joined and (self._lists_parts(group) or name in _FALLBACK_PROJECTIONS):
+            return covers_parts(group, matches)
+        if "experts" in group.path and not is_joined:
+            paths = self.spell(group.path)
+            entries = [entry for entry in self.excluded if "experts" in entry]
+            if any(path in entry for path in paths for entry in entries):
+                return True
+        return matches(group.path)
+
+    def read_ignored_layers(self, section: Section) -> list[str]:
+        """Read the `fp8` method's list, the first there is; each entry with and without a root."""
+        keys = ("ignored_layers", "modules_to_not_convert")
+        key = next((key for key in keys if key in section), keys[0])
+        bare = [entry.removeprefix("model.") for entry in list_strings(section, key)]
+        return [spelling for entry in bare for spelling in (entry, f"model.{entry}")]
+
+    def ignores(self, entry: str, path: str) -> bool:
+        """Match a module with an expression, its path, a part or the end of it."""
+        if entry.startswith("re:"):
+            return matches_target(entry, path)
+        if not self._release.has(ENDS_IGNORED):
+            return entry.lower() in path.lower()
+        return entry == path or path.endswith(f".{entry}")
+
+    def skips(self, entry: str, path: str) -> bool:
+        """Match a module with its path, or whole parts of it."""
+        return f".{entry.rstrip('.')}." in f".{path}."
+
+    def skips_experts(self, entry: str, path: str) -> bool:
+        """Match the experts of a layer, also with an entry for one of them."""
+        return self.skips(entry, path) or super().skips_experts(entry, path)
+
+    def find_exclusion(self, group: LinearGroup) -> str | None:
+        """Find the entry of ModelOpt's list that excludes a group."""
+        names = self.spell(group.path)
+        globs = (e for e in self.excluded if any(_matches_glob(e, n) for n in names))
+        entry = next(globs, None)
+        if group.kind is GroupKind.EXPERTS:
+            return entry
+
+        def skipped(path: str) -> bool:
+            return any(self.skips(e, name) for e in self.excluded for name in self.spell(path))
+
+        return group.path if self._skips_group(group, skipped) else entry
+
+    def quantizes(self, group: LinearGroup, algorithm: str) -> bool:
+        """Tell whether a layer of a mixed precision may have an algorithm."""
+        what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
+        layers = self.section.get("quantized_layers")
+        if str(self.section.get("quant_algo")).upper() != "MIXED_PRECISION":
+            return True
+        is_found = self._lists_parts(group) or (isinstance(layers, dict) and group.path in layers)
+        is_read = algorithm in ("FP8", *self._release.list_values(f"mixed precision {what}"))
+        return is_found and (is_read or algorithm != "FP8_PB_WO")
+
+    def find_target(self, group: LinearGroup) -> str | None:
+        """Find the first target: by path, by class, then by all projections; the head's by path."""
+        if group.kind is GroupKind.HEAD:
+            return next((each for each in self.targets if self.ignores(each, group.path)), None)
+        if group.kind is GroupKind.EXPERTS:
+            return super().find_target(group)
+        parts = self.find_part_target(group) if self._lists_parts(group) else None
+        return self.find_path_target(group.path) or self.find_class_target(group) or parts
+
+    def probe_expert(self, group: LinearGroup) -> LinearGroup:
+        """Name the projections as SGLang does for every model (`get_moe_scheme`)."""
+        first = group.members[0]
+        names = (f"{group.path}.0.{each}" for each in ("gate_proj", "up_proj", "down_proj"))
+        return replace(group, members=tuple(replace(first, module=name) for name in names))
+
+    def judge_untargeted(self, group: LinearGroup) -> Unquantized:
+        """Judge a group that no target matches: SGLang stops, but for the output layer."""
+        if group.kind is GroupKind.HEAD or not self.targets:
+            return super().judge_untargeted(group)
+        raise Refusal(
+            f"no config group has {group.members[0].module} (ValueError: Unable to find matching "
+            "target)",
+            fix=_UNMATCHED_FIX,
+        )
+
+
+def _matches_glob(entry: str, path: str) -> bool:
+    """Match a path, or one of its parts, with an entry in which `*` stands for anything."""
+    pattern = re.escape(entry).replace(r"\*", ".*")
+    parts = path.split(".")
+    if any(re.fullmatch(pattern, text) for text in (path, *parts)):
+        return True
+    tail = entry.rpartition(".")[2]
+    return tail in _FUSED_PARTS and tail in parts[-1]

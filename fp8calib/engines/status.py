@@ -1,0 +1,22 @@
+"""What an engine does with a scale, or with a part of a checkpoint."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """What an engine does with a scale."""
+
+    USED = "used"
+    """It multiplies by the number that the file means."""
+    DEFAULTED = "defaulted"
+    """It finds no scale, or ignores the whole file, and uses 1.0."""
+    DROPPED = "dropped"
+    """The engine ignores the scale, or does not support the format."""
+    MISREAD = "misread"
+    """It uses another number than the file means, or a number that is not a scale."""
+    REFUSED = "refused"
+    """It does not start."""
+    UNKNOWN = "unknown"
+    """This cannot be told without the engine."""

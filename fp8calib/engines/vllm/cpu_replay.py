@@ -1,0 +1,54 @@
+"""What vLLM 0.32.0 does with KV scales on a CPU (`v1/attention/backends/cpu_attn.py`, run)."""
+
+from __future__ import annotations
+
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.load_context import match_to_layers
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.status import Status
+from fp8calib.engines.vllm.releases import VLLM_0_32
+from fp8calib.engines.vllm.replay import replay_vllm
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role
+from fp8calib.geometry.tensor_parallel import rank_range
+
+_LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
+_LARGEST_FIX = "write a kv-overlay, with one scale per layer"
+
+
+def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay loading on CPUs: the largest per-head scale of a layer's heads on a rank serves all.
+
+    Raises:
+        Refusal: vLLM does not start.
+    """
+    stored = match_to_layers(
+        geometry, (each for held in folder.scales.values() for each in held.values())
+    )
+    heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
+    report = replay_vllm(folder, geometry, tp, VLLM_0_32, on_gpus=False)
+
+    def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
+        scale = stored.get((index, role))
+        if one.status is not Status.USED or scale is None or _fits_ranks(scale, heads[index], tp):
+            return one
+        fault = {"status": Status.MISREAD, "why": _LARGEST.format(scale), "fix": _LARGEST_FIX}
+        return one.model_copy(update=fault)
+
+    layers = (
+        LayerVerdict(
+            layer=layer.layer,
+            k=judge(layer.k, layer.layer, Role.K),
+            v=judge(layer.v, layer.layer, Role.V),
+        )
+        for layer in report.layers
+    )
+    return report.model_copy(update={"layers": tuple(layers)})
+
+
+def _fits_ranks(scale: StoredScale, num_heads: int, tp: int) -> bool:
+    """Check that the heads of each rank have one scale."""
+    if scale.numel == 1:
+        return True
+    ranks = (rank_range(num_heads, tp, rank) for rank in range(tp))
+    return all(len(set(scale.values[heads.start : heads.stop])) == 1 for heads in ranks)

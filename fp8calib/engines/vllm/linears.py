@@ -1,0 +1,168 @@
+"""How vLLM 0.32.0 creates the linears of a checkpoint. Run on tiny models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from fp8calib.engines.facts import Release
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.vllm.model_types import (
+    CREATED_LINEARS,
+    PLAIN_HEAD_TYPES,
+    RENAMED_LINEARS,
+    RENAMING_TYPES,
+    SEPARATE_TYPES,
+    UNPACKED_TYPES,
+    UNQUANTIZED_LINEARS,
+)
+from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, find_exclusions, name_method
+from fp8calib.engines.weights.expected import Expected
+from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.reader import LinearReader
+from fp8calib.engines.weights.schemes import (
+    Found,
+    GroupSchemes,
+    Section,
+    Unquantized,
+    covers_group,
+    covers_parts,
+    list_strings,
+)
+from fp8calib.fp8.schemes import Granularity
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+_IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
+_CLASS_FIRST = "joined projections have the target of their class before that of their names"
+_RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+
+class VllmReader(LinearReader):
+    """The linears that vLLM creates by a folder's quantization config."""
+
+    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> None:
+        section = find_quantization(folder, keys=CONFIG_KEYS) or {}
+        section = section if name_method(section, release) else {}
+        super().__init__(folder, VllmSchemes(section, folder.config, release))
+        self._renames = geometry.model_type in RENAMING_TYPES
+        self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
+        self._is_separate = geometry.model_type in SEPARATE_TYPES
+        self._is_unpacked = geometry.model_type in UNPACKED_TYPES
+        self._renamings = RENAMED_LINEARS.get(geometry.model_type, ())
+        self._plain = UNQUANTIZED_LINEARS.get(geometry.model_type, ())
+        self._created = CREATED_LINEARS.get(geometry.model_type, ())
+
+    def joins(self, group: LinearGroup) -> bool:
+        """Tell whether vLLM joins a group."""
+        return not (self._is_separate and group.path.endswith("qkv_proj"))
+
+    def find_scheme(self, group: LinearGroup) -> Found:
+        """Find the scheme by which vLLM creates a group."""
+        if group.kind is GroupKind.HEAD and self._has_plain_head:
+            return Unquantized(why="vLLM does not quantize the output layer of this model")
+        if group.path.endswith(self._plain):
+            return Unquantized(why="vLLM does not quantize this linear")
+        if self.schemes.method == "quark" and self.creates(group):
+            self._require_excluded(self._rename(group))
+        found = self.schemes.find(self._rename(group))
+        if group.kind is GroupKind.HEAD and getattr(found, "weights", None) is Granularity.BLOCK:
+            raise Unjudged("an output layer in blocks, which vLLM may not have")
+        return found
+
+    def _require_excluded(self, group: LinearGroup) -> None:
+        """Check that a Quark config that is for the KV cache alone excludes a group.
+
+        vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
+
+        Raises:
+            Refusal: it does not.
+        """
+        section = self.schemes.section
+        is_whole = isinstance(section.get("layer_type_quant_config"), dict)
+        if is_whole or group.kind is GroupKind.HEAD:
+            return
+        entries = list_strings(section, "exclude")
+
+        def is_excluded(path: str) -> bool:
+            names = self.schemes.spell(path)
+            return any(self.schemes.ignores(entry, name) for entry in entries for name in names)
+
+        has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
+        if is_excluded(group.path) or (group.kind is GroupKind.EXPERTS and has_parts):
+            return
+        if group.kind is GroupKind.EXPERTS or not covers_group(group, is_excluded):
+            why = (
+                f"the Quark config excludes no {group.path}, as vLLM calls it (AttributeError: no "
+            )
+            fix = "exclude it by this name, or export with Quark 0.13"
+            raise Refusal(f"{why}layer_type_quant_config)", fix=fix)
+
+    def _rename(self, group: LinearGroup) -> LinearGroup:
+        """Give a group the paths that vLLM compares with the lists of a config."""
+        members = group.members
+        if self._is_unpacked and group.kind is GroupKind.LINEAR:
+            members = (replace(members[0], module=group.path),)
+        return replace(
+            group,
+            path=self._rename_path(group.path),
+            members=tuple(replace(m, module=self._rename_path(m.module)) for m in members),
+        )
+
+    def _rename_path(self, path: str) -> str:
+        for pattern, new in self._renamings:
+            path = re.sub(pattern, new, path)
+        return path
+
+    def creates(self, group: LinearGroup) -> bool:
+        """Tell whether vLLM creates a group by the config: some routers and mixers too."""
+        return super().creates(group) or group.path.endswith(self._created)
+
+    def list_expected(self, group: LinearGroup, linear: StoredLinear) -> Mapping[str, Expected]:
+        """List the tensors of a linear, of which some models' loaders take other names too."""
+        expected = super().list_expected(group, linear)
+        if not self._renames:
+            return expected
+        return {_find_spelling(linear, name): each for name, each in expected.items()}
+
+
+class VllmSchemes(GroupSchemes):
+    """The schemes of a release."""
+
+    def __init__(self, section: Section, config: Section, release: Release) -> None:
+        self._release = release
+        super().__init__(section, config)
+
+    def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+        """Check whether a list covers a group: in which cases it may name the joined module."""
+        if group.kind is GroupKind.EXPERTS or len(group.members) == 1:
+            return covers_parts(group, matches)
+        is_named = any(path in self.excluded for path in self.spell(group.path))
+        if self.method == "compressed-tensors" and self._release.has(_IGNORES_JOINED):
+            is_named = matches(group.path)
+        return is_named or covers_parts(group, matches)
+
+    def find_target(self, group: LinearGroup) -> str | None:
+        """Find the first target: by path, and then in the order of the release."""
+        if group.kind is GroupKind.EXPERTS or not self._release.has(_CLASS_FIRST):
+            return super().find_target(group)
+        by_name = self.find_path_target(group.path) or self.find_class_target(group)
+        return by_name or self.find_part_target(group)
+
+    def read_exclusions(self, section: Section, *, is_nested: bool) -> list[str]:
+        """Read ModelOpt's list, which a release reads by its own name of it."""
+        whole = {"quantization": section} if is_nested else section
+        return list_strings(section, find_exclusions(whole, section, self._release))
+
+    def quantizes(self, group: LinearGroup, algorithm: str) -> bool:
+        """Tell whether a layer of a mixed precision may have an algorithm."""
+        what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
+        is_mixed = str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
+        return not is_mixed or algorithm in self._release.list_values(f"mixed precision {what}")
+
+
+def _find_spelling(linear: StoredLinear, name: str) -> str:
+    other = _RENAMED.get(name, name)
+    return other if other in linear.tensors else name

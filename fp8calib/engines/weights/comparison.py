@@ -1,0 +1,277 @@
+"""Compare the tensors that the linears of a checkpoint have to have with those it stores.
+
+What the tensors of a known form are is in `expected.py`. Where a checkpoint differs, the engine
+may stop, which only its own loader can tell; what it does without an error is judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.dialects.fp8.weights import list_scale_shapes
+from fp8calib.dialects.kv.parse_names import parse_name
+from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.status import Status
+from fp8calib.engines.weights.expected import (
+    INPUT_SCALE,
+    PLAIN_DTYPES,
+    WEIGHT,
+    Expected,
+    Shape,
+)
+from fp8calib.engines.weights.finding import Finding, join_alike
+from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.reader import LinearReader
+from fp8calib.engines.weights.schemes import Unquantized
+from fp8calib.engines.weights.stored import ScaleValues
+from fp8calib.fp8.schemes import BLOCK, find_nearest
+
+_CONFIG_FIX = "use the config that the weights were quantized with"
+_STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
+_MISSING_FIX = "complete the download or the export"
+_PLAIN_FIX = "exclude it in the config, or quantize it"
+_VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
+_CUT = "it is cut, or fills a part"
+_CAST = "its values are cast to another dtype"
+_NO_NUMBERS = ("NaN", "infinity")
+_TOLERANCE = 1e-5
+_TWINS = {"gate_proj": "up_proj", "w1": "w3"}
+"""Projections of an expert, and those that engines load into the same tensor after them."""
+
+
+def compare_linears(
+    reader: LinearReader, groups: Iterable[LinearGroup], values: ScaleValues
+) -> list[Finding]:
+    """List what differs from the form that the config names; findings of one kind are joined."""
+    findings: list[Finding] = []
+    for group in groups:
+        for part in (group,) if reader.joins(group) else split_group(group):
+            findings += _compare_group(reader, part, values)
+    return list(join_alike(findings))
+
+
+def note_other_schemes(
+    reader: LinearReader, groups: Iterable[LinearGroup], schemes: Mapping[str, StoredScheme]
+) -> list[Finding]:
+    """Note linears that an engine gives another scheme than their paths have in the config.
+
+    Args:
+        reader: the engine's.
+        groups: the linears of the checkpoint.
+        schemes: that the config gives to paths of linears, where it gives several.
+    """
+    findings: list[Finding] = []
+    for group in groups:
+        for part in (group,) if reader.joins(group) else split_group(group):
+            findings += _compare_scheme(reader, part, schemes)
+    return list(join_alike(findings))
+
+
+def _compare_scheme(
+    reader: LinearReader, group: LinearGroup, schemes: Mapping[str, StoredScheme]
+) -> Iterator[Finding]:
+    try:
+        created = reader.find_scheme(group)
+    except Refusal:  # a finding already
+        return
+    wanted = (schemes.get(each.module) for each in group.members)
+    other = next((each for each in wanted if each not in (None, created)), None)
+    if isinstance(created, StoredScheme) and other is not None:
+        own, found = (find_nearest(each.weights, each.inputs).name for each in (other, created))
+        why = f"is {own} in the config, but the engine finds no such group for it: {found}"
+        yield Finding(status=Status.USED, subject=group.path, why=why, fix=_CONFIG_FIX)
+
+
+def split_group(group: LinearGroup) -> Iterator[LinearGroup]:
+    """List the linears of a group, each as a group of its own."""
+    for linear in group.members:
+        yield replace(group, path=linear.module, members=(linear,))
+
+
+def _compare_group(
+    reader: LinearReader, group: LinearGroup, values: ScaleValues
+) -> Iterator[Finding]:
+    try:
+        scheme = reader.find_scheme(group)
+    except Unjudged as doubt:
+        yield Finding(status=Status.UNKNOWN, why=doubt.why)
+        return
+    except Refusal as refusal:
+        yield Finding(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
+        return
+    if isinstance(scheme, Unquantized):
+        for linear in group.members:
+            yield from _compare_unquantized(linear, scheme.why)
+        return
+    if twin := _find_unequal(group, values.numbers):
+        what = f"has other input scales for gate and up ({twin})"
+        yield Finding(
+            status=Status.UNKNOWN, subject=group.path, why=what, if_loaded="one of them is lost"
+        )
+    has_codes = any(
+        WEIGHT in each.tensors and each.tensors[WEIGHT].dtype not in PLAIN_DTYPES
+        for each in group.members
+    )
+    for linear in group.members:
+        expected = reader.list_expected(group, linear)
+        yield from _list_strays(linear, expected, "the config")
+        weight = linear.tensors.get(WEIGHT)
+        if weight is not None and weight.dtype in PLAIN_DTYPES:
+            if has_codes or reader.creates(group):
+                why = "is not quantized, but the config quantizes it: it is cast without a scale"
+                yield Finding(
+                    status=Status.MISREAD,
+                    subject=linear.module,
+                    why=why,
+                    fix=_PLAIN_FIX,
+                    is_silent=True,
+                )
+        elif reader.creates(group) or not linear.tensors.keys().isdisjoint(expected):
+            for suffix, tensor in expected.items():
+                yield from _compare_tensor(group, linear, suffix, tensor, values)
+
+
+def _compare_unquantized(linear: StoredLinear, why: str) -> Iterator[Finding]:
+    yield from _list_strays(linear, (WEIGHT,), f"{why}, and the engine")
+    weight = linear.tensors.get(WEIGHT)
+    if weight is not None and weight.dtype not in PLAIN_DTYPES:
+        kind = "FP8" if weight.dtype.startswith("F8_E") else weight.dtype
+        what = f"is {kind}, but {why}: the engine uses its codes as the weight"
+        yield Finding(
+            status=Status.MISREAD,
+            subject=linear.module,
+            why=what,
+            fix=_CONFIG_FIX,
+            is_silent=True,
+        )
+
+
+def _list_strays(linear: StoredLinear, wanted: Iterable[str], who: str) -> Iterator[Finding]:
+    """List the scales beside a linear that are not expected; KV scales are judged elsewhere."""
+    for suffix in linear.tensors:
+        is_number = "scale" in suffix or "zero_point" in suffix
+        if is_number and suffix not in wanted and parse_name(linear.name(suffix)) is None:
+            yield Finding(
+                status=Status.UNKNOWN,
+                subject=linear.name(suffix),
+                why=f"has no place by {who}"
+                if who == "the config"
+                else f"is stored, but {who} has no place for it",
+                fix=_STRAY_FIX,
+            )
+
+
+def _compare_tensor(
+    group: LinearGroup, linear: StoredLinear, suffix: str, expected: Expected, values: ScaleValues
+) -> Iterator[Finding]:
+    """Compare one tensor: whether it is there, its dtype, its shape, and its values."""
+    name = linear.name(suffix)
+    twin = _find_twin(group, linear) if suffix == INPUT_SCALE else None
+    entry = linear.tensors.get(suffix)
+    if entry is None:
+        if twin is None:
+            yield _judge_missing(group, name, suffix, expected, values)
+    elif entry.dtype not in expected.dtypes:
+        what = f"is {entry.dtype}, and the config means {expected.dtypes[0]}"
+        yield _differ(name, what, _CAST)
+    elif entry.shape not in expected.shapes:
+        yield _differ(name, _describe_shape(linear, suffix, entry.shape, expected.shapes), _CUT)
+    elif (bad := values.bad.get(name)) is not None and (
+        twin is None or linear.projection not in _TWINS
+    ):
+        if expected.may_be_zero and bad not in _NO_NUMBERS:
+            return
+        yield _judge_value(group, name, suffix, expected, bad, values)
+
+
+def _differ(name: str, why: str, if_loaded: str) -> Finding:
+    return Finding(
+        status=Status.UNKNOWN, subject=name, why=why, fix=_CONFIG_FIX, if_loaded=if_loaded
+    )
+
+
+def _judge_missing(
+    group: LinearGroup, name: str, suffix: str, expected: Expected, values: ScaleValues
+) -> Finding:
+    is_expert = group.kind is GroupKind.EXPERTS
+    others = _list_good(group, suffix, values) if expected.is_shared else []
+    if others and not is_expert:
+        what = f"is missing: the engine uses the largest of those of {', '.join(others)}"
+        return Finding(status=Status.USED, subject=name, why=what)
+    is_defaulted = is_expert and not expected.names_weight
+    memory = "1.0" if is_defaulted else "uninitialised memory"
+    return Finding(
+        status=Status.DEFAULTED if is_defaulted else Status.MISREAD,
+        subject=name,
+        why=f"is missing: the engine uses {memory}",
+        fix=_MISSING_FIX,
+        is_silent=True,
+    )
+
+
+def _describe_shape(
+    linear: StoredLinear, suffix: str, found: Shape, wanted: tuple[Shape, ...]
+) -> str:
+    """Say which shape a tensor has, in words where it is that of another kind of scale."""
+    kinds = list_scale_shapes(linear.shape, BLOCK) if suffix != WEIGHT else {}
+    is_kind, means = (
+        next((kind for kind, shapes in kinds.items() if not each.isdisjoint(shapes)), None)
+        for each in ({found}, set(wanted))
+    )
+    if is_kind is None or means is None or is_kind is means:
+        return f"has shape {list(found)}, and the config means {list(wanted[-1])}"
+    return f"has shape {list(found)}, which is per {is_kind}, and the config says per {means}"
+
+
+def _judge_value(
+    group: LinearGroup,
+    name: str,
+    suffix: str,
+    expected: Expected,
+    bad: str,
+    values: ScaleValues,
+) -> Finding:
+    """Judge a scale that is no scale: the largest of several hides what is not above zero."""
+    is_hidden = expected.is_shared and bad not in _NO_NUMBERS
+    if is_hidden and _list_good(group, suffix, values):
+        why = f"holds {bad}: the engine uses the largest of those of {group.path}"
+        return Finding(status=Status.USED, subject=name, why=why)
+    why = f"holds {bad}, and the engine computes with it"
+    return Finding(status=Status.MISREAD, subject=name, why=why, fix=_VALUE_FIX)
+
+
+def _list_good(group: LinearGroup, suffix: str, values: ScaleValues) -> list[str]:
+    """List the linears of a group that store a valid scale of a kind."""
+    return [
+        each.projection
+        for each in group.members
+        if suffix in each.tensors and each.name(suffix) not in values.bad
+    ]
+
+
+def _find_twin(group: LinearGroup, linear: StoredLinear) -> StoredLinear | None:
+    """Find the projection of the same expert whose input scale fills the same number, if stored.
+
+    The number that is loaded last stays: that of the second projection.
+    """
+    names = _TWINS | {second: first for first, second in _TWINS.items()}
+    twin = f"{linear.module.rpartition('.')[0]}.{names.get(linear.projection, '')}"
+    if group.kind is not GroupKind.EXPERTS:
+        return None
+    members = (each for each in group.members if INPUT_SCALE in each.tensors)
+    return next((each for each in members if each.module == twin), None)
+
+
+def _find_unequal(group: LinearGroup, numbers: Mapping[str, float]) -> str:
+    """Find an expert whose gate and up have unequal input scales; empty where there is none."""
+    members = group.members if group.kind is GroupKind.EXPERTS else ()
+    for linear in members:
+        second = _TWINS.get(linear.projection)
+        expert = linear.module.rpartition(".")[0]
+        one = numbers.get(linear.name(INPUT_SCALE))
+        other = numbers.get(f"{expert}.{second}.{INPUT_SCALE}")
+        if one is not None and other is not None and abs(one - other) > _TOLERANCE:
+            return expert
+    return ""
