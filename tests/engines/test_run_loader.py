@@ -30,7 +30,7 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_python(path: Path, **answer: object) -> Path:
     """Write a program that answers as the script does in an environment with vLLM."""
     whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
-    whole |= {"missing": [], "scales": []} | answer
+    whole |= {"runner": "generate", "missing": [], "scales": []} | answer
     path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
@@ -76,6 +76,20 @@ def test_the_loader_counts_where_it_differs(
 
     assert [(layer.k.status, layer.v.status) for layer in found.layers] == [(status, "used")] * 2
     assert any("a defect of the replay" in each for each in found.problems)
+
+
+def test_a_model_that_vllm_runs_for_pooling_is_misread(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(
+        tmp_path / "python", runner="pooling", scales=hold("0.0005", "0.0005"), missing=["a.weight"]
+    )
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
+
+    weights = report.engines["vllm"].weights
+    assert not report.ok
+    assert weights is not None
+    assert weights.status == "misread"
+    assert weights.why == "vLLM takes it for a model of kind pooling, which generates no text"
 
 
 def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> None:

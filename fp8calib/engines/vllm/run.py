@@ -55,6 +55,8 @@ class LoaderAnswer:
     trace: tuple[str, ...]
     """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the
     innermost of the packages."""
+    runner: str
+    """What vLLM runs the model for: `generate`, or `pooling`, which has no output layer."""
     missing: tuple[str, ...]
     """Weights and biases that no tensor filled."""
     files: tuple[str, ...]
@@ -122,6 +124,7 @@ def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
         stage=answer["stage"],
         error=answer["error"],
         trace=tuple(each for each in answer["trace"] if _OWN_FRAME not in each),
+        runner=answer["runner"],
         missing=tuple(answer["missing"]),
         files=tuple(answer["files"]),
         scales=[
@@ -151,15 +154,26 @@ def amend_by_loader(
             f"the replay expected a refusal ({report.weights.why}), but vLLM {answer.version} "
             "loads it: a defect of the replay"
         )
-    if answer.missing and report.weights is None:
-        why = f"vLLM fills {len(answer.missing)} weights with nothing, such as {answer.missing[0]}"
-        verdict = LoadVerdict(status=Status.MISREAD, why=why, fix="complete the checkpoint")
-        amended = amended.model_copy(update={"weights": verdict})
+    if report.weights is None and (silent := _find_silent_fault(answer)) is not None:
+        amended = amended.model_copy(update={"weights": silent})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
     return amended.model_copy(update={"layers": layers}).add_problems(
         f"vLLM {answer.version} loaded it, from {_show_files(answer.files)}",
         *_list_differences(report.layers, layers),
     )
+
+
+def _find_silent_fault(answer: LoaderAnswer) -> LoadVerdict | None:
+    """Find what is wrong with a model that vLLM loaded without an error."""
+    if answer.runner != "generate":
+        why = f"vLLM takes it for a model of kind {answer.runner}, which generates no text"
+        fix = "name the model's class under architectures in config.json"
+    elif answer.missing:
+        why = f"vLLM fills {len(answer.missing)} weights with nothing, such as {answer.missing[0]}"
+        fix = "complete the checkpoint"
+    else:
+        return None
+    return LoadVerdict(status=Status.MISREAD, why=why, fix=fix)
 
 
 def _show_files(files: Sequence[str]) -> str:

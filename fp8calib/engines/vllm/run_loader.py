@@ -30,7 +30,7 @@ def main() -> None:
     folder, kv_cache_dtype, size = sys.argv[1:4]
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
     answer: dict[str, Any] = {"stage": "import", "version": "", "rank": 0, "error": "", "trace": []}
-    answer |= {"files": [], "missing": [], "scales": []}
+    answer |= {"runner": "", "files": [], "missing": [], "scales": []}
     try:
         _load(folder, kv_cache_dtype, int(size), answer)
     except Exception as error:  # noqa: BLE001 -- whatever vLLM raises is its answer
@@ -64,7 +64,7 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
             enforce_eager=True,
             skip_tokenizer_init=True,
         ).create_engine_config()
-        answer["stage"] = "model"
+        answer.update(stage="model", runner=config.model_config.runner_type)
         _leave_out_kernels()
         torch.set_default_dtype(config.model_config.dtype)
         with set_current_vllm_config(config), _join_groups(rank, size), _make_mode():

@@ -43,10 +43,12 @@ def find_index(module: str) -> int | None:
 
 
 def list_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """List the tensors of all safetensors files; links to nothing, and folders, are none."""
+    """List the tensors of all weights files; links to nothing, and folders, are none."""
     for path in sorted(folder.glob("*.safetensors")):
         if path.is_file():
             yield from load_file(path).items()
+    for path in folder.glob("pytorch_model*.bin"):
+        yield from torch.load(path).items()
 
 
 class VllmObserver:
@@ -180,6 +182,7 @@ def _fill_shared(layers: dict[int, HeldPair], folder: Path) -> dict[int, HeldPai
 def _run_in_fork(run: Callable[[], Tensors], result: Path) -> Tensors | str:
     """Give what `run` returns in a fork, or its error."""
     refused = result.with_suffix(".refused")
+    refused.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         signal.alarm(_TIMEOUT_S)

@@ -1,19 +1,22 @@
-"""Compare `check` with engines on what llm-compressor and ModelOpt write.
+"""Compare `check` with engines on what llm-compressor, ModelOpt and auto-round write.
 
-`scripts/test-engines --peers FOLDER` loads each preset and KV config of both, over tiny models, in
+`scripts/test-engines --peers FOLDER` loads the cells of the grid (`cells.py`), over tiny models, in
 vLLM and in transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from pydantic import TypeAdapter
 
 from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
@@ -21,10 +24,12 @@ from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver, list_tensors
 from tests.real_engines.fuzz.evaluate import Observe, ask_check, cannot_tell, list_stored
 from tests.real_engines.fuzz.exclusions import find_exclusion
+from tests.real_engines.fuzz.observation import Observation
+from tests.real_engines.peers.cells import ARCHITECTURES
 from tests.real_engines.vllm_job import ROOT, WeightLoader
 
-ARCHITECTURES = ("llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
-_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+_WRITERS = {".venv-peers": "write", ".venv-auto-round": "write_auto_round"}
+"""By environment."""
 _CELL = Case(seed="0", form="", damages=(), architecture="")
 """The observers of vLLM and transformers do not look at it."""
 
@@ -42,16 +47,39 @@ def main() -> int:
     for name in options.architecture or ARCHITECTURES:
         if not (models / name).exists():
             save_model(name, models / name, "bfloat16")
-    command = [_PYTHON, "-m", "tests.real_engines.peers.write", models, out, options.cells]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    for environment, module in _WRITERS.items():
+        python = ROOT / environment / "bin" / "python"
+        command = [python, "-m", f"tests.real_engines.peers.{module}", models, out, options.cells]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     cells = sorted(path.parent for path in out.rglob("config.json"))
     wanted = [cell for cell in cells if options.cells in str(cell.relative_to(out))]
-    with WeightLoader(options.peers / "vllm.log") as loader:
+    seen = options.peers / "seen"
+    with (
+        TemporaryDirectory(dir=options.peers) as work,
+        WeightLoader(options.peers / "vllm.log") as loader,
+    ):
         observers: dict[str, Observe] = {
-            "vllm": VllmObserver(loader, options.peers),
-            "transformers": TransformersObserver(options.peers),
+            "vllm": _remember(VllmObserver(loader, Path(work)), seen / "vllm", out),
+            "transformers": _remember(TransformersObserver(Path(work)), seen / "transformers", out),
         }
         return _compare_all(wanted, out, models, observers)
+
+
+def _remember(observe: Observe, seen: Path, out: Path) -> Observe:
+    """Ask an engine about a cell once: another run compares another `check` with its answer."""
+    adapter = TypeAdapter(Observation)
+
+    def recall(case: Case, cell: Path, model: Path) -> Observation | None:
+        known = seen / f"{cell.relative_to(out)}.json"
+        if known.exists():
+            return adapter.validate_python(json.loads(known.read_text()))
+        observation = observe(case, cell, model)
+        assert observation is not None
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(json.dumps(asdict(observation)))  # scales may be NaN
+        return observation
+
+    return recall
 
 
 def _compare_all(cells: list[Path], out: Path, models: Path, observers: dict[str, Observe]) -> int:

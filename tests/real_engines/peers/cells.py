@@ -1,0 +1,72 @@
+"""The grid of what other tools write: a model, a tool, a preset and a KV config make a cell.
+
+This module runs in the environments of the tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+NONE = "none"
+"""Of a preset: weights stay as they are. Of a cache: so does the KV cache."""
+_WHOLE = "llama"
+"""Every preset with every KV config."""
+_ALL_PRESETS = ("llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+"""The others get the presets that have FP8 in their names, which `check` judges."""
+ARCHITECTURES = (
+    *_ALL_PRESETS,
+    *("cohere2", "deepseek_v3", "ernie4_5_moe", "exaone4", "gemma2", "glm4", "glm4_moe", "gpt2"),
+    *("gpt_oss", "granite", "granitemoe", "hunyuan_v1_moe", "mistral", "nemotron", "olmo2"),
+    *("olmoe", "phi3", "qwen2_moe", "smollm3", "starcoder2"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One preset with one KV config."""
+
+    tool: str
+    preset: str
+    cache: str
+    write: Callable[[PreTrainedModel, Path], object]
+    is_usual: bool = False
+    """Whether every model gets the preset with every KV config."""
+
+    def suits(self, architecture: str) -> bool:
+        """Whether the grid has the cell for a model; the whole product would take a day."""
+        if (self.preset, self.cache) == (NONE, NONE):
+            return False
+        if architecture == _WHOLE or self.is_usual or self.preset == NONE:
+            return True
+        return self.cache == NONE and (architecture in _ALL_PRESETS or "FP8" in self.preset)
+
+
+def write_cells(cells: Iterable[Cell], models: Path, out: Path, wanted: str) -> None:
+    """Write every cell of every model in MODELS that has `wanted` in its name.
+
+    OUT gets a folder `ARCHITECTURE/TOOL/PRESET/KV` for each, and `failed-TOOL.json` with what a
+    tool cannot write, and why.
+    """
+    every = list(cells)
+    for folder in sorted(models.iterdir()):
+        for cell in every:
+            name = f"{folder.name}/{cell.tool}/{cell.preset}/{cell.cache}"
+            if wanted not in name or not cell.suits(folder.name):
+                continue
+            known = out / f"failed-{cell.tool}.json"
+            failed: dict[str, str] = json.loads(known.read_text()) if known.exists() else {}
+            if name in failed or (out / name / "config.json").exists():
+                continue
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+            try:
+                cell.write(model, out / name)
+            except Exception as error:  # noqa: BLE001 -- a tool's own limit, which is reported
+                failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            print(name, failed.get(name, "written"), flush=True)
+            known.write_text(json.dumps(failed))
