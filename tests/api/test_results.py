@@ -1,0 +1,79 @@
+"""A function returns what its command prints with `--json`."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import fp8calib
+from tests.cli.program import run, succeed
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
+QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
+OF_THE_RUN = ("duration_s", "memory", "provenance", "command")
+"""Keys that no two runs have alike."""
+
+
+@pytest.fixture(scope="module")
+def out(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results") / "out"
+    succeed("calibrate", model, "--data", data, *QUICK, "--out", folder)
+    return folder
+
+
+def compare(result: Any, *command: object) -> None:
+    """Require that a result is what a command prints, whatever its verdict."""
+    printed = run(*command, "--json")
+    found = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    for key in OF_THE_RUN:
+        assert (key in found) == (key in printed.json)
+        found.pop(key, None), printed.json.pop(key, None)
+    document = {key: value for key, value in printed.json.items() if key not in OF_THE_RUN}
+    assert found == document
+    assert result.exit_code == printed.code
+    assert list(found)[:2] == ["schema_version", "passed"]
+
+
+def test_check_show_recipes_and_card(out: Path) -> None:
+    overlay = out / "kv-overlay"
+    compare(fp8calib.check(overlay, engine="vllm"), "check", overlay, "--engine", "vllm")
+    compare(fp8calib.check(overlay, tp=3), "check", overlay, "--tp", 3)
+    compare(fp8calib.show(out), "show", out)
+    compare(fp8calib.show(overlay), "show", overlay)
+    compare(fp8calib.recipes(), "recipes")
+    compare(fp8calib.recipes("w8a8-static"), "recipes", "w8a8-static")
+    card = ("card", overlay, "--base-model", "org/name", "--force")
+    compare(fp8calib.card(overlay, base_model="org/name"), *card)
+
+
+@pytest.mark.parametrize(("thresholds", "code"), [("kld_fail_above: 0", 8), ("", 0)])
+def test_verify_with_its_files(
+    model: Path, data: Path, out: Path, tmp_path: Path, thresholds: str, code: int
+) -> None:
+    gate = tmp_path / "gate.yaml"
+    gate.write_text(f"pass_at: 3\nfail_above: 4\n{thresholds}\n")
+    page, dump = tmp_path / "page.html", tmp_path / "dump.safetensors"
+    text: dict[str, Any] = {"samples": 4, "seq_len": 16, "dtype": "float32"}
+    files: dict[str, Any] = {"report": page, "dump": str(dump)}
+    result = fp8calib.verify(model, str(out), data, gate=str(gate), **text, **files)
+    command = ("verify", model, "--scales", out, "--data", data, *QUICK, "--gate", gate)
+    compare(result, *command)
+    assert result.exit_code == code
+    assert result.decision.headline[1:] in html.unescape(page.read_text())
+    assert html.escape(result.next, quote=False) in page.read_text()
+    assert set(load_file(dump)) == {"reference", str(out), "scale-1.0"}
+
+
+def test_a_dry_run_is_a_plan(model: Path, data: Path, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"samples": 4, "seq_len": 16, "dtype": "float32", "dry_run": True}
+    auto: Any = fp8calib.auto(model, str(data), out=tmp_path / "out", **text)
+    assert isinstance(auto, fp8calib.RunPlan)
+    assert [step[:6] for step in auto.plan["steps"]] == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    verify: Any = fp8calib.verify(model, data=str(data), **text)
+    assert (verify.plan["sequences"], verify.plan["tokens"]) == (4, 64)
+    assert list(tmp_path.iterdir()) == []
