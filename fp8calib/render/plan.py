@@ -8,6 +8,7 @@ from typing import Any
 from fp8calib.blocks import Block, Line, Table
 from fp8calib.machine.units import format_duration, format_gib
 from fp8calib.results.plan import RunPlan
+from fp8calib.results.record import LayerScheme, ShardIndex
 
 _TITLES = {
     "weights_size_bytes": "weights",
@@ -48,11 +49,14 @@ def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _format_value(key: str, value: object) -> str:
+    if isinstance(value, ShardIndex):
+        return f"{value.index} of {value.count}"
+    if isinstance(value, LayerScheme):
+        return f"{value.pattern}={value.scheme} ({value.linears} linears)"
     if isinstance(value, Mapping):
-        sizes = (f"{name} {format_gib(size)}" for name, size in value.items())
-        return "{index} of {count}".format_map(value) if key == "shard" else ", ".join(sizes)
+        return ", ".join(f"{name} {format_gib(size)}" for name, size in value.items())
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        return ", ".join(_format_value("", each) for each in value)
     if key.endswith("_bytes") and isinstance(value, int):
         return format_gib(value) if value else "none"
     if key.endswith("_s") and isinstance(value, float):

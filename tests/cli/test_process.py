@@ -156,7 +156,7 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
         ["check", none],
         ["show", none],
         ["merge", none, "--out", "a.safetensors"],
-        ["export", none, "--out", "out"],
+        ["export", none, "--format", "kv-scales", "--out", "out"],
         *([name, none] for name in ("calibrate", "verify", "auto")),
         ["quantize", none, "--scheme", "w8a16", "--out", "out"],
         ["calibrate", str(model), "--data", f"{none}.jsonl"],
