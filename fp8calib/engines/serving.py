@@ -212,5 +212,6 @@ def _list_limitations(
         yield Limitation(engine=engine.title, why=f"KV scales: {fault.why}", is_blocking=False)
     elif fault is not None:
         yield Limitation(engine=engine.title, why=fault.why, is_blocking=not report.only_on)
-    for why in report.problems:
+    unknown = [f"unknown: {why}" for why in report.unknown if report.weights is None]
+    for why in (*unknown, *report.problems):
         yield Limitation(engine=engine.title, why=why, is_blocking=False)

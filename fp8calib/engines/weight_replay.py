@@ -106,7 +106,10 @@ class WeightReplay:
         self._weights = QuantizedWeights(
             dialect=_refine_dialect(dialect, schemes, self._tensors),
             config=self._folder.config,
-            linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in schemes),
+            linears=tuple(
+                _make_linear(each, self._find_shape(each, stored[each]), schemes[each])
+                for each in schemes
+            ),
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
@@ -116,6 +119,11 @@ class WeightReplay:
             self._unusual = note_unusual_weights(self._tensors, largest)
         elif odd := judge_weight_scales(self._tensors, largest, stats):
             self._wrong = self._wrong or Finding(status=odd.status, why=odd.why, fix=odd.fix)
+
+    def _find_shape(self, module: str, entry: TensorEntry) -> tuple[int, int]:
+        """Find the shape of a linear by config.json; that of its tensor where none is known."""
+        rows, columns = entry.shape
+        return self._geometry.matrices.get(f"{module}{_SUFFIX}", (rows, columns))
 
     def _list_findings(self, engine: Engine) -> Iterator[Finding]:
         """List what an engine does with the weights other than loading them as they are."""
@@ -311,11 +319,10 @@ def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
     }
 
 
-def _make_linear(module: str, entry: TensorEntry, scheme: StoredScheme) -> QuantizedLinear:
-    rows, columns = entry.shape
+def _make_linear(module: str, shape: tuple[int, int], scheme: StoredScheme) -> QuantizedLinear:
     return QuantizedLinear(
         module=shorten(module),
-        shape=(rows, columns),
+        shape=shape,
         scheme=find_nearest(scheme.weights, scheme.inputs).name,
         block=scheme.block if scheme.weights is Granularity.BLOCK else None,
     )

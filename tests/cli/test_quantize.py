@@ -100,10 +100,17 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     assert "ATOM" not in text
 
 
-@pytest.mark.parametrize("damage", ["no weight", "half a weight"])
-def test_no_command_is_given_for_what_check_refuses(
-    model: Path, tmp_path: Path, damage: str
+@pytest.mark.parametrize(
+    ("damage", "message", "blocked"),
+    [
+        ("no weight", "the checkpoint is incomplete: it lacks {}, ", {"vLLM", "SGLang"}),
+        ("half a weight", "{} is [16, 32] in the checkpoint and [32, 32] by its config", set()),
+    ],
+)
+def test_a_damaged_weight_is_refused_or_told(
+    model: Path, tmp_path: Path, damage: str, message: str, blocked: set[str]
 ) -> None:
+    """Where the shape differs, only the engines' own loaders can tell what becomes of it."""
     name = "model.layers.1.self_attn.q_proj.weight"
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(model, source)
@@ -112,24 +119,17 @@ def test_no_command_is_given_for_what_check_refuses(
     half = {} if damage == "no weight" else {name: whole[: whole.shape[0] // 2].clone()}
     save_file({**tensors, **half}, source / "model.safetensors")
     command = ("quantize", source, "--scheme", "fp8-dynamic", "--out", out)
-    if damage == "no weight":
-        text = fail(4, *command)
-        assert text.startswith(f"{source}: the checkpoint is incomplete: it lacks {name}, ")
-    else:
-        text = fail(7, *command)
-        assert text.startswith(
-            "none of vllm, sglang, tgi, transformers can load fp8-dynamic of this "
-        )
+    assert fail(4, *command).startswith(f"{source}: {message.format(name)}")
     assert not out.exists()
+
     report = succeed(*command, "--allow-unservable", "--json").json
-    checked = run("check", out, "--json").json["engines"]
-    blocked = {item["engine"]: item["why"] for item in report["limitations"] if item["is_blocking"]}
-    assert report["serving"] == []
-    assert blocked == {
-        title: checked[title.lower()]["weights"]["why"]
-        for title in ("vLLM", "SGLang", "TGI", "transformers")
-    }
-    assert all(why.startswith(name) for why in blocked.values())
+
+    limits = report["limitations"]
+    found = {each["engine"] for each in limits if each["is_blocking"]}
+    assert found == blocked | {"transformers"}
+    unsure = {each["engine"] for each in limits if each["why"].startswith("unknown: weights: ")}
+    assert unsure == {"vLLM", "SGLang", "TGI"} - blocked
+    assert {each["engine"] for each in report["serving"]} == unsure
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ class SglangSchemes(GroupSchemes):
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
         is_alone = getattr(scheme, "inputs", None) is InputScaling.NONE
+        if is_alone and getattr(scheme, "weights", None) is Granularity.BLOCK:
+            raise Unjudged("weights in blocks whose inputs are not quantized")
         is_channel = getattr(scheme, "weights", None) is Granularity.CHANNEL
         if is_alone and is_channel and not self._release.has(CHANNELS_ALONE):
             why = (
