@@ -384,7 +384,6 @@ class ConsoleReporter:
             say(self._stage.describe(now))
 
 
-Bar = ConsoleReporter  # for the commands that still print by themselves
 _LOADING = "loading libraries"
 
 

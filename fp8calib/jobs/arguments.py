@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 from fp8calib.errors import UsageError
-from fp8calib.jobs.spelling import spelled_for
+from fp8calib.jobs.spelling import spelled_for_signature
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +74,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the function
-        with spelled_for(function, signature):
+        with spelled_for_signature(f"fp8calib.{function.__qualname__}", signature.parameters):
             types = {each.name: str(each.annotation) for each in signature.parameters.values()}
             check_arguments(bound.arguments, types)
             return function(*args, **kwargs)

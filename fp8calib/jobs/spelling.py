@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 from fp8calib.engines.registry import list_replayed
 from fp8calib.errors import Fp8CalibError, names_options
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_request, list_commands
-
-_OTHER_NAMES = {"format": ("formats", "dialect")}
-"""Options whose argument is called otherwise in some function, besides by a plural."""
 
 
 @cache
@@ -56,8 +52,8 @@ class _Spelling:
     """How the arguments of a function are spelled."""
 
     function: str
-    find: Callable[[str], _Named | None]
-    """Finds the argument of an option, such as `seq-len`."""
+    named: Mapping[str, _Named]
+    """Its arguments by options, such as `seq-len`."""
 
     def spell(self, text: str) -> str:
         """Replace the options in a message by the arguments of the function that has them."""
@@ -71,7 +67,7 @@ class _Spelling:
         option, value = found["name"], found["value"]
         if option == "help":
             return f"help({self.function})"
-        argument = self.find(option)
+        argument = self.named.get(option)
         if argument is None:
             return found[0]
         name = argument.name
@@ -99,25 +95,18 @@ def spelled_for_request(
         for part in each.flags
         for flag in part.split("/")
     }
-    return _spelled(_Spelling(function, named.get))
+    return _spelled(_Spelling(function, named))
 
 
-def spelled_for(
-    function: Callable[..., Any], signature: inspect.Signature
+def spelled_for_signature(
+    function: str, parameters: Mapping[str, inspect.Parameter]
 ) -> AbstractContextManager[None]:
-    """Spell errors and warnings for the caller of a function that no request describes."""
-    return _spelled(
-        _Spelling(f"fp8calib.{function.__qualname__}", partial(_find, signature.parameters))
-    )
-
-
-def _find(parameters: Mapping[str, inspect.Parameter], option: str) -> _Named | None:
-    plain = option.replace("-", "_")
-    for name in (plain, f"{plain}s", *_OTHER_NAMES.get(option, ())):
-        if name in parameters:
-            return _Named(name, "bool" in str(parameters[name].annotation))
-    negated = plain.removeprefix("no_")
-    return _Named(negated, True, True) if negated in parameters else None
+    """Spell them for the caller of a function that no request describes."""
+    named = {
+        name.replace("_", "-"): _Named(name, "bool" in str(each.annotation))
+        for name, each in parameters.items()
+    }
+    return _spelled(_Spelling(function, named))
 
 
 @contextmanager

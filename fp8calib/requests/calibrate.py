@@ -10,6 +10,7 @@ from typing import Annotated
 from fp8calib.options.keys import BATCH_SIZE, SAMPLES, SEED
 from fp8calib.options.option import Argument, Option
 from fp8calib.requests.shared import (
+    DataOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
@@ -24,10 +25,9 @@ from fp8calib.requests.shared import (
     ReplaceScalesOption,
     RevisionOption,
     RuleOption,
-    RunOrLiveModel,
+    RunModel,
     SeqLenOption,
     TextColumnOption,
-    TextDataOption,
     TokenizerArgument,
     TpOption,
     TrustOption,
@@ -41,8 +41,8 @@ class CalibrateRequest:
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    model: RunOrLiveModel
-    data: TextDataOption = None
+    model: RunModel
+    data: DataOption = None
     _: KW_ONLY
     text_column: TextColumnOption = None
     recipe: Annotated[

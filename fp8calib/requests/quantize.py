@@ -14,6 +14,7 @@ from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
 from fp8calib.options.keys import BATCH_SIZE, SAMPLES
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
+    DataOption,
     DtypeOption,
     ForceOption,
     MemoryOption,
@@ -23,10 +24,9 @@ from fp8calib.requests.shared import (
     SeqLenOption,
     StatsOption,
     TextColumnOption,
-    TextDataOption,
     TokenizerArgument,
     TrustOption,
-    UnquantizedOrLiveModel,
+    UnquantizedModel,
 )
 
 
@@ -65,7 +65,7 @@ class QuantizeRequest:
     Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
     """
 
-    model: UnquantizedOrLiveModel
+    model: UnquantizedModel
     scheme: Annotated[
         str,
         Option(
@@ -92,7 +92,7 @@ class QuantizeRequest:
             "--seq-len, --batch-size and --no-pack.",
         ),
     ] = NEAREST
-    data: TextDataOption = None
+    data: DataOption = None
     text_column: TextColumnOption = None
     samples: Annotated[int | None, SAMPLES] = None
     seq_len: SeqLenOption = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -72,10 +71,8 @@ _RUN = Option(
     help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
     "of compressed-tensors is dequantized while it is read.",
 )
-UnquantizedModel = Annotated[str, UNQUANTIZED]
-UnquantizedOrLiveModel = Annotated[Model, UNQUANTIZED]
-RunModel = Annotated[str, _RUN]
-RunOrLiveModel = Annotated[Model, _RUN]
+UnquantizedModel = Annotated[Model, UNQUANTIZED]
+RunModel = Annotated[Model, _RUN]
 RevisionOption = Annotated[
     str | None, Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
 ]
@@ -114,12 +111,10 @@ ReplaceScalesOption = Annotated[
     bool, Option("--replace-scales", help="Replace the KV scales that MODEL has.")
 ]
 
-DataOption = Annotated[list[str] | None, DATA]
-TextDataOption = Annotated[TextData | None, DATA]
+DataOption = Annotated[TextData | None, DATA]
 TextColumnOption = Annotated[str | None, TEXT_COLUMN]
 SeqLenOption = Annotated[int | None, SEQ_LEN]
 PackOption = Annotated[bool | None, PACK]
-NoPackOption = Annotated[bool, replace(PACK, negates=False, key="")]
 TokenizerArgument = Annotated[
     Any, Argument("For texts, and written beside a model in memory; None: that of the model.")
 ]

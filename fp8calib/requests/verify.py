@@ -13,17 +13,17 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
+    DataOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MemoryOption,
     ProgressArgument,
     RevisionOption,
-    RunOrLiveModel,
+    RunModel,
     SeqLenOption,
     Stats,
     TextColumnOption,
-    TextDataOption,
     TokenizerArgument,
     TrustOption,
 )
@@ -40,7 +40,7 @@ class VerifyRequest:
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
 
-    model: RunOrLiveModel
+    model: RunModel
     scales: Annotated[
         Stats | Iterable[Stats],
         Option(
@@ -50,7 +50,7 @@ class VerifyRequest:
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
-    data: TextDataOption = None
+    data: DataOption = None
     _: KW_ONLY
     text_column: TextColumnOption = None
     engine: Annotated[

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
 
 import fp8calib
 from fp8calib.errors import Fp8CalibWarning, UsageError
-from fp8calib.jobs.spelling import spell_for_caller, spelled_for
+from fp8calib.jobs.spelling import spell_for_caller, spelled_for_request
+from fp8calib.options.option import list_options
+from fp8calib.requests import find_request
 from tests.cli.program import fail
 
 
-def spell(function: object, text: str) -> str:
-    assert callable(function)
-    with spelled_for(function, inspect.signature(function)):
+def spell(command: str, text: str) -> str:
+    with spelled_for_request(f"fp8calib.{command}", list_options(find_request(command))):
         return spell_for_caller(text)
 
 
@@ -42,20 +42,20 @@ def spell(function: object, text: str) -> str:
     ],
 )
 def test_options_become_the_arguments_of_the_function(text: str, expected: str) -> None:
-    assert spell(fp8calib.verify, text) == expected
+    assert spell("verify", text) == expected
     assert spell_for_caller(text) == text  # outside of a function
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("command", "expected"),
     [
-        (fp8calib.export, "formats='tgi' without model=, force=True, --scheme"),
-        (fp8calib.quantize, "dialect='tgi' without model=, force=True, scheme="),
-        (fp8calib.load_stats, "--format tgi without --model, --force, --scheme"),
+        ("export", "formats='tgi' without model=, force=True, --scheme"),
+        ("quantize", "dialect='tgi' without --model, force=True, scheme="),
+        ("show", "--format tgi without --model, --force, --scheme"),
     ],
 )
-def test_each_function_has_its_own_arguments(function: object, expected: str) -> None:
-    assert spell(function, "--format tgi without --model, --force, --scheme") == expected
+def test_each_function_has_its_own_arguments(command: str, expected: str) -> None:
+    assert spell(command, "--format tgi without --model, --force, --scheme") == expected
 
 
 def test_errors_and_warnings_of_the_functions_name_their_arguments(

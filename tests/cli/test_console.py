@@ -19,7 +19,7 @@ def test_a_pipe_gets_a_line_a_minute(
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
     sizes = iter([3 * 2**29])
     monkeypatch.setattr(memory, "anonymous_bytes", lambda: next(sizes, 2**29))
-    with console.Bar() as bar:
+    with console.ConsoleReporter() as bar:
         bar.stage("calibrating", 100_000, unit="tokens", batches=25)
         for _ in range(100):
             now += 1.5
@@ -61,7 +61,7 @@ def test_a_pipe_is_told_which_layer_runs(
     now = 1000.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
     monkeypatch.setattr(memory, "anonymous_bytes", lambda: None)
-    with console.Bar() as bar:
+    with console.ConsoleReporter() as bar:
         bar.stage("layer by layer", 80 * 3000, unit="tokens", layers=80)
         now += 60
         bar.advance(12 * 3000 + 1000)
@@ -97,7 +97,7 @@ def test_the_bar_shows_as_much_of_the_line_as_fits(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    bar = console.Bar()
+    bar = console.ConsoleReporter()
     bar._memory.peak_bytes = 3 * 2**29
     bar.stage(**stage)
     bar.advance(stage["total"] // 2)
