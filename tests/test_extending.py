@@ -52,7 +52,7 @@ def example(heading: str) -> str:
     return str(code)
 
 
-def test_the_page_has_its_five_sections() -> None:
+def test_the_page_has_its_six_sections() -> None:
     headings = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert headings == [
         "A dialect",
@@ -60,6 +60,7 @@ def test_the_page_has_its_five_sections() -> None:
         "An engine",
         "A scheme",
         "A statistic",
+        "A command",
     ]
 
 

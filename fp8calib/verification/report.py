@@ -357,7 +357,7 @@ class VerifyReport(WithOverview, _Model):
         """Give the figures of each candidate, the conclusion and the warnings."""
         table = candidates_table(self.candidates).without("KLD p99")
         return Overview(
-            f"VerifyReport of {self.model}: {self.tokens:,} tokens, emulating "
+            f"{type(self).__name__} of {self.model}: {self.tokens:,} tokens, emulating "
             f"{self.engine_version}",
             table.columns,
             table.texts,
