@@ -325,4 +325,5 @@ def _make_linear(module: str, shape: tuple[int, int], scheme: StoredScheme) -> Q
         shape=shape,
         scheme=find_nearest(scheme.weights, scheme.inputs).name,
         block=scheme.block if scheme.weights is Granularity.BLOCK else None,
+        granularity=scheme.weights,
     )

@@ -14,6 +14,7 @@ from fp8calib.errors import shorten
 from fp8calib.model.geometry_from_config import restore_floats
 
 _GENERATION = "generation_config.json"
+_HEAD_DIM = "head_dim"
 
 
 def find_config_fault(config: Mapping[str, object]) -> str:
@@ -25,12 +26,27 @@ def find_config_fault(config: Mapping[str, object]) -> str:
 
 
 def list_other_faults(folder: Path, config: Mapping[str, object]) -> Iterator[str]:
-    """List what transformers and compressed-tensors, as installed, refuse beside that."""
+    """List what transformers and compressed-tensors, as installed, refuse beside that.
+
+    Also a null that the model's class does not replace: each engine's class does in its own way.
+    """
+    if _has_null_head_dim(config):
+        yield "config.json says head_dim: null, and an engine may compute with it"
     if (folder / _GENERATION).is_file():
         yield _prefix(f"transformers refuses {_GENERATION}", _try(partial(_generate, folder)))
     for key, section in islice(find_quantization_configs(config), 1):
         if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
             yield _prefix(f"compressed-tensors refuses {key}", _try(partial(_parse, section)))
+
+
+def _has_null_head_dim(config: Mapping[str, object]) -> bool:
+    model_type = str(config.get("model_type"))
+    if config.get(_HEAD_DIM, 0) is not None or model_type not in CONFIG_MAPPING:
+        return False
+    made = CONFIG_MAPPING[model_type]
+    if getattr(made(), _HEAD_DIM, 0) is None or find_config_fault(config):
+        return False
+    return getattr(made.from_dict(restore_floats(config)), _HEAD_DIM, 0) is None
 
 
 def _prefix(what: str, why: str) -> str:

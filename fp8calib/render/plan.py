@@ -57,6 +57,10 @@ def _format_value(key: str, value: object) -> str:
         return ", ".join(f"{name} {format_gib(size)}" for name, size in value.items())
     if isinstance(value, list):
         return ", ".join(_format_value("", each) for each in value)
+    return _format_number(key, value)
+
+
+def _format_number(key: str, value: object) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
         return format_gib(value) if value else "none"
     if key.endswith("_s") and isinstance(value, float):

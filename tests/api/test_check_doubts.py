@@ -143,6 +143,16 @@ def test_what_engines_load_as_it_is_meant(saved: Path, tmp_path: Path, edit: Edi
     assert all(report.ok for report in ask(folder).values())
 
 
+def test_a_null_that_the_class_does_not_replace_is_unknown(tmp_path: Path) -> None:
+    """In vLLM 0.32, nanochat: TypeError: NoneType and float."""
+    zoo.save("qwen2", tmp_path)
+    configure(head_dim=None)(tmp_path)
+
+    (why, *_) = ask(tmp_path)["vllm"].unknown
+
+    assert why.startswith("config.json says head_dim: null, and an engine may compute with it")
+
+
 def test_a_null_that_transformers_refuses_is_unknown(tmp_path: Path) -> None:
     zoo.save("qwen3", tmp_path / "x")
     configure(head_dim=None)(tmp_path / "x")

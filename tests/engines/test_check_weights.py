@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.engines.check import check_folder
@@ -730,3 +732,28 @@ def test_transformers_computes_nan_of_e5m2_in_blocks(tmp_path: Path) -> None:
 
     assert found is not None
     assert (found.status, "F8_E5M2" in found.why) == ("misread", True)
+
+
+def test_experts_per_channel_with_static_inputs_are_refused_by_vllm(tmp_path: Path) -> None:
+    """As auto-round writes them; vLLM 0.32 stopped with an AssertionError."""
+    zoo.save("qwen3_moe", tmp_path / "m")
+    out, static = tmp_path / "out", tmp_path / "static"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fp8calib.quantize(tmp_path / "m", "fp8-dynamic", out)
+    static.mkdir()
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[name.replace("weight_scale", "input_scale")] = torch.tensor([0.5])
+    save_file(tensors, static / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+    (static / "config.json").write_text(json.dumps(config))
+
+    found = {each: fp8calib.check(each, engine="vllm").engines["vllm"] for each in (out, static)}
+
+    assert found[out].ok
+    assert found[static].weights is not None
+    assert found[static].weights.status == "refused"
+    assert "it runs FP8 experts with a scale per tensor" in found[static].weights.why

@@ -12,6 +12,7 @@ from fp8calib.engines.vllm.model_types import ADDED_ROOTS, RENAMING_TYPES, TIED_
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.vllm.releases import RELEASES, REPEATS_SCALES
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
+from fp8calib.fp8.schemes import Granularity
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -65,6 +66,22 @@ _WEIGHT_RULES = (
         status=Status.REFUSED,
         why="it runs no FP8 experts whose inputs are not quantized",
         source="vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
+    ),
+    *(
+        WeightRule(
+            dialect="compressed-tensors",
+            schemes=(scheme,),
+            granularity=granularity,
+            has_experts=True,
+            status=Status.REFUSED,
+            why="it runs FP8 experts with a scale per tensor and static inputs, per channel and "
+            "inputs per token, or in blocks (AssertionError)",
+            source="vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py, run",
+        )
+        for scheme, granularity in (
+            ("fp8-static", Granularity.CHANNEL),
+            ("fp8-dynamic", Granularity.TENSOR),
+        )
     ),
     WeightRule(
         dialect="modelopt",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.module_paths import name_fused_group
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
@@ -22,6 +23,8 @@ class QuantizedLinear:
     """The name of its scheme, or of the nearest one."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block; None without block scales."""
+    granularity: Granularity | None = None
+    """What one scale of the weight is for; None where that does not matter."""
 
     @property
     def fused_group(self) -> str:

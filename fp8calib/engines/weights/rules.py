@@ -52,6 +52,7 @@ def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> str:
             and (not rule.endings or each.module.endswith(rule.endings))
             and (not rule.has_blocks or each.block is not None)
             and (not rule.has_experts or each.is_expert)
+            and rule.granularity in (None, each.granularity)
         ),
         "",
     )

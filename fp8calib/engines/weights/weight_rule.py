@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8calib.engines.status import Status
+from fp8calib.fp8.schemes import Granularity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class WeightRule:
     """Only weights with a scale per block."""
     has_experts: bool = False
     """Only experts."""
+    granularity: Granularity | None = None
+    """Only weights with a scale for each of these."""
     ignore: tuple[str, ...] = ()
     """Values of `quantize --ignore` that leave these linears unquantized."""
     fix: str = ""
