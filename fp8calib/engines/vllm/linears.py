@@ -37,7 +37,10 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
 _CLASS_FIRST = "joined projections have the target of their class before that of their names"
-_BLOCKS_ALONE = "is in blocks, and its inputs are not quantized: only kernels for NVIDIA GPUs (Humming, Marlin) run it"
+_BLOCKS_ALONE = (
+    "is in blocks, and its inputs are not quantized: only kernels for NVIDIA GPUs (Humming, "
+    "Marlin) run it"
+)
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
 
