@@ -53,7 +53,7 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Data, Observe, Quantize, Recipe
+from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.selection.matrices import Matrix
@@ -235,18 +235,12 @@ def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
 
 def _make_recipe(task: GptqTask) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
-    schemes = task.asked.schemes
+    has_static_inputs = task.asked.schemes.has_static_inputs
     return Recipe(
         name=f"quantize --rounding {GPTQ}",
-        observe=Observe(kv=False, query=False, inputs=True, weights=schemes.has_static_inputs),
+        observe=Observe(kv=False, query=False, inputs=True, weights=has_static_inputs),
         data=task.data,
         formats=(),
-        quantize=Quantize(
-            scheme=schemes.default.name,
-            layer_schemes=schemes.names,
-            rounding=GPTQ,
-            ignore=task.asked.ignore,
-        ),
     )
 
 

@@ -151,7 +151,11 @@ def resolve_plan(
             f"{', '.join(list_without_calibration())}",
         )
     return PlanSettings(
-        schemes=schemes, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
+        schemes=schemes,
+        dialect=dialect,
+        ignore=tuple(ignore),
+        shares_scales=shared_scales,
+        rounding=rounding,
     )
 
 
