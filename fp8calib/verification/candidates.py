@@ -256,6 +256,12 @@ def build_unscaled(
     )
 
 
+def plan_scheme(scheme: Scheme, ignore: Sequence[str] = ()) -> PlanSettings:
+    """Make the settings of the plan that `--scheme` emulates: those of `quantize --scheme`."""
+    dialect = find_written(COMPRESSED_TENSORS.name, scheme)
+    return PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect, ignore=tuple(ignore))
+
+
 def build_scheme(
     name: str,
     scheme: Scheme,
@@ -268,10 +274,8 @@ def build_scheme(
     ignore: Sequence[str] = (),
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
-    dialect = find_written(COMPRESSED_TENSORS.name, scheme)
-    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect, ignore=tuple(ignore))
     planned = find_planned(
-        settings,
+        plan_scheme(scheme, ignore),
         find_selection(target.checkpoint, ignore=ignore),
         model,
         target.geometry,

@@ -160,7 +160,7 @@ def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
     if bits == 4:
         octets = torch.stack((octets & 15, octets >> 4), dim=-1)
     numbers = octets.reshape(len(words), -1)[:, :num_columns]
-    return numbers.to(torch.int16) - 2 ** (bits - 1)
+    return numbers.to(torch.int16) - (1 << (bits - 1))
 
 
 def _refusal(checkpoint: Checkpoint, fault: str) -> ModelError:
