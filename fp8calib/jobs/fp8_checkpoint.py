@@ -38,6 +38,7 @@ def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
         schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
         dialect=COMPRESSED_TENSORS,
         ignore=asked.ignore,
+        rounding=asked.rounding,
     )
 
 

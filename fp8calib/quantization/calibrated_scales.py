@@ -17,7 +17,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.write import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.module_paths import list_paths, span_experts, split_expert
@@ -132,7 +132,8 @@ def find_input_scales(
     Raises:
         ExportError: the statistics have no data for a linear.
     """
-    inputs = _Inputs(stats, quantized, others, options)
+    scales = InputScales(stats, options)
+    inputs = _NamedInputs(stats, quantized, others, scales)
     found = {matrix.module: inputs.find(matrix) for matrix in quantized}
     if shares_scales:
         groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
@@ -140,7 +141,7 @@ def find_input_scales(
         for module, group in groups.items():
             largest[group] = torch.maximum(largest[group], found[module])
         found = {module: largest[group] for module, group in groups.items()}
-    return CalibratedScales(inputs=found, kv={}, notes=tuple(_explain_substitutes(inputs.table)))
+    return CalibratedScales(inputs=found, kv={}, notes=tuple(_explain_substitutes(scales.table)))
 
 
 def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Matrix], list[Matrix]]:
@@ -177,7 +178,55 @@ def list_unmeasured(
     return list(dict.fromkeys(outermost))
 
 
-class _Inputs:
+class InputScales:
+    """Gives the static scales of the inputs of a model's linears, from its statistics."""
+
+    def __init__(
+        self,
+        stats: CalibrationStats,
+        options: ScaleOptions = _DEFAULTS,
+        *,
+        fmt: Fp8Format = E4M3FN,
+    ) -> None:
+        self.table = compute_linear_scales(stats, fmt, rule=options.rule, fallback=options.fallback)
+        self._stats = stats
+        self._rule = options.rule
+        self._fmt = fmt
+
+    def of(self, linear: Linear, *, expert: int | None = None) -> torch.Tensor:
+        """Give the scale of a linear's input: fp32 [].
+
+        Of stacked experts it is the largest, unless one `expert` is named.
+
+        Raises:
+            ExportError: the statistics have no data for it.
+        """
+        if linear.section == "other":
+            return self._of_other(Site(linear.module, Role.INPUT))
+        sites = (
+            Site(linear.logical(part, each), Role.INPUT)
+            for part in linear.parts
+            for each in (linear.experts if expert is None else (expert,))
+        )
+        return torch.stack([self.table.scales[site].values[0] for site in sites]).max()
+
+    def _of_other(self, site: Site) -> torch.Tensor:
+        if site not in self._stats.sites:
+            raise ExportError(
+                f"the stats have no data for {site}",
+                hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
+            )
+        seen = self._stats.sites[site]
+        amax = seen.amax.max()
+        clip_range = find_clip_range(
+            self._rule, amax=float(amax), histogram=seen.histogram, fmt=self._fmt
+        )
+        if float(amax) <= 0:
+            return torch.tensor(1.0)
+        return scale_of(clip_range.apply(amax), self._fmt)
+
+
+class _NamedInputs:
     """Finds the scales of inputs by the names of weights in the checkpoint."""
 
     def __init__(
@@ -185,14 +234,11 @@ class _Inputs:
         stats: CalibrationStats,
         quantized: Collection[Matrix],
         others: Collection[Matrix],
-        options: ScaleOptions,
+        scales: InputScales,
     ) -> None:
-        self.table = compute_linear_scales(
-            stats, E4M3FN, rule=options.rule, fallback=options.fallback
-        )
         self._quantized = quantized
         self._others = others
-        self._rule = options.rule
+        self._scales = scales
         self._stats = stats
         self._linears = {
             linear.checkpoint_name: linear
@@ -211,10 +257,11 @@ class _Inputs:
         """Find the scale of a linear's input: fp32 []."""
         linear = self._linears.get(matrix.tensor)
         if linear is not None:
-            return self._of_linear(linear)
+            return self._scales.of(linear)
         found = self._find_expert(matrix)
         if found is not None:
-            return self._of_expert(*found)
+            experts, number = found
+            return self._scales.of(experts, expert=number)
         raise ExportError(
             f"the stats have no input of {matrix.module}", hint=self._explain_missing(matrix)
         )
@@ -247,29 +294,6 @@ class _Inputs:
             f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
             f"{spell_options(globs)}"
         )
-
-    def _of_linear(self, linear: Linear) -> torch.Tensor:
-        if linear.section == "other":
-            return self._of_other(Site(linear.module, Role.INPUT))
-        sites = (Site(linear.logical(part), Role.INPUT) for part in linear.parts)
-        return torch.stack([self.table.scales[site].values[0] for site in sites]).max()
-
-    def _of_other(self, site: Site) -> torch.Tensor:
-        if site not in self._stats.sites:
-            raise ExportError(
-                f"the stats have no data for {site}",
-                hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
-            )
-        seen = self._stats.sites[site]
-        amax = seen.amax.max()
-        clip_range = find_clip_range(
-            self._rule, amax=float(amax), histogram=seen.histogram, fmt=E4M3FN
-        )
-        return scale_of(clip_range.apply(amax), E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
-
-    def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
-        site = Site(linear.logical(linear.parts[0], expert), Role.INPUT)
-        return self.table.scales[site].values[0]
 
 
 def _find_prefixes(layer: Layer) -> Iterator[str]:

@@ -19,7 +19,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
-from fp8calib.fp8.schemes import Scheme
+from fp8calib.fp8.schemes import NEAREST, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_path
 from fp8calib.quantization.shard_layout import (
@@ -54,6 +54,8 @@ class PlanSettings:
     ignore: tuple[str, ...] = ()
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
+    rounding: str = NEAREST
+    """How weights are rounded; a `RoundingRecord` says the rest of what is not to nearest."""
 
     def group(self, matrix: Matrix) -> str:
         """Name the group of weights that share one per-tensor scale with this one."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,20 +13,24 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.compressed_tensors import require_format
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS, require_format
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
+from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.quantization.calibrated_scales import InputScales
+from fp8calib.quantization.plan import PlanSettings
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
@@ -34,7 +38,7 @@ from fp8calib.stats.renamed import rename_sites
 from fp8calib.stats.unquantized_tensors import compare_with_base
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
-    find_scheme_gaps,
+    find_plan_gaps,
     list_embedding_and_head,
 )
 from fp8calib.verification.emulation.emulate import Emulation
@@ -45,8 +49,9 @@ from fp8calib.verification.emulation.kv import (
     make_unscaled_table,
     takes_latents_unscaled,
 )
-from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
-from fp8calib.verification.emulation.selected import select_weights
+from fp8calib.verification.emulation.linears import emulate_linears
+from fp8calib.verification.emulation.planned import find_planned
+from fp8calib.verification.emulation.stored import find_stored
 
 _SAMPLE_BYTES = 4096
 _SAMPLED_ROWS = 16
@@ -251,6 +256,12 @@ def build_unscaled(
     )
 
 
+def plan_scheme(scheme: Scheme, ignore: Sequence[str] = ()) -> PlanSettings:
+    """Make the settings of the plan that `--scheme` emulates: those of `quantize --scheme`."""
+    dialect = find_written(COMPRESSED_TENSORS.name, scheme)
+    return PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect, ignore=tuple(ignore))
+
+
 def build_scheme(
     name: str,
     scheme: Scheme,
@@ -263,19 +274,37 @@ def build_scheme(
     ignore: Sequence[str] = (),
 ) -> Candidate:
     """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
-    source = WeightSource(model, target.checkpoint)
-    selection = find_selection(target.checkpoint, ignore=ignore)
-    selected = select_weights(model, target.geometry, source, selection)
-    quantizers, weights = emulate_scheme(
-        scheme, target.geometry, selected, numerics, fmt=fmt, stats=stats
+    planned = find_planned(
+        plan_scheme(scheme, ignore),
+        find_selection(target.checkpoint, ignore=ignore),
+        model,
+        target.geometry,
+        WeightSource(model, target.checkpoint),
+        fmt=fmt,
+        scale_input=_find_input_scales(scheme, stats, numerics, fmt),
     )
-    rounding = _describe_rounding(quantizers, numerics)
+    emulation = emulate_linears(planned.weights, target.geometry, numerics)
+    rounding = _describe_rounding(emulation.quantizers, numerics)
     return Candidate(
         name=name,
         description=f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}",
-        emulation=Emulation(quantizers=quantizers, weights=weights),
-        notes=tuple(find_scheme_gaps(name, selected, scheme)),
+        emulation=emulation,
+        notes=tuple(find_plan_gaps(name, planned)),
     )
+
+
+def _find_input_scales(
+    scheme: Scheme, stats: CalibrationStats | None, numerics: Numerics, fmt: Fp8Format
+) -> Callable[[Linear], torch.Tensor] | None:
+    """Find what gives the static scales of inputs; None where the engine uses none."""
+    if not scheme.has_static_inputs or numerics.static_inputs_ignored:
+        return None
+    if stats is None:
+        raise UsageError(
+            f"--scheme {scheme.name}: its input scales come from calibration",
+            hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
+        )
+    return InputScales(stats, fmt=fmt).of
 
 
 def build_checkpoint(
@@ -286,26 +315,27 @@ def build_checkpoint(
     assert checkpoint is not None  # noqa: S101 -- checked by the caller
     source = WeightSource(model, checkpoint)
     _check_embedding_and_head(checkpoint, source, model, target)
-    quantizers, weights = emulate_checkpoint(
+    weights, copied = find_stored(
         checkpoint,
-        source,
-        target.geometry,
         model,
-        numerics,
+        target.geometry,
+        source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
     )
+    emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     if opened.found is not None:
         found = opened.found
-        quantizers |= emulate_kv(found.table, numerics)
+        kv = emulate_kv(found.table, numerics)
+        emulation = replace(emulation, quantizers={**emulation.quantizers, **kv})
         parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,
-        description=", ".join(parts) + _describe_rounding(quantizers, numerics),
-        emulation=Emulation(quantizers=quantizers, weights=weights),
+        description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
+        emulation=emulation,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
-            *find_checkpoint_gaps(opened.name, weights, checkpoint, source, model),
+            *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
         ),
     )
 

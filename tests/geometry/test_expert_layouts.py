@@ -20,7 +20,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.quantization.sources.decoded import open_dequantized
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests.architectures.families import FAMILIES
@@ -368,7 +368,7 @@ def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> Non
     settings = PlanSettings(
         schemes=LayerSchemes(found), dialect=find_written("compressed-tensors", found)
     )
-    with DequantizedCheckpoint.open(folder) as checkpoint:
+    with open_dequantized(folder) as checkpoint:
         plan = make_plan(checkpoint, settings, select(checkpoint))
         device = torch.device("cpu")
         quantize(checkpoint, plan, tmp_path / "fp8", device=device, advance=Silent().advance)

@@ -17,7 +17,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.quantization.sources.decoded import open_dequantized
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests.quantization.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
@@ -59,7 +59,7 @@ def values_of(folder: Path, name: str) -> np.ndarray:
 def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.Tensor]:
     found = find_scheme(scheme)
     dialect = find_written("compressed-tensors", found)
-    with DequantizedCheckpoint.open(source) as checkpoint:
+    with open_dequantized(source) as checkpoint:
         check_unquantized(checkpoint)
         asked = PlanSettings(schemes=LayerSchemes(found), dialect=dialect, ignore=ignore)
         plan = make_plan(checkpoint, asked, select(checkpoint, ignore=ignore))
@@ -90,7 +90,7 @@ def test_what_is_left_is_written_in_the_dtype_of_the_config(source: Path, tmp_pa
 @pytest.mark.parametrize(("start", "stop"), [(0, 120_000), (1, 3), (399, 802), (400, 400)])
 def test_any_span_can_be_read(source: Path, start: int, stop: int) -> None:
     whole = torch.from_numpy(values_of(source, UP)).bfloat16().view(torch.uint8).flatten()
-    with DequantizedCheckpoint.open(source) as checkpoint:
+    with open_dequantized(source) as checkpoint:
         assert torch.equal(checkpoint.read_bytes(f"{UP}.weight", start, stop), whole[start:stop])
 
 
@@ -114,4 +114,4 @@ def test_what_is_not_fp8_cannot_be_dequantized(tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps(CONFIG))
     save_file({f"{UP}.weight": torch.ones(2, 2)}, other / "model.safetensors")
     with pytest.raises(ModelError, match="has no FP8 weights"):
-        DequantizedCheckpoint.open(other)
+        open_dequantized(other)

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source, unpack
+from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
+from fp8calib.quantization.sources.integers import unpack
 from tests.int4_by_hand import WEIGHTS, Int4, Tensors, make_section, pack, store, write_section
 
 UP = "model.layers.0.mlp.up_proj"
@@ -57,10 +58,9 @@ def test_integers_come_back(columns: int) -> None:
     integers = random_integers(6, columns)
     words = pack(integers)
     assert torch.equal(words, pack_to_int32(torch.from_numpy(integers).to(torch.int8), 4))
-    found = unpack(words, columns)
-    assert found.dtype is torch.int8
+    found = unpack(words, columns, 4)
     assert np.array_equal(found.numpy(), integers)
-    assert torch.equal(found, unpack_from_int32(words, 4, torch.Size([6, columns])))
+    assert torch.equal(found.to(torch.int8), unpack_from_int32(words, 4, torch.Size([6, columns])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -127,27 +127,30 @@ def test_one_other_group_is_enough(tmp_path: Path) -> None:
         assert not is_int4_source(checkpoint)
 
 
-SHAPE, SCALE, WORDS = (f"{UP}.weight_{end}" for end in ("shape", "scale", "packed"))
+SHAPE, SCALE, WORDS, ZERO = (
+    f"{UP}.weight_{end}" for end in ("shape", "scale", "packed", "zero_point")
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({SHAPE: torch.tensor([5, 17])}, "is I32 [5, 2], for a weight of [5, 17]"),
-        ({SHAPE: torch.tensor([5, -3])}, "is I32 [5, 2], for a weight of [5, -3]"),
+        ({SHAPE: torch.tensor([5, 17])}, "is I32 [5, 2], and its weight [5, 17]"),
+        ({SHAPE: torch.tensor([5, -3])}, "weight_shape is not the two sizes"),
         ({SHAPE: torch.tensor([5, 1, 13])}, "weight_shape is not the two sizes"),
         ({SHAPE: torch.tensor([5.0, 13.0])}, "weight_shape is not the two sizes"),
-        ({WORDS: torch.zeros(5, 2)}, "is F32 [5, 2], for a weight of [5, 13]"),
+        ({WORDS: torch.zeros(5, 2)}, "describes int4 weights, but there are none"),
         ({SCALE: torch.ones(5, 1)}, "weight_scale is [5, 1] F32, where one scale is expected"),
-        ({SCALE: torch.ones(1, dtype=torch.int32)}, "weight_scale is [1] I32"),
+        ({SCALE: torch.ones(1, dtype=torch.int32)}, "weight_scale is missing, or is no float"),
         ({SCALE: torch.tensor([-1.0])}, "weight_scale: -1 is not a scale"),
         ({SCALE: torch.tensor([float("nan")])}, "weight_scale: nan is not a scale"),
         ({SCALE: torch.tensor([float("inf")])}, "weight_scale: inf is not a scale"),
-        ({f"{UP}.weight_zero_point": torch.zeros(1)}, f"there is {UP}.weight_zero_point"),
-        ({f"{UP}.weight_g_idx": torch.zeros(1)}, f"there is {UP}.weight_g_idx"),
+        ({ZERO: torch.zeros(1)}, f"{ZERO} is F32 [1] for scales [1]"),
+        ({ZERO: torch.zeros(1, dtype=torch.int8)}, f"there is {ZERO}"),
+        ({f"{UP}.weight_g_idx": torch.zeros(1)}, f"{UP}.weight_g_idx: groups of reordered columns"),
         ({f"{UP}.weight": torch.zeros(5, 13)}, f"{UP}.weight is stored twice"),
         ({"x.weight_scale": torch.ones(1)}, "there is x.weight_scale, but no int4 weight"),
-        ({"x.weight": torch.ones(2, 2, dtype=torch.int8)}, "x.weight is stored in I8"),
+        ({"x.weight": torch.ones(2, 2, dtype=torch.int8)}, "x.weight_scale is missing"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, changes: Tensors, named: str) -> None:
@@ -167,7 +170,7 @@ def test_integers_of_more_bits_are_refused(tmp_path: Path) -> None:
         (make_section(form="marlin-24"), "its int4 weights have the format 'marlin-24'"),
         (make_section(form=["marlin-24"]), "its int4 weights have the format ['marlin-24']"),
         (make_section(transform_config={"config_groups": {"u": {}}}), "transform_config rotates"),
-        (make_section(form="int-quantized"), "describes int4 weights, but there are none"),
+        (make_section(form="int-quantized"), "holds INT4, which is not its format"),
     ],
 )
 def test_other_forms_are_refused_by_name(tmp_path: Path, section: Any, named: str) -> None:

@@ -18,22 +18,26 @@ from transformers import logging as transformers_logging
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
 from tests import zoo
 from tests.architectures import families
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
 from tests.truth.test_statistics import draw, make_plan, run_calibration
-from tests.verification.by_hand import Subject, emulate, make_batch, opened, padding_mask
+from tests.verification.by_hand import (
+    Subject,
+    emulate,
+    emulate_checkpoint,
+    emulate_scheme,
+    make_batch,
+    opened,
+    padding_mask,
+)
 
 PLAIN = Numerics(name="plain")
 BATCH = make_batch([20, 7])
@@ -81,15 +85,9 @@ def test_logits_are_those_the_emulation_predicts(
     out = run(folder, tmp_path / "out", scheme, scales=scales).out
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     decompress(loaded)
-    quantizers, weights = emulate_scheme(
-        SCHEMES[scheme],
-        subject.geometry,
-        subject.selected,
-        PLAIN,
-        fmt=E4M3FN,
-        stats=stats,
+    (hidden,) = emulate(
+        subject, emulate_scheme(subject, SCHEMES[scheme], PLAIN, stats=stats), BATCH
     )
-    (hidden,) = emulate(subject, Emulation(quantizers=quantizers, weights=weights), BATCH)
     with torch.no_grad():
         expected = subject.model.lm_head(hidden)
     found = compute_logits(loaded)
@@ -110,21 +108,14 @@ def test_logits_of_several_schemes_are_those_the_emulation_predicts(
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     decompress(loaded)
     with Fp8Checkpoint.open(out, fuse=True) as stored:
-        quantizers, weights = emulate_checkpoint(
-            stored,
-            WeightSource(subject.model, stored),
-            subject.geometry,
-            subject.model,
-            PLAIN,
-            is_changed=lambda _: False,
-        )
-        (hidden,) = emulate(subject, Emulation(quantizers=quantizers, weights=weights), BATCH)
+        emulation = emulate_checkpoint(subject, stored, PLAIN)
+        (hidden,) = emulate(subject, emulation, BATCH)
     with torch.no_grad():
         expected = subject.model.lm_head(hidden)
     torch.testing.assert_close(compute_logits(loaded), expected, rtol=1e-5, atol=1e-5)
-    quantized = {str(site).rpartition(".")[0] for site in quantizers}
+    quantized = {str(site).rpartition(".")[0] for site in emulation.quantizers}
     assert not any("down_proj" in module for module in quantized)
-    assert len(quantizers) == 12
+    assert len(emulation.quantizers) == 12
 
 
 def compute_logits(model: PreTrainedModel) -> torch.Tensor:

@@ -22,12 +22,22 @@ from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.engines.numerics import Numerics
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.selection.select import find_selection
+from fp8calib.quantization.calibrated_scales import InputScales
+from fp8calib.quantization.plan import PlanSettings
+from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.selection.select import Selection, find_selection
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
-from fp8calib.verification.emulation.selected import SelectedWeights, select_weights
+from fp8calib.verification.emulation.linears import emulate_linears
+from fp8calib.verification.emulation.planned import PlannedWeights, find_planned
+from fp8calib.verification.emulation.stored import find_stored
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -50,7 +60,7 @@ class Subject:
     model: PreTrainedModel
     geometry: ModelGeometry
     originals: WeightSource
-    selected: SelectedWeights
+    selection: Selection
 
 
 @contextmanager
@@ -65,8 +75,64 @@ def make_subject(model: PreTrainedModel, checkpoint: Checkpoint) -> Subject:
     """Find what the product needs to know about a model and its checkpoint."""
     source = WeightSource(model, checkpoint)
     geometry, _ = find_geometry(model, source.single_tensors, checkpoint_dtype="float32")
-    selected = select_weights(model, geometry, source, find_selection(checkpoint))
-    return Subject(model, geometry, source, selected)
+    return Subject(model, geometry, source, find_selection(checkpoint))
+
+
+def plan_scheme(
+    subject: Subject, scheme: Scheme, *, stats: CalibrationStats | None = None
+) -> PlannedWeights:
+    """Ask the product which parameters a plan of one scheme makes FP8."""
+    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=COMPRESSED_TENSORS)
+    return match_plan(subject, settings, stats=stats)
+
+
+def match_plan(
+    subject: Subject, settings: PlanSettings, *, stats: CalibrationStats | None = None
+) -> PlannedWeights:
+    """Ask the product which parameters a plan of `quantize` makes FP8."""
+    return find_planned(
+        settings,
+        subject.selection,
+        subject.model,
+        subject.geometry,
+        subject.originals,
+        scale_input=None if stats is None else InputScales(stats).of,
+    )
+
+
+def emulate_scheme(
+    subject: Subject, scheme: Scheme, numerics: Numerics, *, stats: CalibrationStats | None = None
+) -> Emulation:
+    """Ask the product what an engine makes of a plan of one scheme."""
+    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=COMPRESSED_TENSORS)
+    return emulate_plan(subject, settings, numerics, stats=stats)
+
+
+def emulate_plan(
+    subject: Subject,
+    settings: PlanSettings,
+    numerics: Numerics,
+    *,
+    stats: CalibrationStats | None = None,
+) -> Emulation:
+    """Ask the product what an engine makes of what `quantize` would write."""
+    planned = match_plan(subject, settings, stats=stats)
+    return emulate_linears(planned.weights, subject.geometry, numerics)
+
+
+def emulate_checkpoint(
+    subject: Subject,
+    checkpoint: Fp8Checkpoint,
+    numerics: Numerics,
+    *,
+    is_changed: Callable[[str], bool] = lambda _: False,
+) -> Emulation:
+    """Ask the product what an engine makes of a checkpoint."""
+    source = WeightSource(subject.model, checkpoint)
+    weights, copied = find_stored(
+        checkpoint, subject.model, subject.geometry, source, is_changed=is_changed
+    )
+    return emulate_linears(weights, subject.geometry, numerics, copied=copied)
 
 
 def make_batch(lengths: list[int], *, seed: int = 11, first: int = 0) -> Batch:

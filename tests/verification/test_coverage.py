@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.verification.emulation.coverage import find_scheme_gaps
+from fp8calib.verification.emulation.coverage import find_plan_gaps
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
-from tests.verification.by_hand import make_subject, opened
+from tests.verification.by_hand import make_subject, opened, plan_scheme
 
 ROWS = [[(i * j) % 120 + 3 for j in range(1, 17)] for i in range(1, 7)]
 
@@ -169,15 +169,17 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
     with Checkpoint.open(tmp_path) as checkpoint:
         subject = make_subject(build_skeleton(source), checkpoint)
-    assert list(find_scheme_gaps("it", subject.selected, find_scheme("fp8-block"))) == missed
-    w8a16 = list(find_scheme_gaps("it", subject.selected, find_scheme("w8a16")))
+    blocks = plan_scheme(subject, find_scheme("fp8-block"))
+    assert list(find_plan_gaps("it", blocks)) == missed
+    w8a16 = list(find_plan_gaps("it", plan_scheme(subject, find_scheme("w8a16"))))
     assert w8a16 == [text for text in missed if "not the inputs" not in text]
 
 
 def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
     """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
     with opened(families.build("dbrx", families.FAMILIES["dbrx"]), tmp_path) as subject:
-        refused, missed = find_scheme_gaps("it", subject.selected, find_scheme("fp8-dynamic"))
+        planned = plan_scheme(subject, find_scheme("fp8-dynamic"))
+    refused, missed = find_plan_gaps("it", planned)
     assert refused.startswith(f"it: `quantize` does not write this model: {tmp_path}: ")
     assert "experts.mlp.v1 [192, 32] holds several matrices" in refused
     assert missed == (
@@ -194,6 +196,7 @@ def test_a_router_is_known_by_any_part_of_its_path(
     family: str, router: str, tmp_path: Path
 ) -> None:
     with opened(families.build(family, families.FAMILIES[family]), tmp_path) as subject:
-        names = [p.name for group in subject.selected.groups for p in group]
+        planned = plan_scheme(subject, find_scheme("w8a16")).weights
+    names = [parameter.name for each in planned for parameter in each.weights.parameters]
     assert names
     assert not [name for name in names if router in name]

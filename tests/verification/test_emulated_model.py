@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,16 @@ from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.linears import emulate_scheme
 from fp8calib.verification.tasks.lm_eval import emulated_model
 from tests import zoo
-from tests.verification.by_hand import Subject, emulate, make_batch, opened, padding_mask
+from tests.verification.by_hand import (
+    Subject,
+    emulate,
+    emulate_scheme,
+    make_batch,
+    opened,
+    padding_mask,
+)
 
 PLAIN = Numerics(name="plain")
 BATCHES = (make_batch([5, 20, 13]), make_batch([20, 20], seed=12))
@@ -50,15 +57,8 @@ def make_harsh(subject: Subject) -> Emulation:
 
 def make_w8a8(subject: Subject) -> Emulation:
     """Quantize every weight, every input and the KV cache."""
-    quantizers, weights = emulate_scheme(
-        find_scheme("fp8-dynamic"),
-        subject.geometry,
-        subject.selected,
-        PLAIN,
-        fmt=E4M3FN,
-        stats=None,
-    )
-    return Emulation(quantizers={**quantizers, **make_harsh(subject).quantizers}, weights=weights)
+    made = emulate_scheme(subject, find_scheme("fp8-dynamic"), PLAIN)
+    return replace(made, quantizers={**made.quantizers, **make_harsh(subject).quantizers})
 
 
 @torch.no_grad()

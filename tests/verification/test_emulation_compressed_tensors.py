@@ -24,9 +24,15 @@ from fp8calib.fp8.schemes import SCHEMES, InputScaling
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
-from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
+from tests.verification.by_hand import (
+    Subject,
+    emulate,
+    emulate_scheme,
+    make_batch,
+    opened,
+    plain_forward,
+)
 
 PLAIN = Numerics(name="plain")
 BATCH = make_batch([20, 7])
@@ -84,20 +90,12 @@ def _extremes(module: Any, group: list[Any], preset: str) -> tuple[torch.Tensor,
 def make_emulation(subject: Subject, preset: str) -> Emulation:
     """Ask the product; the static input scale is a number of this test."""
     scheme = SCHEMES[PRESETS[preset]]
-    quantizers, weights = emulate_scheme(
-        replace(scheme, inputs=InputScaling.NONE) if preset == "FP8" else scheme,
-        subject.geometry,
-        subject.selected,
-        PLAIN,
-        fmt=E4M3FN,
-        stats=None,
-    )
-    if preset == "FP8":
-        static = Quantizer(fmt=E4M3FN, scale=torch.tensor(INPUT_SCALE))
-        quantizers = {
-            Site(linear.module, Role.INPUT): static for _, linear in subject.geometry.linears()
-        }
-    return Emulation(quantizers=quantizers, weights=weights)
+    if preset != "FP8":
+        return emulate_scheme(subject, scheme, PLAIN)
+    made = emulate_scheme(subject, replace(scheme, inputs=InputScaling.NONE), PLAIN)
+    static = Quantizer(fmt=E4M3FN, scale=torch.tensor(INPUT_SCALE))
+    sites = (Site(linear.module, Role.INPUT) for _, linear in subject.geometry.linears())
+    return replace(made, quantizers=dict.fromkeys(sites, static))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -26,7 +26,6 @@ from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.linears import emulate_scheme
 from fp8calib.verification.report import SCALE_ONE, LayerResult
 from tests import zoo
 from tests.verification.by_hand import (
@@ -35,6 +34,7 @@ from tests.verification.by_hand import (
     cast,
     cast_rows,
     emulate,
+    emulate_scheme,
     make_batch,
     opened,
     plain_forward,
@@ -151,10 +151,7 @@ def assert_row(row: LayerResult, expected: dict[str, float]) -> None:
 
 def dynamic(subject: Subject) -> Emulation:
     """Ask the product for fp8-dynamic."""
-    inputs, weights = emulate_scheme(
-        SCHEMES["fp8-dynamic"], subject.geometry, subject.selected, PLAIN, fmt=E4M3FN, stats=None
-    )
-    return Emulation(quantizers=inputs, weights=weights)
+    return emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN)
 
 
 @pytest.mark.parametrize("stride", [1, 8])

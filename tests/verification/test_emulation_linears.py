@@ -13,14 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
-from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail
 from tests.truth.test_statistics import make_plan, run_calibration
 from tests.verification.by_hand import (
     Subject,
@@ -29,6 +28,7 @@ from tests.verification.by_hand import (
     cast_groups,
     cast_rows,
     emulate,
+    emulate_scheme,
     make_batch,
     opened,
     plain_forward,
@@ -82,10 +82,7 @@ def make_emulation(
     numerics: Numerics = PLAIN,
 ) -> Emulation:
     """Ask the product what a scheme does to the model."""
-    quantizers, weights = emulate_scheme(
-        scheme, subject.geometry, subject.selected, numerics, fmt=E4M3FN, stats=stats
-    )
-    return Emulation(quantizers=quantizers, weights=weights)
+    return emulate_scheme(subject, scheme, numerics, stats=stats)
 
 
 def assert_same(subject: Subject, emulation: Emulation, expected_model: PreTrainedModel) -> None:
@@ -228,11 +225,10 @@ def test_routers_heads_and_embeddings_stay_as_they_are(family: str, tmp_path: Pa
 
 
 def test_static_scales_without_statistics_are_refused(tmp_path: Path) -> None:
-    with (
-        opened(zoo.build("llama"), tmp_path / "m") as subject,
-        pytest.raises(UsageError, match="--scheme fp8-static: its input scales come from"),
-    ):
-        make_emulation(subject, SCHEMES["fp8-static"])
+    zoo.save("llama", tmp_path / "m")
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [3, 4, 5]}])
+    said = fail(2, "verify", tmp_path / "m", "--scheme", "fp8-static", "--data", data)
+    assert "--scheme fp8-static: its input scales come from" in said
 
 
 def test_multiplying_by_the_reciprocal_is_what_some_engines_do(tmp_path: Path) -> None:

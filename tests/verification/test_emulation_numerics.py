@@ -22,7 +22,6 @@ from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verification.by_hand import (
@@ -32,6 +31,7 @@ from tests.verification.by_hand import (
     cast_blocks,
     cast_rows,
     ceil_log2,
+    emulate_scheme,
     opened,
     row_scales,
     search_down,
@@ -281,15 +281,7 @@ def test_the_values_of_these_tests_tell_a_reciprocal_from_a_division() -> None:
 
 def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None) -> Emulation:
     """Ask the product what a scheme does in an engine."""
-    inputs, weights = emulate_scheme(
-        SCHEMES[name],
-        subject.geometry,
-        subject.selected,
-        numerics,
-        fmt=E4M3FN,
-        stats=stats,
-    )
-    return Emulation(quantizers=inputs, weights=weights)
+    return emulate_scheme(subject, SCHEMES[name], numerics, stats=stats)
 
 
 def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(

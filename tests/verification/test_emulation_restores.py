@@ -31,12 +31,12 @@ from fp8calib.verification.emulation.emulate import (
 )
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.linears import emulate_scheme
 from fp8calib.verification.emulation.weights import Requantized, WeightParameter
 from tests import zoo
 from tests.verification.by_hand import (
     Subject,
     emulate,
+    emulate_scheme,
     make_batch,
     make_subject,
     opened,
@@ -99,10 +99,8 @@ def assert_unchanged(model: nn.Module, before: Picture) -> None:
 def make_emulation(subject: Subject, scheme: str = "fp8-dynamic") -> Emulation:
     """Quantize everything there is: K, V, q, inputs and weights."""
     table = make_unscaled_table(subject.geometry, E4M3FN)
-    inputs, weights = emulate_scheme(
-        SCHEMES[scheme], subject.geometry, subject.selected, WITH_QUERY, fmt=E4M3FN, stats=None
-    )
-    return Emulation(quantizers={**emulate_kv(table, WITH_QUERY), **inputs}, weights=weights)
+    made = emulate_scheme(subject, SCHEMES[scheme], WITH_QUERY)
+    return replace(made, quantizers={**emulate_kv(table, WITH_QUERY), **made.quantizers})
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -25,10 +25,9 @@ from fp8calib.verification.compare.token_scores import TokenScores, score_batch
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.architectures import families
-from tests.verification.by_hand import Subject, make_batch, opened, padding_mask
+from tests.verification.by_hand import Subject, emulate_scheme, make_batch, opened, padding_mask
 
 PLAIN = Numerics(name="plain")
 BATCHES = [make_batch([5, 20, 13]), make_batch([20, 20], seed=12, first=3)]
@@ -260,17 +259,9 @@ def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> N
 def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path: Path) -> None:
     """Weights change once for a group of batches; each batch alone gives the same numbers."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
-        inputs, weights = emulate_scheme(
-            SCHEMES["fp8-dynamic"],
-            subject.geometry,
-            subject.selected,
-            PLAIN,
-            fmt=E4M3FN,
-            stats=None,
-        )
         kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
         emulations = {
-            "w8a8": Emulation(quantizers=inputs, weights=weights),
+            "w8a8": emulate_scheme(subject, SCHEMES["fp8-dynamic"], PLAIN),
             "kv": Emulation(quantizers=kv),
         }
         found = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,39 +13,28 @@ from transformers.models.aria import modeling_aria
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import load_model, open_source
-from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
-from fp8calib.verification.emulation.selected import SelectedWeights
+from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests.quantization.by_hand import read, run
 from tests.quantization.stacked import STACKED, find_experts
-from tests.verification.by_hand import make_subject
+from tests.verification.by_hand import Subject, emulate_checkpoint, emulate_scheme, make_subject
 
 REFERENCE = find_emulated("reference")[1]
 
 
-@dataclass(frozen=True)
-class Opened:
+@dataclass
+class Opened(Subject):
     """A model as `verify` opens it."""
 
     folder: Path
-    model: Any
-    geometry: ModelGeometry
-    originals: WeightSource
-    selected: SelectedWeights
 
-    def read_changes(self, folder: Path) -> tuple[Any, tuple[WeightChange, ...]]:
+    def emulate_stored(self, folder: Path) -> Emulation:
         """Open an FP8 checkpoint of it."""
         checkpoint = Fp8Checkpoint.open(folder, fuse=REFERENCE.fused_share_scales)
-        source = WeightSource(self.model, checkpoint)
-        return emulate_checkpoint(
-            checkpoint, source, self.geometry, self.model, REFERENCE, is_changed=self._is_changed
-        )
+        return emulate_checkpoint(self, checkpoint, REFERENCE, is_changed=self._is_changed)
 
     def _is_changed(self, name: str) -> bool:
         with Checkpoint.open(self.folder) as own:
@@ -73,7 +61,7 @@ def opened(
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
         subject = make_subject(model, checkpoint)
-        yield Opened(folder, model, subject.geometry, subject.originals, subject.selected)
+        yield Opened(model, subject.geometry, subject.originals, subject.selection, folder)
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16", "fp8-block"])
@@ -82,23 +70,20 @@ def test_the_checkpoint_is_what_the_scheme_emulates(
 ) -> None:
     """Every weight in memory and every quantizer of inputs are the same, bit for bit."""
     run(opened.folder, tmp_path / "fp8", scheme)
-    quantizers, changes = opened.read_changes(tmp_path / "fp8")
-    expected_quantizers, expected_changes = emulate_scheme(
-        SCHEMES[scheme], opened.geometry, opened.selected, REFERENCE, fmt=E4M3FN, stats=None
-    )
-    found, expected = opened.apply(changes), opened.apply(expected_changes)
+    stored = opened.emulate_stored(tmp_path / "fp8")
+    planned = emulate_scheme(opened, SCHEMES[scheme], REFERENCE)
+    found, expected = opened.apply(stored.weights), opened.apply(planned.weights)
     experts = [name for name in found if ".experts." in name and found[name].dim() == 3]
     assert len(experts) >= 2
     for name in found:
         assert torch.equal(found[name], expected[name]), name
-    assert quantizers == expected_quantizers
+    assert stored.quantizers == planned.quantizers
 
 
 def test_every_expert_in_memory_is_the_one_on_disk(opened: Opened, tmp_path: Path) -> None:
     """Codes times scales, joined by hand in the order in which transformers multiplies them."""
     stored = read(run(opened.folder, tmp_path / "fp8", "fp8-dynamic").out)
-    _, changes = opened.read_changes(tmp_path / "fp8")
-    found = opened.apply(changes)
+    found = opened.apply(opened.emulate_stored(tmp_path / "fp8").weights)
     paths = find_experts(opened.model)
     numbers = {int(path.split("layers.")[1].split(".")[0]): path for path in paths}
     assert numbers

@@ -19,15 +19,13 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
 from fp8calib.verification.emulation.stored_weights import find_clipped
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests import zoo
 from tests.dialects.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
-from tests.verification.by_hand import Subject, opened
+from tests.verification.by_hand import Subject, emulate_checkpoint, emulate_scheme, opened
 
 Spread = Callable[[torch.Tensor], torch.Tensor]
 """From a weight to its amax, in the shape in which scales are stored."""
@@ -84,11 +82,7 @@ def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch
 def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[WeightChange, ...]:
     numerics = find_emulated(engine)[1]
     checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
-    source = WeightSource(subject.model, checkpoint)
-    _, weights = emulate_checkpoint(
-        checkpoint, source, subject.geometry, subject.model, numerics, is_changed=lambda _: False
-    )
-    return weights
+    return tuple(emulate_checkpoint(subject, checkpoint, numerics).weights)
 
 
 def count_clipped(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, int]:
@@ -197,14 +191,7 @@ def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form
 def test_the_scales_of_a_scheme_are_told(
     wide: Subject, scheme: str, per: str, find_amax: Spread
 ) -> None:
-    _, weights = emulate_scheme(
-        SCHEMES[scheme],
-        wide.geometry,
-        wide.selected,
-        find_emulated("reference")[1],
-        fmt=E4M3FN,
-        stats=None,
-    )
+    weights = emulate_scheme(wide, SCHEMES[scheme], find_emulated("reference")[1]).weights
     values = {name: p.data for name, p in wide.model.named_parameters()}
     found = {p.name: scales for w in weights for p, scales in w.find_scales(values)}
     assert len(found) == 2 * 7

@@ -27,11 +27,10 @@ from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.linears import emulate_scheme
-from fp8calib.verification.emulation.selected import select_weights
 from tests import zoo
 from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan
+from tests.verification.by_hand import Subject, emulate_scheme
 
 RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True))
 VLLM = find_emulated("vllm")[1]
@@ -55,14 +54,11 @@ def make_emulations(
 ) -> dict[str, Emulation]:
     """Make a candidate of every kind: KV alone, weights and inputs, weights alone, and both."""
     source = WeightSource(model, checkpoint)
-    selected = select_weights(model, geometry, source, find_selection(checkpoint))
+    subject = Subject(model, geometry, source, find_selection(checkpoint))
 
     def scheme(name: str) -> Emulation:
-        found = find_scheme(name)
-        inputs, weights = emulate_scheme(
-            found, geometry, selected, VLLM, fmt=E4M3FN, stats=stats if "static" in name else None
-        )
-        return Emulation(quantizers=inputs, weights=weights)
+        given = stats if "static" in name else None
+        return emulate_scheme(subject, find_scheme(name), VLLM, stats=given)
 
     scaled = emulate_kv(compute_kv_scales(stats, E4M3FN), VLLM)
     static = scheme("fp8-static")

@@ -19,11 +19,9 @@ from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, find_scheme
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.damage import sum_damage
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
 from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (
     Requantized,
@@ -38,9 +36,12 @@ from tests.verification.by_hand import (
     cast_groups,
     ceil_log2,
     emulate,
+    emulate_checkpoint,
+    emulate_scheme,
     make_batch,
     opened,
     plain_forward,
+    plan_scheme,
     tensor_scale,
 )
 from tests.verification.models_by_hand import ROUTERS, Recipe, quantize_by_hand
@@ -103,7 +104,8 @@ GROUPS = {
 def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: Path) -> None:
     """Of the last layer; nothing else is in a group, and routers are in none."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
-        groups = subject.selected.groups
+        planned = plan_scheme(subject, find_scheme("w8a16")).weights
+    groups = [each.weights.parameters for each in planned]
     prefix = f"{subject.geometry.layers[-1].module}."
     found = [
         [p.name.removeprefix(prefix).removesuffix(".weight") for p in group]
@@ -117,8 +119,9 @@ def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: P
 def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_path: Path) -> None:
     """A list made by hand of what stays: routers, and what is no projection."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
-        groups = subject.selected.groups
-    listed = [parameter.name for group in groups for parameter in group]
+        planned = plan_scheme(subject, find_scheme("w8a16")).weights
+    parameters = [parameter for each in planned for parameter in each.weights.parameters]
+    listed = [parameter.name for parameter in parameters if parameter.sites]
     assert len(listed) == len(set(listed))
     layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
     left = {
@@ -228,11 +231,7 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
 def stored(subject: Subject, folder: Path, numerics: Numerics) -> Emulation:
     """Ask the product what an engine makes of a checkpoint."""
     checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
-    source = WeightSource(subject.model, checkpoint)
-    inputs, weights = emulate_checkpoint(
-        checkpoint, source, subject.geometry, subject.model, numerics, is_changed=lambda _: False
-    )
-    return Emulation(quantizers=inputs, weights=weights)
+    return emulate_checkpoint(subject, checkpoint, numerics)
 
 
 def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
@@ -257,8 +256,7 @@ def test_tgi_quantizes_the_inputs_of_w8a16_like_those_of_fp8_dynamic(
         succeed("quantize", tmp_path / "m", "--scheme", name, "--out", tmp_path / name)
         (found,) = emulate(wide, stored(wide, tmp_path / name, tgi), BATCH)
         outputs.append(found)
-        scheme = (find_scheme(name), wide.geometry, wide.selected, tgi)
-        inputs.append(emulate_scheme(*scheme, fmt=E4M3FN, stats=None)[0])
+        inputs.append(emulate_scheme(wide, find_scheme(name), tgi).quantizers)
     assert torch.equal(*outputs)
     assert inputs[0] == inputs[1] != {}
     assert not stored(wide, tmp_path / "w8a16", plain).quantizers

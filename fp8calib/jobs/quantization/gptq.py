@@ -59,7 +59,7 @@ from fp8calib.quantization.plan import (
     select_linears,
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Observe, Quantize, Recipe
+from fp8calib.recipe import Observe, Recipe
 from fp8calib.results.plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.decoder import check_runnable
@@ -237,17 +237,11 @@ def _make_job(
 
 def _make_recipe(task: QuantizeTask) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
-    schemes = task.asked.schemes
+    has_static_inputs = task.asked.schemes.has_static_inputs
     made = Recipe(
         name=f"quantize --rounding {GPTQ}",
-        observe=Observe(kv=False, query=False, inputs=True, weights=schemes.has_static_inputs),
+        observe=Observe(kv=False, query=False, inputs=True, weights=has_static_inputs),
         formats=(),
-        quantize=Quantize(
-            scheme=schemes.default.name,
-            layer_schemes=schemes.names,
-            rounding=GPTQ,
-            ignore=task.asked.ignore,
-        ),
     )
     return apply_request(made, task.request)
 

@@ -40,7 +40,7 @@ from fp8calib.quantization.plan import (
 )
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.quantization.sources.decoded import open_dequantized
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.select import Selection
@@ -174,7 +174,11 @@ def resolve_plan(
             f"{', '.join(list_without_calibration())}",
         )
     return PlanSettings(
-        schemes=schemes, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
+        schemes=schemes,
+        dialect=dialect,
+        ignore=tuple(ignore),
+        shares_scales=shared_scales,
+        rounding=rounding,
     )
 
 
@@ -201,8 +205,11 @@ def open_planned(
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
-    reader = DequantizedCheckpoint if dequantize else Checkpoint
-    with reader.open(_find_folder(model, revision), require_config=True) as checkpoint:
+    folder = _find_folder(model, revision)
+    opened = (
+        open_dequantized(folder) if dequantize else Checkpoint.open(folder, require_config=True)
+    )
+    with opened as checkpoint:
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, asked)
         scales = _find_scales(stats, checkpoint, asked, selection)

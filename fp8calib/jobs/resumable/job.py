@@ -36,7 +36,7 @@ class ResumableJob(CalibrationJob):
     @property
     def rounds_by_gptq(self) -> bool:
         """Whether the pass also rounds weights, layer by layer."""
-        return self.recipe.quantize is not None and self.recipe.quantize.rounding == GPTQ
+        return self.quantization is not None and self.quantization.rounding == GPTQ
 
     @property
     def folder(self) -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.folder import open_folder
@@ -19,10 +18,9 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.verification.job import VerifyOptions
-from fp8calib.quantization.plan import PlanSettings, make_plan
-from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.quantization.plan import make_plan
 from fp8calib.selection.select import find_selection
-from fp8calib.verification.candidates import OpenedCandidate, find_candidate
+from fp8calib.verification.candidates import OpenedCandidate, find_candidate, plan_scheme
 from fp8calib.verification.report import SCALE_ONE
 
 
@@ -104,10 +102,8 @@ def _replay_scheme(model: RunModel, scheme: Scheme, engine: Engine) -> EngineRep
     """Replay the checkpoint that `quantize` would write; None where it would need statistics."""
     if scheme.has_static_inputs:
         return None
-    dialect = find_written("compressed-tensors", scheme)
-    settings = PlanSettings(schemes=LayerSchemes(scheme), dialect=dialect)
     try:
-        plan = make_plan(model.checkpoint, settings, find_selection(model.checkpoint))
+        plan = make_plan(model.checkpoint, plan_scheme(scheme), find_selection(model.checkpoint))
     except Fp8CalibError:  # verify names what it cannot emulate itself
         return None
     with TemporaryDirectory(prefix="fp8calib-") as name:

@@ -1,7 +1,7 @@
 """Read a checkpoint that is quantized already as the model that it holds: codes times scales.
 
-`calibrate` and `verify` run such a model where no unquantized one is published. Weights are decoded
-one at a time, and rounded to the dtype that config.json names.
+`calibrate` and `verify` run such a model where no unquantized one is published; `quantize
+--dequantize` and the RFC's export quantize it in another way. Weights are decoded one at a time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.dialects.graft import QuantizedModel, find_quantized
 from fp8calib.errors import ModelError, shorten
 from fp8calib.quantization.sources.already_quantized import describe_weights
-from fp8calib.quantization.sources.dequantized import find_dtype
 from fp8calib.quantization.sources.fp4 import find_fp4
 from fp8calib.quantization.sources.integers import find_integers
 
+FP8 = "FP8"
 _FLOATS = frozenset({"BF16", "F16", "F32"})
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _READ = (
     "calibrate and verify read FP8 checkpoints, INT4 and INT8 weights of compressed-tensors, "
     "NVFP4 of compressed-tensors and ModelOpt, and MXFP4 of compressed-tensors and gpt_oss"
@@ -81,11 +82,42 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     )
 
 
-class DecodedCheckpoint(Checkpoint):
-    """A quantized checkpoint whose weights are read in the dtype that config.json names.
+def open_dequantized(folder: Path) -> DecodedCheckpoint:
+    """Open an FP8 checkpoint to quantize it in another way: its weights are read in fp32.
 
-    Its weights may have several forms. `form` is empty where none of them can be decoded.
+    Raises:
+        ModelError: it cannot be read, or its weights are not FP8.
     """
+    checkpoint = Checkpoint.open(folder, require_config=True)
+    if not any(entry.dtype.startswith("F8_") for entry in checkpoint.tensors.values()):
+        raise ModelError(
+            f"--dequantize: {folder} has no FP8 weights",
+            hint="an unquantized model needs no --dequantize; other formats are not supported",
+        )
+    only = "only FP8 checkpoints can be dequantized"
+    try:
+        decoded = DecodedCheckpoint.open(folder)
+    except ModelError as error:
+        raise ModelError(f"--dequantize: {error.message}", hint=error.hint or only) from error
+    if decoded.forms != {FP8}:
+        raise ModelError(f"--dequantize: {folder} has {decoded.form}", hint=only)
+    decoded.is_rounded = False
+    return decoded
+
+
+class DecodedCheckpoint(Checkpoint):
+    """A quantized checkpoint whose weights are read as codes times scales.
+
+    In `tensors` every weight has the dtype that config.json names. Its weights may have several
+    forms, and `form` is empty where none of them can be decoded.
+
+    Attributes:
+        weights: the quantized weights, by the names that they have unquantized.
+        is_rounded: whether rows are rounded to the dtype of `tensors`. If not, they are fp32, so
+            that another quantization rounds only once.
+    """
+
+    is_rounded = True
 
     def __init__(
         self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
@@ -93,26 +125,31 @@ class DecodedCheckpoint(Checkpoint):
         super().__init__(folder, files=files, index=index)
         self._stored = Checkpoint(folder, files=files, index=index)
         quantized = find_quantized(self._stored)
-        assert quantized is not None  # noqa: S101 -- open_model opens no other
-        self._weights: dict[str, StoredWeight] = dict(_find_weights(self._stored, quantized))
-        parts = {part for weight in self._weights.values() for part in weight.parts}
+        assert quantized is not None  # noqa: S101 -- all who open one have asked
+        self.weights: dict[str, StoredWeight] = dict(_find_weights(self._stored, quantized))
+        parts = {part for weight in self.weights.values() for part in weight.parts}
         self._fp8 = _open_fp8(self._stored, files, parts)
         if self._fp8 is not None:
             for name in sorted(self._fp8.quantized):
-                self._weights[name] = _Fp8Weight(self._fp8, name)
-        if not self._weights:
+                self.weights[name] = _Fp8Weight(self._fp8, name)
+        if not self.weights:
             return
-        forms = " and ".join(sorted({weight.form for weight in self._weights.values()}))
         method = quantized.method if self._fp8 is None else self._fp8.dialect.name
-        self.form = f"{forms} weights ({method})"
-        self._dtype = find_dtype(super().load_config())
+        self.form = f"{' and '.join(sorted(self.forms))} weights ({method})"
+        self._dtype = _find_dtype(super().load_config())
         size = ITEM_SIZE_BYTES[self._dtype]
         entries = dict(self._list_others(parts))
         entries |= {
             name: TensorEntry(self._dtype, weight.shape, 0, prod(weight.shape) * size)
-            for name, weight in self._weights.items()
+            for name, weight in self.weights.items()
         }
-        self.tensors = MappingProxyType(entries)
+        names = (*(name for name in self.tensors if name in entries), *entries)
+        self.tensors = MappingProxyType({name: entries[name] for name in names})
+
+    @property
+    def forms(self) -> frozenset[str]:
+        """The names of the forms of its weights."""
+        return frozenset(weight.form for weight in self.weights.values())
 
     def _list_others(self, parts: Collection[str]) -> Iterator[tuple[str, TensorEntry]]:
         """List the tensors of the model that are not quantized.
@@ -122,7 +159,8 @@ class DecodedCheckpoint(Checkpoint):
         """
         for name, entry in self.tensors.items():
             leaf = name.rpartition(".")[2]
-            if name in parts or name in self._weights or is_companion(name):
+            is_scale = self._fp8 is not None and name not in self._fp8.tensors
+            if name in parts or name in self.weights or is_scale or is_companion(name):
                 continue
             if leaf == "weight_g_idx":
                 fault = f"{shorten(name)}: groups of reordered columns are not read"
@@ -145,41 +183,42 @@ class DecodedCheckpoint(Checkpoint):
         return without_quantization(super().load_config())
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, in the dtype of `tensors`."""
-        weight = self._weights.get(name)
+        """Read a whole tensor, as `read_rows` does."""
+        weight = self.weights.get(name)
         return super().read(name) if weight is None else self.read_rows(name, 0, weight.shape[0])
 
     def read_as_mapped(self, name: str) -> torch.Tensor:
         """Read a whole tensor; a decoded one is nowhere in a file."""
-        return self.read(name) if name in self._weights else super().read_as_mapped(name)
+        return self.read(name) if name in self.weights else super().read_as_mapped(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of the first axis, in the dtype of `tensors`."""
-        weight = self._weights.get(name)
+        """Read rows of the first axis, in `dtype(name)`."""
+        weight = self.weights.get(name)
         if weight is None:
             return super().read_rows(name, start, stop)
-        return weight.read(self._stored, start, stop).to(TORCH_DTYPES[self._dtype])
+        return weight.read(self._stored, start, stop).to(self.dtype(name))
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read a part of one matrix of a 3-D tensor."""
-        if name not in self._weights:
+        if name not in self.weights:
             return super().read_block(name, index, rows, columns)
         matrix = self.read_rows(name, index, index + 1)[0]
         return matrix[rows.start : rows.stop, columns.start : columns.stop]
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read bytes of a tensor's data in the dtype of `tensors`."""
-        if name not in self._weights:
+        if name not in self.weights:
             return super().read_bytes(name, start, stop)
         entry = self.tensors[name]
         row_bytes = entry.size_bytes // entry.shape[0]
         first, last = start // row_bytes, -(-stop // row_bytes)
-        data = self.read_rows(name, first, last).contiguous().view(torch.uint8).reshape(-1)
+        rows = self.read_rows(name, first, last).to(TORCH_DTYPES[entry.dtype])
+        data = rows.contiguous().view(torch.uint8).reshape(-1)
         return data[start - first * row_bytes : stop - first * row_bytes]
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read bytes from the middle of a tensor."""
-        if name not in self._weights:
+        """Read bytes from the middle of a tensor; as stored if it is quantized once more."""
+        if name not in self.weights or not self.is_rounded:
             return super().sample_bytes(name, size_bytes)
         total = self.tensors[name].size_bytes
         size_bytes = min(size_bytes, total)
@@ -188,15 +227,17 @@ class DecodedCheckpoint(Checkpoint):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
-        return TORCH_DTYPES[self._dtype] if name in self._weights else super().dtype(name)
+        if name not in self.weights:
+            return super().dtype(name)
+        return TORCH_DTYPES[self._dtype] if self.is_rounded else torch.float32
 
     def form_of(self, name: str) -> str:
         """Return the form in which a decoded tensor is stored; else empty."""
-        return self._weights[name].form if name in self._weights else ""
+        return self.weights[name].form if name in self.weights else ""
 
     def file_of(self, name: str) -> Path:
-        """Return the folder for a decoded tensor, which may be stored as several."""
-        return self.folder if name in self._weights else super().file_of(name)
+        """Return the file that holds a tensor, or the codes of a decoded one."""
+        return super().file_of(self.weights[name].parts[0] if name in self.weights else name)
 
     def close(self) -> None:
         """Close all files."""
@@ -221,7 +262,7 @@ class _Fp8Weight:
 
     @property
     def form(self) -> str:
-        return "FP8"
+        return FP8
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -276,3 +317,13 @@ def _open_fp8(
         return Fp8Checkpoint.open(checkpoint.folder, fuse=False)
     rest = _Fp8Part(checkpoint.folder, files=files, index=checkpoint.index).without(parts)
     return Fp8Checkpoint(rest, fuse=False, through_float16=False, keeps_equal_scales=False)
+
+
+def _find_dtype(config: Mapping[str, object]) -> str:
+    """Find the dtype that a config names, by its name in files; BF16 if it names none."""
+    inner = config.get("text_config")
+    for fields in (config, inner if isinstance(inner, dict) else {}):
+        dtype = fields.get("dtype") or fields.get("torch_dtype")
+        if isinstance(dtype, str) and dtype in _DTYPES:
+            return _DTYPES[dtype]
+    return "BF16"

@@ -18,7 +18,6 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError, shorten
-from fp8calib.quantization.sources.int4 import unpack
 
 _PACKED = ".weight_packed"
 _BITS = (4, 8)
@@ -55,7 +54,7 @@ class IntegerWeight:
         """
         codes = checkpoint.read_rows(self.stored, start, stop)
         if self.stored.endswith(_PACKED):
-            codes = _unpack(codes, self.shape[1], self.bits)
+            codes = unpack(codes, self.shape[1], self.bits)
         scale = checkpoint.read(self.scale).to(torch.float32)
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             raise _refusal(checkpoint, f"{shorten(self.scale)} holds what is not a scale")
@@ -63,7 +62,7 @@ class IntegerWeight:
         if self.zero_point is not None:
             points = checkpoint.read(self.zero_point)
             if points.dtype is torch.int32:
-                points = _unpack(points.T, scale.shape[0], self.bits).T
+                points = unpack(points.T, scale.shape[0], self.bits).T
             values -= self._spread(points.to(torch.float32), start, stop)
         return values * self._spread(scale, start, stop)
 
@@ -146,11 +145,22 @@ def _is_packed(entry: TensorEntry, shape: tuple[int, int], bits: int) -> bool:
     return entry.shape == (shape[0], -(-shape[1] // (32 // bits)))
 
 
-def _unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
+def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
+    """Unpack int32 words of 4- or 8-bit integers, the first in the lowest bits.
+
+    Args:
+        words: int32 [R, words of a row], each number plus half of its range.
+        num_columns: numbers per row; the rest of the last word is padding.
+        bits: of a number.
+
+    Returns:
+        int16 [R, num_columns]; of 4 bits from -8 to 7.
+    """
+    octets = words.contiguous().view(torch.uint8)
     if bits == 4:
-        return unpack(words, num_columns)
-    octets = words.contiguous().view(torch.uint8).reshape(len(words), -1)[:, :num_columns]
-    return octets.to(torch.int16) - 128
+        octets = torch.stack((octets & 15, octets >> 4), dim=-1)
+    numbers = octets.reshape(len(words), -1)[:, :num_columns]
+    return numbers.to(torch.int16) - (1 << (bits - 1))
 
 
 def _refusal(checkpoint: Checkpoint, fault: str) -> ModelError:

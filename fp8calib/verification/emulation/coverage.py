@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.fp8.schemes import InputScaling, Scheme
+from fp8calib.fp8.schemes import InputScaling
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.selected import SelectedWeights
+from fp8calib.verification.emulation.planned import PlannedWeights
 from fp8calib.verification.emulation.weights import WeightChange, is_of_decoder
 
 
-def find_scheme_gaps(name: str, selected: SelectedWeights, scheme: Scheme) -> Iterator[str]:
-    """Note what `quantize` would write otherwise than `scheme` is emulated."""
-    if selected.refusal:
-        yield f"{name}: `quantize` does not write this model: {selected.refusal}"
-    if selected.others and scheme.inputs is not InputScaling.NONE:
-        yield _explain_inputs(name, sorted(parameter.name for parameter in selected.others))
-    if selected.missed:
-        missed = _first_of(selected.missed)
+def find_plan_gaps(name: str, planned: PlannedWeights) -> Iterator[str]:
+    """Note what `quantize` would write otherwise than its plan is emulated."""
+    if planned.refusal:
+        yield f"{name}: `quantize` does not write this model: {planned.refusal}"
+    unseen = sorted(
+        parameter.name
+        for each in planned.weights
+        for parameter in each.weights.parameters
+        if not parameter.sites and each.inputs[parameter.name].kind is not InputScaling.NONE
+    )
+    if unseen:
+        yield _explain_inputs(name, unseen)
+    if planned.missed:
+        missed = _first_of(planned.missed)
         yield f"{name}: not quantized here, though an engine may: {missed}"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.model.weight_source import WeightSource
@@ -17,7 +18,11 @@ from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,
     ScaleRange,
 )
-from fp8calib.verification.emulation.weights import ParameterReader, WeightParameter
+from fp8calib.verification.emulation.weights import (
+    ParameterReader,
+    WeightParameter,
+    round_blocks,
+)
 
 _SLACK = 2.0**-10
 
@@ -35,6 +40,10 @@ class StoredWeights:
     """The checkpoint's scales, by parameter."""
     again: Quantizer | None = None
     """How the engine quantizes the weights again at load; None: it does not."""
+
+    def loaded_by(self, numerics: Numerics, *, rounds_blocks: bool) -> StoredWeights:  # noqa: ARG002
+        """Add what the engine does to them at load; `Fp8Checkpoint` does the rest of it itself."""
+        return replace(self, again=round_blocks(self.fmt) if rounds_blocks else None)
 
     def apply(
         self, values: Mapping[str, torch.Tensor]

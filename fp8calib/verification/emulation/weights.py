@@ -15,6 +15,7 @@ from torch import nn
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.amax import tensor_amax
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_group
@@ -99,6 +100,22 @@ class Requantized:
     """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
     again: Quantizer | None = None
     """How the engine quantizes the quantized weights again at load; None: it does not."""
+
+    @property
+    def fmt(self) -> Fp8Format:
+        """The format of the codes."""
+        return self.quantizer.fmt
+
+    def loaded_by(self, numerics: Numerics, *, rounds_blocks: bool) -> Requantized:
+        """Add what the engine does to them at load; `rounds_blocks` to powers of two."""
+        passes_float16 = (
+            numerics.weights_through_float16 and self.quantizer.scale is Granularity.TENSOR
+        )
+        return replace(
+            self,
+            through_float16=passes_float16 and not _is_expert_down(self.parameters),
+            again=round_blocks(self.fmt) if rounds_blocks else None,
+        )
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
@@ -194,7 +211,12 @@ def find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str],
     return lambda name: name not in kept
 
 
-def is_expert_down(group: Sequence[WeightParameter]) -> bool:
+def round_blocks(fmt: Fp8Format) -> Quantizer:
+    """Quantize weights again with scales of blocks that are powers of two."""
+    return Quantizer(fmt=fmt, scale=Granularity.BLOCK, power_of_two=True)
+
+
+def _is_expert_down(group: Sequence[WeightParameter]) -> bool:
     """Tell whether a group is the down projection of experts, which no engine fuses."""
     return group[0].num_experts > 0 and len(group[0].sites) == 1
 

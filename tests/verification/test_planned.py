@@ -5,6 +5,7 @@ The emulated model is saved by transformers, which names and splits tensors as t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.fp8.schemes import SCHEMES, Granularity
+from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.weights import changed_weights
 from tests import zoo
 from tests.architectures import families
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.quantization.by_hand import run
-from tests.verification.by_hand import Subject, opened
+from tests.truth.test_statistics import draw, run_calibration
+from tests.truth.test_statistics import make_plan as plan_data
+from tests.verification.by_hand import (
+    Subject,
+    emulate_checkpoint,
+    emulate_plan,
+    emulate_scheme,
+    opened,
+)
 
 _INDEXER = {**zoo.ZOO["deepseek_v3"], "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 MODELS: dict[str, dict[str, Any]] = {
@@ -40,9 +55,7 @@ Tensors = dict[str, torch.Tensor]
 def save_emulated(subject: Subject, scheme: str, folder: Path) -> Tensors:
     """Let transformers save the model while the scheme is emulated."""
     numerics = find_emulated("reference")[1]
-    _, changes = emulate_scheme(
-        SCHEMES[scheme], subject.geometry, subject.selected, numerics, fmt=E4M3FN, stats=None
-    )
+    changes = emulate_scheme(subject, SCHEMES[scheme], numerics).weights
     with changed_weights(subject.model, changes, subject.originals, {}):
         subject.model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
@@ -113,3 +126,52 @@ def test_a_scheme_has_the_divergence_of_its_checkpoint(
     emulated, stored = measure("--scheme", scheme), measure("--scales", tmp_path / "q")
     assert emulated > 1e-6
     assert emulated == pytest.approx(stored, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm", "sglang"])
+def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
+    engine: str, tmp_path: Path
+) -> None:
+    """Scales of blocks are powers of two here, and per-tensor scales are those of fused groups."""
+    choice = {"*.o_proj": "fp8-static", "*.qkv_proj": "w8a16", "*layers.1.mlp*": "fp8-block"}
+    sizes = {"hidden_size": 256, "intermediate_size": 384}
+    numerics = find_emulated(engine)[1]
+    with opened(zoo.build("phi3", **sizes), tmp_path / "m") as subject:
+        stats = run_calibration(tmp_path / "m", plan_data(draw([20])))[1]
+        schemes = LayerSchemes(
+            SCHEMES["fp8-dynamic"],
+            tuple(
+                (pattern, replace(SCHEMES[name], has_power_of_two_scales=name == "fp8-block"))
+                for pattern, name in choice.items()
+            ),
+        )
+        settings = PlanSettings(schemes=schemes, dialect=COMPRESSED_TENSORS)
+        with Checkpoint.open(tmp_path / "m") as checkpoint:
+            scales = find_scales(stats, checkpoint, settings, subject.selection)
+            plan = make_plan(checkpoint, settings, subject.selection, scales=scales)
+            quantize(
+                checkpoint, plan, tmp_path / "q", device=torch.device("cpu"), advance=lambda _: None
+            )
+        planned = emulate_plan(subject, plan.settings, numerics, stats=stats)
+        with Fp8Checkpoint.open(
+            tmp_path / "q",
+            fuse=numerics.fused_share_scales,
+            through_float16=numerics.weights_through_float16,
+        ) as written:
+            stored = emulate_checkpoint(subject, written, numerics)
+            found, expected = held(subject, planned), held(subject, stored)
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+    assert planned.quantizers.keys() == stored.quantizers.keys()
+    for site, quantizer in planned.quantizers.items():
+        assert quantizer.is_same(stored.quantizers[site]), site
+    scales = [quantizer.scale for quantizer in planned.quantizers.values()]
+    dynamic = {each for each in scales if isinstance(each, Granularity)}
+    assert dynamic == {Granularity.TOKEN, Granularity.GROUP}
+    assert sum(isinstance(each, torch.Tensor) for each in scales) == 2
+
+
+def held(subject: Subject, emulation: Emulation) -> Tensors:
+    """Give all parameters while the emulation is in the model."""
+    with changed_weights(subject.model, emulation.weights, subject.originals, {}):
+        return {name: p.detach().clone() for name, p in subject.model.named_parameters()}

@@ -1,19 +1,28 @@
-"""Match what `quantize` would write in FP8 with the parameters of a model."""
+"""Match what `quantize` plans to write in FP8 with the parameters of a model."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import VerificationError
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
+from fp8calib.fp8.schemes import Scheme
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.linears import Fp8Weights
 from fp8calib.verification.emulation.weights import (
+    Requantized,
     WeightParameter,
     find_parameters,
     is_of_decoder,
@@ -21,26 +30,38 @@ from fp8calib.verification.emulation.weights import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectedWeights:
+class PlannedWeights:
     """The weights of a text decoder that `quantize` would write in FP8."""
 
-    groups: tuple[tuple[WeightParameter, ...], ...]
-    """Those of linears and experts of the decoder layers, fused groups together."""
-    others: tuple[WeightParameter, ...] = ()
-    """Those whose inputs no hook sees: linears outside the layers, experts that multiply by their
-    weights themselves."""
+    weights: tuple[Fp8Weights, ...]
+    """Fused groups of the decoder layers, then those whose inputs no hook sees: linears outside the
+    layers, experts that multiply by their weights themselves."""
     missed: tuple[str, ...] = ()
     """Modules with weights of a layout that cannot be emulated."""
     refusal: str = ""
     """Why `quantize` does not write them."""
 
 
-def select_weights(
-    model: LoadedModel, geometry: ModelGeometry, source: WeightSource, selection: Selection
-) -> SelectedWeights:
-    """Find the parameters of `model` that are made from the selected tensors.
+def find_planned(
+    settings: PlanSettings,
+    selection: Selection,
+    model: LoadedModel,
+    geometry: ModelGeometry,
+    source: WeightSource,
+    *,
+    fmt: Fp8Format = E4M3FN,
+    scale_input: Callable[[Linear], torch.Tensor] | None = None,
+) -> PlannedWeights:
+    """Find the parameters of `model` that are made from the tensors that a plan quantizes.
 
-    `source` reads the checkpoint that `selection` was made for.
+    Args:
+        settings: the plan's; weights that engines fuse share their scales.
+        selection: the plan's, which may also be one that `quantize` refuses.
+        model: the model, which may be without weights.
+        geometry: of the model.
+        source: reads the checkpoint that `selection` was made for.
+        fmt: of the weights and their inputs.
+        scale_input: gives the static scale of a linear's input; None where no engine needs one.
 
     Raises:
         ModelError: no linear is selected.
@@ -48,7 +69,7 @@ def select_weights(
     """
     if selection.refusal is not None and not (selection.quantized or selection.unsplit):
         raise selection.refusal
-    found = _Found(model, source, selection)
+    found = _Found(model, source, settings, selection)
     groups: dict[str, list[WeightParameter]] = defaultdict(list)
     for parameter in find_parameters(geometry, dict(model.named_modules())):
         matched = found.match(parameter)
@@ -57,20 +78,64 @@ def select_weights(
     known = {parameter.name for group in groups.values() for parameter in group}
     others = {name: found.match_other(name) for name in found.list_others(known)}
     paths = (name.rpartition(".")[0] for name, parameter in others.items() if parameter is None)
-    return SelectedWeights(
-        groups=tuple(map(tuple, groups.values())),
-        others=tuple(parameter for parameter in others.values() if parameter is not None),
+    linears = {linear.module: linear for _, linear in geometry.linears()}
+
+    def scale_inputs(parameter: WeightParameter) -> float | None:
+        if scale_input is None:
+            return None
+        scales = (float(scale_input(linears[site.module])) for site in parameter.sites)
+        return max(scales, default=None)
+
+    alone = ([parameter] for parameter in others.values() if parameter is not None)
+    return PlannedWeights(
+        weights=tuple(
+            _plan_group(group, found.find_scheme(group[0]), fmt, scale_inputs)
+            for group in (*groups.values(), *alone)
+        ),
         missed=tuple(dict.fromkeys(paths)),
         refusal="" if selection.refusal is None else selection.refusal.message,
     )
 
 
-class _Found:
-    """A selection, matched with the parameters of a model."""
+def _plan_group(
+    group: Sequence[WeightParameter],
+    scheme: Scheme,
+    fmt: Fp8Format,
+    scale_inputs: Callable[[WeightParameter], float | None],
+) -> Fp8Weights:
+    return Fp8Weights(
+        weights=Requantized(
+            parameters=tuple(group),
+            quantizer=Quantizer(
+                fmt=fmt,
+                scale=scheme.weights,
+                block=scheme.block,
+                power_of_two=scheme.has_power_of_two_scales,
+            ),
+        ),
+        inputs={
+            parameter.name: Activation(
+                kind=scheme.inputs,
+                scale=scale_inputs(parameter) if scheme.has_static_inputs else None,
+            )
+            for parameter in group
+        },
+    )
 
-    def __init__(self, model: LoadedModel, source: WeightSource, selection: Selection) -> None:
+
+class _Found:
+    """A plan, matched with the parameters of a model."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        source: WeightSource,
+        settings: PlanSettings,
+        selection: Selection,
+    ) -> None:
         self._model = model
         self._source = source
+        self._settings = settings
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in selection.quantized:
             self._matrices[matrix.source].append(matrix)
@@ -98,7 +163,13 @@ class _Found:
         tensors = self._list_tensors(parameter.name)
         matrices = [matrix for tensor in tensors for matrix in self._matrices[tensor]]
         is_whole = len(matrices) == 1 and not parameter.num_experts
-        return matrices[0].fused_group if is_whole else parameter.name
+        return self._settings.group(matrices[0]) if is_whole else parameter.name
+
+    def find_scheme(self, parameter: WeightParameter) -> Scheme:
+        """Find the scheme of a weight; all of its matrices have one, as engines need it."""
+        tensor = min(self._list_tensors(parameter.name))
+        modules = [matrix.module for matrix in self._matrices[tensor]]
+        return self._settings.schemes.of(modules[0] if modules else tensor)
 
     def match_other(self, name: str) -> WeightParameter | None:
         """Describe a parameter that belongs to no linear of a layer; None if that is not known."""
