@@ -584,12 +584,8 @@ def test_check_and_verify_refuse_a_scale_with_an_infinite_reciprocal(
 @pytest.mark.parametrize(
     "change",
     [
-        {"ignore": [1]},
-        {"ignore": None},
         {"kv_cache_scheme": True},
         {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "channel"}},
-        {"format": "pack-quantized"},
-        {"format": None},
         {"sparsity_config": {"targets": ["Linear"]}},
     ],
     ids=json.dumps,
@@ -605,8 +601,6 @@ def test_a_config_that_check_refuses_is_refused(
     succeed("quantize", model, "--scheme", scheme, *kv, "--out", out)
     config = json.loads((out / "config.json").read_text())
     quantization = config["quantization_config"]
-    if "format" in change:
-        del quantization["config_groups"]["group_0"]["format"]
     (out / "config.json").write_text(
         json.dumps({**config, "quantization_config": {**quantization, **change}})
     )
@@ -618,18 +612,31 @@ def test_a_config_that_check_refuses_is_refused(
     assert next(iter(change)) in refuse(4, "--scales", out)
 
 
-def test_a_config_without_a_format_is_refused(refuse: Any, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"ignore": [1]}, {"ignore": None}, {"format": "pack-quantized"}, {"format": None}],
+    ids=json.dumps,
+)
+def test_a_config_that_verify_cannot_read_is_unknown_to_check(
+    model: Path, held_out: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
     out = tmp_path / "out"
     succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out)
     config = json.loads((out / "config.json").read_text())
-    del config["quantization_config"]["format"]
-    del config["quantization_config"]["config_groups"]["group_0"]["format"]
-    (out / "config.json").write_text(json.dumps(config))
-    checked = run("check", out, "--json").json["engines"]
+    quantization = config["quantization_config"]
+    if "format" in change:
+        del quantization["config_groups"]["group_0"]["format"]
+    (out / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {**quantization, **change}})
+    )
 
-    assert checked["vllm"]["layers"][0]["k"]["status"] == "refused"
-    assert checked["sglang"]["layers"][0]["k"]["status"] == "refused"
-    assert "has no format" in refuse(4, "--scales", out)
+    checked = run("check", out, "--engine", "vllm", "--json")
+    verified = run("verify", model, "--data", held_out, *QUICK, "--scales", out)
+
+    assert verified.code == 4
+    assert next(iter(change)) in verified.err
+    assert checked.code == 9
+    assert checked.json["engines"]["vllm"]["status"] == "unknown"
 
 
 def test_an_extra_layer_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
