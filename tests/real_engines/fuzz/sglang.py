@@ -38,12 +38,13 @@ def observe_sglang(case: Case, model: Path, original: Path) -> Observation | Non
     None where that takes more than the loader: for other classes and paths of attention, for FP8
     weights, and for whatever the config decides.
     """
+    is_loader = TENSOR_DAMAGES.issuperset(case.damages) and case.form in _FORMS
+    if not (is_loader and case.architecture in MODELS):
+        return None
     paths = {
         layer.index: pair.checkpoint_module for layer, pair in open_geometry(model).attentions()
     }
-    is_plain = all(path == f"model.layers.{index}.self_attn" for index, path in paths.items())
-    is_loader = TENSOR_DAMAGES.issuperset(case.damages) and case.form in _FORMS
-    if not (is_plain and is_loader and case.architecture in MODELS):
+    if any(path != f"model.layers.{index}.self_attn" for index, path in paths.items()):
         return None
     has_places = gives_scales_a_place(MODELS[case.architecture])
     weights = _read(original)
