@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,3 +140,16 @@ def test_a_function_does_what_its_command_does(name: str, tmp_path: Path) -> Non
     assert found.keys() | {"schema_version", "passed"} == printed.keys()
     for key in ("dialect", "format", "layers", "notes", "taken_from", "tp", "kv_bytes_per_token"):
         assert found[key] == printed[key]
+
+
+@pytest.mark.parametrize("command", list_commands())
+def test_a_function_takes_a_path_where_it_takes_a_model(command: str) -> None:
+    options = {each.name: each.type for each in list_options(find_request(command))}
+    named = [options[name] for name in ("model", "base") if name in options]
+    assert all("Path" in kind for kind in named)
+
+
+@pytest.mark.parametrize("command", list_commands())
+def test_the_documentation_of_a_function_names_its_arguments(command: str) -> None:
+    text = str(getattr(fp8calib, command).__doc__)
+    assert "--" not in re.sub("`[^`]*`", "", text)

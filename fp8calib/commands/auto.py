@@ -81,6 +81,11 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     task = replace(request, model=str(request.model), out=Path(out))
     if request.dry_run:
         return _plan(task)
+    if request.resume and not request.force and (_find_out(task) / REPORT_NAME).exists():
+        raise UsageError(
+            f"{out} is finished already",
+            hint=f"its answer is in {REPORT_NAME}; --force instead of --resume runs it again",
+        )
     with (
         _open_auto(task) as opened,
         ResumableFolder(

@@ -64,7 +64,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
             out=out,
             with_weights=request.with_weights,
             graft=GraftOptions(
-                base=request.base,
+                base=None if request.base is None else str(request.base),
                 other_weights=request.other_weights,
                 replaces_scales=request.replace_scales,
             ),

@@ -59,7 +59,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     """
     dialect = _check_options(request)
     source = fetch_hub_id(Path(request.quantized_model))
-    folder = find_folder(request.model, request.revision)
+    folder = find_folder(str(request.model), request.revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         quantized = find_quantized(checkpoint)
         target = _Target(
@@ -67,7 +67,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
             geometry=_find_geometry(request, checkpoint, is_quantized=quantized is not None),
             quantized=quantized,
             options=GraftOptions(
-                base=request.base,
+                base=None if request.base is None else str(request.base),
                 other_weights=request.other_weights,
                 replaces_scales=request.replace_scales,
             ),
@@ -201,7 +201,7 @@ def _extract(
                 out / place.relative_to(folder),
                 geometry,
                 model=checkpoint.folder,
-                model_name=request.model,
+                model_name=str(request.model),
                 tp=table.tp,
             )
             for table, place in zip(tables, places, strict=True)

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar, cast, get_type_hints
 
 from fp8calib.jobs.arguments import check_arguments
 from fp8calib.jobs.reporter import PythonReporter, Reporter
-from fp8calib.jobs.spelling import spelled_for_request
+from fp8calib.jobs.spelling import spell_for_request, spelled_for_request
 from fp8calib.options.option import list_options
 
 P = ParamSpec("P")
@@ -48,7 +48,8 @@ def as_function(
             return result
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = _describe(kind, {each.name: each.help for each in declared}, run)
+    helps = {each.name: each.help for each in declared}
+    function.__doc__ = spell_for_request(name, declared, _describe(kind, helps, run))
     function.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=get_type_hints(run)["return"]
     )

@@ -85,17 +85,26 @@ class _Spelling:
 _current: ContextVar[_Spelling | None] = ContextVar("spelling", default=None)
 
 
+def spell_for_request(function: str, declared: Sequence[Declared], text: str) -> str:
+    """Spell a text about a request for the caller of the function that is made of it."""
+    return _make_spelling(function, declared).spell(text)
+
+
 def spelled_for_request(
     function: str, declared: Sequence[Declared]
 ) -> AbstractContextManager[None]:
     """Spell errors and warnings for the caller of the function that is made of a request."""
+    return _spelled(_make_spelling(function, declared))
+
+
+def _make_spelling(function: str, declared: Sequence[Declared]) -> _Spelling:
     named = {
         flag.removeprefix("--"): _Named(each.name, "bool" in each.type, each.is_negated)
         for each in declared
         for part in each.flags
         for flag in part.split("/")
     }
-    return _spelled(_Spelling(function, named))
+    return _Spelling(function, named)
 
 
 def spelled_for_signature(

@@ -11,7 +11,7 @@ from fp8calib.options.option import Option
 
 @dataclass(frozen=True, slots=True)
 class EngineEnvRequest:
-    """Make an environment with an engine for check --run, and print the path of its Python.
+    """Make an environment with an engine for `check --run`, and print the path of its Python.
 
     Example: fp8calib engine-env vllm==0.32
     """

@@ -37,10 +37,11 @@ class ExtractRequest:
         ),
     ]
     model: Annotated[
-        str,
+        str | Path,
         Option(
             "--model",
             metavar="MODEL",
+            reads=str,
             help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
             "keeps the quantization): folder or Hub id.",
         ),

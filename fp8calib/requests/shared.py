@@ -91,10 +91,11 @@ StatsOption = Annotated[
     ),
 ]
 BaseOption = Annotated[
-    str | None,
+    str | Path | None,
     Option(
         "--base",
         metavar="MODEL",
+        reads=str,
         help="The calibrated model, where MODEL is quantized and the scales record no hashes of "
         "norms and embeddings.",
     ),

@@ -26,7 +26,8 @@ class ExportResult(Result):
     def overview(self) -> Overview:
         """Summarize what was written."""
         commands = (f"{each.engine}: {each.command}" for each in self.serving or ())
+        counted = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         return Overview(
-            title=f"{len(self.files)} files in {self.out}: {', '.join(self.files)}",
+            title=f"{counted} in {self.out}: {', '.join(self.files)}",
             notes=[*self.warnings, *commands],
         )

@@ -181,6 +181,9 @@ def test_an_interrupted_run_continues_with_its_statistics(
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
+    finished = run(*command, "--resume")
+    assert finished.code == 2
+    assert finished.json["error"]["message"] == f"{out} is finished already"
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
