@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -14,6 +13,7 @@ from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
@@ -33,24 +33,6 @@ from fp8calib.stats.statistic import SiteStats
 from fp8calib.stats.unquantized_tensors import hash_unquantized
 
 __all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
-
-
-class Progress(Protocol):
-    """Shows the progress of a run."""
-
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        unit: str = "steps",
-        layers: int = 0,
-        batches: int = 0,
-    ) -> None:
-        """Begin a stage of `total` units, in some layers or batches one after the other."""
-
-    def advance(self, steps: int) -> None:
-        """Advance by `steps`."""
 
 
 def calibrate(

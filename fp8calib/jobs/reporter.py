@@ -8,10 +8,11 @@ from typing import Protocol
 
 from fp8calib.errors import Fp8CalibWarning
 from fp8calib.jobs.spelling import spell_for_caller
+from fp8calib.machine.progress import Progress
 from fp8calib.requests.shared import ProgressCallback
 
 
-class Reporter(Protocol):
+class Reporter(Progress, Protocol):
     """Gets what a command says while it runs; the progress of a run may be any reporter."""
 
     def say(self, text: str) -> None:
@@ -19,20 +20,6 @@ class Reporter(Protocol):
 
     def warn(self, text: str) -> None:
         """Tell of something that the user should know about the result."""
-
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        unit: str = "steps",
-        layers: int = 0,
-        batches: int = 0,
-    ) -> None:
-        """Begin a stage of `total` units, in some layers or batches one after the other."""
-
-    def advance(self, steps: int) -> None:
-        """Advance by `steps`."""
 
 
 class CallbackProgress:

@@ -1,0 +1,23 @@
+"""How far a run is; a module without torch, because commands that need none report too."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Shows the progress of a run."""
+
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
+        """Begin a stage of `total` units, in some layers or batches one after the other."""
+
+    def advance(self, steps: int) -> None:
+        """Advance by `steps`."""
