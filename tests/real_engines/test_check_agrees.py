@@ -146,6 +146,12 @@ CASES: Mapping[str, tuple[object, Scales]] = {
     ),
 }
 
+UNKNOWN = {
+    *("ct groups that are none", "ct ignore null", "ct ignore a text", "ct targets a text"),
+    *("ct targets a text, nothing ignored", "fp8 static in blocks", "modelopt ignore null"),
+}
+"""Configs that no tool writes: `check` cannot tell what vLLM does with them."""
+
 
 def _save(folder: Path, quantization: object, scales: Scales) -> None:
     zoo.save("llama", folder, **WIDTH)
@@ -178,6 +184,9 @@ def test_vllm_holds_what_check_says(tmp_path: Path, vllm: VllmServer, name: str)
     folder.parent.mkdir()
     _save(folder, *CASES[name])
     report = _ask(folder)
+    assert bool(report.unknown) is (name in UNKNOWN)
+    if report.unknown:
+        return
 
     answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")
 
