@@ -222,8 +222,8 @@ def _open_path(
 
 def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunModel]:
     check_live_model(model)
-    checkpoint = LiveCheckpoint(model)
     with borrowed(model):
+        checkpoint = LiveCheckpoint(model)
         check_runnable(model)
         yield RunModel(
             name=str(checkpoint.folder),

@@ -189,14 +189,21 @@ _OWN = ("weight", "bias")
 def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """Put a model into evaluation mode with causal attention, uncompiled; at the end, restore it.
 
-    Restored are the attributes, the buffers and the hooks of each module, and the configs. A
-    compiled module would run past the hooks on q and on linears.
+    The attributes, buffers and hooks of each module and the configs are restored. A compiled module
+    would bypass the hooks in it, and its parameters would have other names.
     """
     with ExitStack() as stack:
-        for module in model.modules():
+        for module in [*model.modules()]:
             stack.callback(_restore, module, _take_buffers(module), _take_attributes(module))
-            if getattr(module, "_compiled_call_impl", None) is not None:
+            if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
                 module._compiled_call_impl = None
+            for name, child in [*module._modules.items()]:
+                original = child
+                while original is not None and "_orig_mod" in original._modules:  # torch.compile
+                    original = original._modules["_orig_mod"]
+                if original is not child:
+                    stack.callback(module._modules.__setitem__, name, child)
+                    module._modules[name] = original
         decoder = find_text_decoder(model)[1]
         owners = (model.config, model.config.get_text_config(decoder=True), decoder.config)
         for config in {id(owner): owner for owner in owners}.values():

@@ -183,9 +183,12 @@ def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch
 
 
 def load_or_refuse(
-    checkpoints: Mapping[Case, Path],
+    checkpoints: Mapping[Case, Path], dtype: str = "bfloat16"
 ) -> dict[Case, dict[str, torch.Tensor] | str]:
     """Do the same, and give the error of those that vLLM refuses."""
     log = next(iter(checkpoints.values())).with_suffix(".log")
     with WeightLoader(log) as load:
-        return {case: load(path, path.with_suffix(".loaded")) for case, path in checkpoints.items()}
+        return {
+            case: load(path, path.with_suffix(".loaded"), dtype)
+            for case, path in checkpoints.items()
+        }

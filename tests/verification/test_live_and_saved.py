@@ -84,7 +84,9 @@ def test_a_model_without_an_output_head_is_refused(kind: str) -> None:
         fp8calib.verify(model, (), ROWS, seq_len=32)
 
 
-@pytest.mark.parametrize("part", ["layers", "self_attn", "mlp", "model", "wrapped mlp"])
+@pytest.mark.parametrize(
+    "part", ["layers", "self_attn", "mlp", "model", "wrapped layers", "wrapped self_attn"]
+)
 def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
     """Hooks see q and the inputs of linears, and the model is compiled afterwards as before."""
 
@@ -96,15 +98,19 @@ def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
     expected = measure(zoo.build("llama"))
     model = zoo.build("llama")
     compiled = []
-    for layer in model.model.layers:
-        if part == "wrapped mlp":
-            layer.mlp = torch.compile(layer.mlp, backend="eager")
+    for index, layer in enumerate(model.model.layers):
+        if part == "wrapped layers":
+            model.model.layers[index] = torch.compile(layer, backend="eager")
+        elif part == "wrapped self_attn":
+            layer.self_attn = torch.compile(layer.self_attn, backend="eager")
         elif part != "model":
             compiled.append(layer if part == "layers" else getattr(layer, part))
     for module in [model.model] if part == "model" else compiled:
         module.compile(backend="eager")
+    names = [name for name, _ in model.named_modules()]
     assert measure(model) == expected
     assert all(module._compiled_call_impl is not None for module in compiled)
+    assert [name for name, _ in model.named_modules()] == names
 
 
 def measure_all(model: Any) -> tuple[Any, ...]:

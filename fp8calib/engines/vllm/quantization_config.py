@@ -88,11 +88,11 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
     Raises:
         Refusal: vLLM does not start with this config.
     """
-    producer, section = quantization.get("producer"), quantization.get("quantization")
+    section = quantization.get("quantization")
     section = section if isinstance(section, dict) else {}
     algorithm = section.get("quant_algo")
-    is_own_file = isinstance(producer, dict) and producer.get("name") == "modelopt"
-    if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
+    is_own_file = _is_of_modelopt(quantization) or "modelopt_quant_config" in section
+    if algorithm is not None and is_own_file:
         if str(algorithm).upper() not in (*_ALGORITHMS, *release.list_values("own-file-algorithm")):
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
@@ -117,9 +117,29 @@ def _check_modelopt(
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(_ALL_ALGORITHMS)}")
     _require_names(section, find_exclusions(quantization, section, release))
-    if str(algorithm).upper() == "MIXED_PRECISION":
-        return _check_mixed(quantization if "quantized_layers" in quantization else beside)
-    return KvMethod.MODELOPT
+    if section is not quantization:
+        _require_fields(section, str(algorithm).upper())
+    if str(algorithm).upper() != "MIXED_PRECISION":
+        return KvMethod.MODELOPT
+    if "quantized_layers" in quantization:
+        return _check_mixed(quantization)
+    if isinstance(beside, dict) and not _is_of_modelopt(beside):
+        why = "hf_quant_config.json does not name modelopt as its producer (ValueError)"
+        raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
+    return _check_mixed(beside)
+
+
+def _is_of_modelopt(own_file: Mapping[str, object]) -> bool:
+    producer = own_file.get("producer")
+    return isinstance(producer, dict) and producer.get("name") == "modelopt"
+
+
+def _require_fields(section: Mapping[str, object], algorithm: str) -> None:
+    """Require what vLLM reads of ModelOpt's own file (modelopt.py `_from_config`)."""
+    fields = {"NVFP4": ("group_size", "kv_cache_quant_algo", "exclude_modules")}
+    if missing := [field for field in fields.get(algorithm, ()) if field not in section]:
+        why = f"{algorithm} needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
+        raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
 
 
 def find_exclusions(

@@ -68,7 +68,7 @@ class VllmObserver:
         if isinstance(held, str):
             return Observation(error=held)
         fault = _find_fault(held, meant) or _find_input_fault(held, model)
-        return Observation(layers=_list_layers(held), weights_fault=fault)
+        return Observation(layers=list_layers(held), weights_fault=fault)
 
     def _ask(self, model: Path) -> Tensors | str:
         self._count += 1
@@ -108,7 +108,7 @@ class RunObserver:
         return self._load(model, self._result, "fp8" if has_kv else "auto")
 
 
-def _list_layers(held: Tensors) -> dict[int, HeldPair]:
+def list_layers(held: Tensors) -> dict[int, HeldPair]:
     layers = {}
     for name in held:
         index = find_index(name)
@@ -168,7 +168,7 @@ class TransformersObserver:
         if isinstance(answer, str):
             return Observation(error=answer)
         fault = bytes(answer.pop("fault").tolist()).decode()
-        return Observation(layers=_fill_shared(_list_layers(answer), model), weights_fault=fault)
+        return Observation(layers=_fill_shared(list_layers(answer), model), weights_fault=fault)
 
 
 def _fill_shared(layers: dict[int, HeldPair], folder: Path) -> dict[int, HeldPair]:
