@@ -24,6 +24,8 @@ ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
     {dtype: size for size, dtypes in _DTYPES_BY_SIZE.items() for dtype in dtypes.split()}
 )
 INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+FLOATS = frozenset({"BF16", "F16", "F32"})
+"""The dtypes of unquantized weights."""
 PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
 """Formats smaller than a byte; a tensor fills whole bytes. Their values are never read."""
 _ITEM_SIZE_BITS = {**{name: 8 * size for name, size in ITEM_SIZE_BYTES.items()}, **PACKED_BITS}

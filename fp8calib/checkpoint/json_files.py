@@ -10,8 +10,6 @@ from typing import NoReturn
 
 from fp8calib.errors import ModelError
 
-SCHEMA_VERSION = 1
-"""Of the objects that --json prints; it rises when a key changes its meaning or goes away."""
 MAX_JSON_BYTES = 100_000_000
 _MAX_COUNT_DIGITS = 19
 

@@ -61,7 +61,7 @@ class OverlayPlan:
 
     Attributes:
         weights: the new name of each weight file -> its path in the source.
-        rewritten: the new names of those that are copied without some tensors.
+        rewritten: the new names of the weight files that are copied without some tensors.
         scales_name: the name of the file of extra tensors.
         side_files: the files copied unchanged, by their path below the folder.
         skipped: the entries of the source that are not copied, each with the reason.
@@ -130,8 +130,8 @@ def write_overlay(
         scales: the extra tensors.
         config_updates: top-level keys of config.json with their new values.
         metadata: entries for the header of the file of extra tensors.
-        without: names of tensors to leave out. A file that holds only such is left out, and one
-            that holds others too is copied without them.
+        without: names of tensors to leave out. A file with no other tensors is left out; any other
+            file with some of them is copied without them.
         documents: the new contents of other JSON files of the source, by name.
 
     Raises:
@@ -284,7 +284,7 @@ def _link_or_copy(files: Mapping[str, Path], destination: Path) -> dict[str, str
 
 
 def _copy_without(source: Path, target: Path, without: Collection[str]) -> str:
-    """Copy a safetensors file without some tensors; return why it is no hard link."""
+    """Copy a safetensors file without some tensors; return why it is not a hard link."""
     header = read_header(source)
     kept = [(name, entry) for name, entry in header.tensors.items() if name not in without]
     require_free_space(target.parent, sum(entry.size_bytes for _, entry in kept))

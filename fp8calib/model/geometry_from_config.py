@@ -26,7 +26,7 @@ from fp8calib.model.weight_source import WeightSource
 
 
 class UnusableConfigError(ModelError):
-    """No model can be built from a config.json, whose model type is known."""
+    """The model type of a config.json is known, but no model can be built from it."""
 
 
 _MAX_SIZE = 1 << 31
@@ -47,18 +47,20 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     source = _make_source(folder, config)
     skeleton = _build(source)
     checkpoint = _open_leniently(folder)
-    weights = _map_weights(skeleton, checkpoint)
-    names = _find_names(skeleton, weights)
     dtype = _find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
+        weights = WeightSource(skeleton, checkpoint)
+        names = _find_names(skeleton, weights)
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
         shapes: dict[str, object] = {
             "matrices": _list_matrices(skeleton, names),
             "tied": _list_tied(skeleton, names),
             "parameters": _list_parameters(skeleton, names),
         }
-        if type(skeleton).__name__ in str(config.get("architectures")) or not _is_wrapped(source):
+        # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
+        is_wrapped = source.config.get_text_config() is not source.config
+        if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
             shapes["leftovers"] = tuple(find_leftovers(skeleton, weights))
             shapes["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=shapes)
@@ -68,23 +70,18 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         raise _unusable(folder, error, kind=ModelError) from error
 
 
-def _is_wrapped(source: ModelSource) -> bool:
-    """Check whether a checkpoint may hold towers and names that the text model does not have."""
-    return source.config.get_text_config() is not source.config
-
-
 def _build(source: ModelSource) -> LoadedModel:
     try:
         return build_skeleton(source)
     except ModelError as error:
-        # Without a cause it is no decoder-only model; packages that a class needs may be missing.
+        # no cause: the model is not decoder-only; ImportError: its class needs another package
         if error.__cause__ is None or isinstance(error.__cause__, ImportError):
             raise
         raise UnusableConfigError(error.message, hint=error.hint) from error
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Whether transformers itself has the model type, so that its layers are known."""
+    """Tell whether transformers knows the model type, and so its layers."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
@@ -105,7 +102,7 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         _check_sizes(folder, section)
     if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
         raise _unusable(folder, ValueError(f"{key} is 0"))
-    for section in (plain, *(each for each in plain.values() if isinstance(each, dict))):
+    for section in list(_sections(plain)):
         _complete(section)
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
@@ -115,10 +112,10 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
 
 
 def _complete(section: dict[str, Any]) -> None:
-    """Replace what engines read otherwise than transformers.
+    """Replace the values that engines read differently from transformers.
 
-    vLLM 0.32.0 (run) takes `head_dim: null` for the hidden size by heads, and serves a model in 16
-    bits whose dtype is FP8.
+    vLLM 0.32.0 (run) reads `head_dim: null` as the hidden size divided by the heads, and serves a
+    model in 16 bits if its dtype is FP8.
     """
     hidden, heads = section.get("hidden_size"), section.get("num_attention_heads")
     if section.get("head_dim", 0) is None:
@@ -142,9 +139,9 @@ def restore_floats(value: object) -> Any:
     return {key: restore_floats(item) for key, item in value.items()}
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield config
-    yield from (value for value in config.values() if isinstance(value, Mapping))
+    yield from (value for value in config.values() if isinstance(value, dict))
 
 
 def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
@@ -177,20 +174,10 @@ def _open_leniently(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files=files, index=None)
 
 
-def _map_weights(skeleton: LoadedModel, checkpoint: Checkpoint) -> WeightSource:
-    try:
-        return WeightSource(skeleton, checkpoint)
-    except Exception as error:
-        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
-
-
 def _find_names(skeleton: LoadedModel, weights: WeightSource) -> dict[str, str]:
     """Name the tensor of each parameter that is one whole tensor, or that no tensor fills."""
-    try:
-        absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
-        return absent | dict(weights.single_tensors)
-    except Exception as error:
-        raise _unusable(weights.source.folder, error, kind=ModelError) from error
+    absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
+    return absent | dict(weights.single_tensors)
 
 
 def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:
@@ -222,7 +209,7 @@ def _list_parameters(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[st
 
 
 def _find_dtype(config: Mapping[str, object]) -> str:
-    for section in _sections(config):
+    for section in _sections({**config}):
         for key in ("dtype", "torch_dtype"):
             value = section.get(key)
             if isinstance(value, str) and value != "auto":

@@ -1,4 +1,4 @@
-"""A model that is in memory already: its tensors as a checkpoint, and its state kept as it was."""
+"""A model in memory: read its tensors as a checkpoint, and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class LiveCheckpoint(Checkpoint):
     """The checkpoint that `save_pretrained` would write of a model, without writing it.
 
-    Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies,
-    which later changes of the parameters do not reach.
+    Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies, and
+    later changes of the parameters have no effect on them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -80,19 +80,9 @@ class LiveCheckpoint(Checkpoint):
         part = tensor.reshape(-1)[first : -(-stop // item)].cpu().contiguous().view(torch.uint8)
         return part[start - first * item : stop - first * item]
 
-    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
-        total = self.tensors[name].size_bytes
-        size_bytes = min(size_bytes, total)
-        start = (total - size_bytes) // 2
-        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
         return self._find(name).dtype
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._live
 
     def _find(self, name: str) -> torch.Tensor:
         if name not in self._live:
@@ -124,11 +114,11 @@ def make_live_source(model: PreTrainedModel, checkpoint: LiveCheckpoint) -> Mode
 
 
 def check_live_model(model: PreTrainedModel) -> None:
-    """Refuse a model in memory whose parameters are not all here, as they were trained.
+    """Refuse a loaded model that is quantized, sharded, offloaded or has adapters.
 
     Raises:
-        UsageError: it is no model of transformers.
-        ModelError: it is quantized, sharded, offloaded or has adapters.
+        UsageError: it is not a model of transformers.
+        ModelError: naming the reason.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -189,8 +179,8 @@ _OWN = ("weight", "bias")
 def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """Put a model into evaluation mode with causal attention, uncompiled; at the end, restore it.
 
-    Restored are the attributes, the buffers and the hooks of each module, and the configs. A
-    compiled module would run past the hooks on q and on linears.
+    The attributes, buffers and hooks of each module and the configs are restored. A compiled module
+    would bypass the hooks on q and on linears.
     """
     with ExitStack() as stack:
         for module in model.modules():

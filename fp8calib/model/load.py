@@ -59,10 +59,10 @@ class ModelSource:
 
     @property
     def longest_padded(self) -> int | None:
-        """The longest sequence that may be padded; None: any.
+        """The longest sequence that may be padded; None if any may be.
 
-        Rotary angles that depend on the length of a batch (longrope, dynamic NTK) are those of its
-        longest sequence, padding included (transformers 5.23 `dynamic_rope_update`).
+        Some rotary angles (longrope, dynamic NTK) depend on the longest sequence of a batch,
+        padding included (transformers 5.23 `dynamic_rope_update`).
         """
         config = self.text_config
         found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
@@ -95,7 +95,7 @@ def open_source(
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run the Python code of the checkpoint.
-        if_quantized: the hint of the error if the model is quantized already; None accepts one.
+        if_quantized: the hint of the error if the model is quantized already; None accepts it.
 
     Raises:
         ModelError: there is no model, its config cannot be used, it is quantized already, or it is
@@ -116,7 +116,7 @@ def open_source(
 
 
 def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the folder of a model: the path itself, or the download of a hub id.
+    """Return the folder of a model: the path itself, or a hub id's download, which is made first.
 
     Args:
         model: a folder or hub id.
@@ -124,13 +124,13 @@ def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_
         files: patterns of the files to download; the folder may hold others from earlier.
 
     Raises:
-        ModelError: there is no such folder, or the Hub does not give it.
+        ModelError: there is no such folder, or the download failed.
     """
     return find_local_model(model) or _fetch(model, revision, files)
 
 
 def fetch_hub_id(path: Path) -> Path:
-    """Download a checkpoint or its scales where `path` is a hub id; else give the path itself.
+    """Download a checkpoint or its scales if `path` is a hub id; else return the path itself.
 
     Raises:
         ModelError: the hub has no such repository, or cannot be reached.
@@ -224,7 +224,7 @@ def _model_class(source: ModelSource) -> Any:
 
 
 def _config_of(model_class: Any, config: PreTrainedConfig) -> Any:
-    """Choose the config of a model class: some are built from the text decoder's alone."""
+    """Choose the config for a model class: some classes take only the text decoder's config."""
     text = config.sub_configs.get("text_config")
     is_text_only = text is not None and getattr(model_class, "config_class", None) is text
     return config.get_text_config(decoder=True) if is_text_only else config
@@ -240,9 +240,9 @@ def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
 
 
 def without_quantization(source: ModelSource) -> ModelSource:
-    """Give the model without the sections of its config that describe a quantization.
+    """Remove the sections on quantization from the config of a model, but not from `raw_config`.
 
-    The weights are then read from a checkpoint that decodes them. `raw_config` stays.
+    The weights are then read from a checkpoint that decodes them.
     """
     config = deepcopy(source.config)
     for part in (config, config.get_text_config(decoder=True)):
@@ -267,7 +267,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     """Load the tokenizer.
 
     Raises:
-        ModelError: it is missing or cannot be read, or has more tokens than the embedding has rows.
+        ModelError: it is missing, cannot be read, or has more tokens than the embedding has rows.
     """
     has_files = any((source.folder / name).is_file() for name in _TOKENIZER_FILES) or any(
         source.folder.glob("*.tiktoken")
@@ -307,8 +307,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights and put the model into evaluation mode.
 
-    Stacks of experts that transformers does not join are joined from `checkpoint`. If it decodes
-    quantized weights while they are read, the `source` is `without_quantization`.
+    Stacks of experts that transformers does not join are joined from `checkpoint`. If `checkpoint`
+    decodes quantized weights, `source` comes from `without_quantization`.
 
     Raises:
         CalibrationError: the memory of the device, or of all devices, is too small.
@@ -370,7 +370,7 @@ def _check_loading(
 def _join_experts(
     model: PreTrainedModel, missing: Sequence[str], weights: WeightSource
 ) -> list[str]:
-    """Fill parameters that transformers does not make from these tensors; list the others."""
+    """Fill missing parameters that transformers does not join; list those that cannot be filled."""
     made = weights.parameters
     parameters = dict(model.named_parameters())
     left = [name for name in missing if name not in made or parameters[name].is_meta]
@@ -410,10 +410,10 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
 
 
 def attend_causally(model: PreTrainedModel) -> None:
-    """Let tokens see only those before them, as engines do with text, whatever the config says.
+    """Let tokens attend only to earlier tokens, as engines do with text, whatever the config says.
 
-    Where a config asks for attention in both directions (PaliGemma, EmbeddingGemma), transformers
-    5.23 gives it to some batches, depending on their padding.
+    Some configs ask for attention in both directions (PaliGemma, EmbeddingGemma). Transformers 5.23
+    then applies it to some batches only, depending on their padding.
     """
     decoder: Any = find_text_decoder(model)[1]
     for config in (decoder.config, model.config.get_text_config(decoder=True)):

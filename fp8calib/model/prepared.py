@@ -1,4 +1,4 @@
-"""A model matched with its checkpoint, and the list of weights and sites that are not observed."""
+"""Match a model with its checkpoint, and list the weights and sites that are not observed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """A model, with or without weights, and where to find them."""
+    """A model, with or without weights, and the source of its weights."""
 
     model: PreTrainedModel
     geometry: ModelGeometry
@@ -127,7 +127,7 @@ def _between_layers(prepared: PreparedModel) -> Iterator[Skipped]:
 
 
 def _uncalled(prepared: PreparedModel, observed: Collection[Site]) -> Iterator[Skipped]:
-    """List the linears whose weights the module around them uses itself, or not at all."""
+    """List the linears that the model does not call."""
     for _, linear in prepared.geometry.linears():
         site = Site(linear.module, Role.INPUT)
         if linear.runner not in prepared.ignored and site not in observed:
@@ -137,7 +137,7 @@ def _uncalled(prepared: PreparedModel, observed: Collection[Site]) -> Iterator[S
 def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
     """List the matrices of the text decoder that belong to no linear, embedding or norm.
 
-    Those of routers, hyper-connections and so on; experts are observed or in `unobserved`.
+    They belong to routers, hyper-connections and the like; experts are observed or in `unobserved`.
     """
     path, decoder = find_text_decoder(prepared.model)
     known = {item.module for item in prepared.unobserved}
@@ -154,7 +154,7 @@ def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
 
 
 def _applies_matrices(module: nn.Module) -> bool:
-    """Whether it may multiply by parameters of its own, and is neither a linear nor a norm."""
+    """Tell whether a module other than a linear or norm may multiply by its own parameters."""
     is_depthwise = getattr(module, "groups", 1) > 1
     known = is_linear(module) or isinstance(module, nn.Embedding) or is_depthwise
     return not known and "norm" not in type(module).__name__.lower()

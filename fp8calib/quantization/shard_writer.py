@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.encode import encode_blocks, encode_rows
@@ -37,7 +38,6 @@ from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, par
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
-_FLOATS = ("F16", "BF16", "F32")
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""
 
@@ -122,7 +122,7 @@ class ShardWriter:
         def copy(offset: int) -> None:
             stop = min(offset + step, tensor.size_bytes)
             span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
-            if len(tensor.shape) == 1 and tensor.dtype in _FLOATS:
+            if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
                 _require_numbers(tensor, span.view(TORCH_DTYPES[tensor.dtype]), offset)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 

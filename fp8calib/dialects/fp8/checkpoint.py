@@ -49,8 +49,8 @@ class Fp8Checkpoint:
         checkpoint: Checkpoint,
         *,
         fuse: bool,
-        through_float16: bool,
-        keeps_equal_scales: bool,
+        through_float16: bool = False,
+        keeps_equal_scales: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self.folder = checkpoint.folder

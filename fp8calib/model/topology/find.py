@@ -23,7 +23,7 @@ def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """Find the module that computes the last hidden state from tokens, with its path.
 
     Raises:
-        ModelError: the decoder that the model names is not one of its modules.
+        ModelError: the model's `get_decoder()` is not one of its modules.
     """
     decoder = _without_head(model.get_decoder())
     for name, module in model.named_modules():
@@ -102,7 +102,7 @@ def _find_layers(search: GeometrySearch, prefix: str, decoder: nn.Module) -> lis
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Find the list of the decoder layers; lists inside the elements of a list are not meant."""
+    """Find the list of the decoder layers; lists inside the elements of a list do not count."""
     lists: list[str] = []
     for name, module in decoder.named_modules():
         if not isinstance(module, nn.ModuleList) or name.startswith(tuple(lists)):

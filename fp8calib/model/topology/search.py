@@ -20,13 +20,13 @@ class UnobservedWeight:
 
 @dataclass(slots=True, kw_only=True)
 class GeometrySearch:
-    """What is known about the model, and the weights found so far that cannot be observed."""
+    """The known facts about the model, and the weights found so far that cannot be observed."""
 
     config: Any
     """The config of the text decoder."""
     checkpoint_names: Mapping[str, str]
     family: str = ""
-    """What the names of the model's classes begin with, such as `KimiLinear`."""
+    """The prefix of the names of the model's classes, such as `KimiLinear`."""
     unobserved: list[UnobservedWeight] = field(default_factory=list)
 
     def class_name(self, module: nn.Module) -> str:
@@ -35,7 +35,7 @@ class GeometrySearch:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear projection: nn.Linear, or GPT-2's Conv1D."""
+    """Tell whether the module is a linear projection: nn.Linear, or GPT-2's Conv1D."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
@@ -47,10 +47,10 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the module's weight is stored [in, out]."""
+    """Tell whether the module's weight is stored [in, out]."""
     return isinstance(module, Conv1D)
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether at least two of its dimensions hold more than one element."""
+    """Tell whether at least two of its dimensions hold more than one element."""
     return sum(size > 1 for size in parameter.shape) > 1

@@ -148,7 +148,7 @@ class HessianCollector:
             self._recent.clear()
 
     def _is_shared(self, module: str, x: torch.Tensor) -> bool:
-        """Whether another linear has added the same tensor already."""
+        """Tell whether another linear has added the same tensor already."""
         found = next((o for t, v, o in self._recent if t is x and v == x._version), None)
         owner = self._layer.owners.setdefault(module, found or module)
         if owner != module:

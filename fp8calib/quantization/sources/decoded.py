@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry
+from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
@@ -29,7 +29,6 @@ from fp8calib.quantization.sources.fp4 import find_fp4
 from fp8calib.quantization.sources.integers import find_integers
 
 FP8 = "FP8"
-_FLOATS = frozenset({"BF16", "F16", "F32"})
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _READ = (
     "calibrate and verify read FP8 checkpoints, INT4 and INT8 weights of compressed-tensors, "
@@ -164,7 +163,7 @@ class DecodedCheckpoint(Checkpoint):
                 continue
             if leaf == "weight_g_idx":
                 fault = f"{shorten(name)}: groups of reordered columns are not read"
-            elif entry.dtype not in _FLOATS and leaf.startswith("weight"):
+            elif entry.dtype not in FLOATS and leaf.startswith("weight"):
                 fault = f"{shorten(name)} is stored in {entry.dtype}, beside {self.form}"
             else:
                 yield name, entry
@@ -217,13 +216,9 @@ class DecodedCheckpoint(Checkpoint):
         return data[start - first * row_bytes : stop - first * row_bytes]
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read bytes from the middle of a tensor; as stored if it is quantized once more."""
-        if name not in self.weights or not self.is_rounded:
-            return super().sample_bytes(name, size_bytes)
-        total = self.tensors[name].size_bytes
-        size_bytes = min(size_bytes, total)
-        start = (total - size_bytes) // 2
-        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
+        """Read bytes from the middle of a tensor: decoded, or as stored if it is not rounded."""
+        source = super() if self.is_rounded else self._stored
+        return source.sample_bytes(name, size_bytes)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
@@ -244,9 +239,6 @@ class DecodedCheckpoint(Checkpoint):
         super().close()
         if self._fp8 is not None:
             self._fp8.close()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,19 +263,6 @@ class _Fp8Weight:
     def read(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
         del checkpoint  # `fp8` has its own
         return self.fp8.read_rows(self.name, start, stop)
-
-
-class _Fp8Part(Checkpoint):
-    """What is left of a checkpoint without weights of other forms, for `Fp8Checkpoint`."""
-
-    def without(self, parts: Collection[str]) -> _Fp8Part:
-        """Leave out tensors."""
-        kept = {name: entry for name, entry in self.tensors.items() if name not in parts}
-        self.tensors = MappingProxyType(kept)
-        return self
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
 
 
 def _find_weights(
@@ -315,8 +294,9 @@ def _open_fp8(
         return None
     if not parts:
         return Fp8Checkpoint.open(checkpoint.folder, fuse=False)
-    rest = _Fp8Part(checkpoint.folder, files=files, index=checkpoint.index).without(parts)
-    return Fp8Checkpoint(rest, fuse=False, through_float16=False, keeps_equal_scales=False)
+    rest = Checkpoint(checkpoint.folder, files=files, index=checkpoint.index)
+    rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
+    return Fp8Checkpoint(rest, fuse=False)
 
 
 def _find_dtype(config: Mapping[str, object]) -> str:

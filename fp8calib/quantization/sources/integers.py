@@ -16,12 +16,11 @@ from math import prod
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, shorten
 
 _PACKED = ".weight_packed"
 _BITS = (4, 8)
-_FLOATS = frozenset({"BF16", "F16", "F32"})
 _HINT = "download the checkpoint again, or name the unquantized model"
 
 
@@ -120,7 +119,7 @@ def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
 
 def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> None:
     entry = checkpoint.tensors.get(name)
-    if entry is None or entry.dtype not in _FLOATS:
+    if entry is None or entry.dtype not in FLOATS:
         raise _refusal(checkpoint, f"{shorten(name)} is missing, or is no float")
     rows, columns = shape
     is_one = prod(entry.shape) == 1
