@@ -54,7 +54,7 @@ class ScaleFiles:
     documents: Mapping[Path, dict[str, object]] = field(default_factory=dict)
     """The JSON files that have a dialect's `json_keys`; none if there are tensors of KV scales."""
     spellings: frozenset[Spelling] = frozenset()
-    """Of the KV scales, in the files and in the index."""
+    """The spellings of the KV scales in the files and in the index."""
     quant_method: str | None = None
     """The method in the `quantization_config` beside KV scales; None without a config.json."""
     drops_bad_query: bool = False
@@ -103,7 +103,7 @@ class Graft:
 
 
 class QuantizedSource(Protocol):
-    """A checkpoint that is quantized already: `fp8calib.dialects.graft.QuantizedModel`."""
+    """A checkpoint that is quantized already: a `QuantizedModel`, which imports torch."""
 
     def merge(self, strategy: str) -> tuple[dict[str, object], dict[str, object]]:
         """Add the KV cache to its configs: entries of config.json, and other files by name."""
@@ -222,7 +222,7 @@ class Dialect:
     write: Callable[[WriteJob, Path], None] | None = None
     """Write to a path; None for a dialect that is only read."""
     recognise: Callable[[ScaleFiles], bool] | None = None
-    """Whether files are of this dialect; None if they are read as another dialect."""
+    """Tell whether files are of this dialect; None if they are read as another dialect."""
     read: Callable[[ScaleFiles, ModelGeometry], ParsedScales] | None = None
     """Read the scales of a model from recognised files; raise ModelError at any fault."""
     formats: tuple[Fp8Format, ...] = tuple(KV_FORMATS.values())

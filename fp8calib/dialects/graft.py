@@ -1,7 +1,7 @@
 """Add KV scales to a checkpoint that is quantized already; its config is merged, never replaced.
 
-Each method of quantization has its own words for the KV cache, and its own names of scales. Where
-no dialect of fp8calib knows the method, the scales are `self_attn.k_scale` and the config stays.
+Each method of quantization has its own words for the KV cache, and its own names of scales. If no
+dialect of fp8calib knows the method, the scales are `self_attn.k_scale` and the config stays.
 """
 
 from __future__ import annotations
@@ -82,18 +82,13 @@ class QuantizedModel:
         """Make the scale tensors under the names that the method's engines read."""
         dialect = self.dialect
         shape = () if dialect is None else dialect.scalar_shape
-        if dialect is None or table.per_head:
-            return make_scale_tensors(table, scalar_shape=shape)
-        tensors = make_scale_tensors(table, scalar_shape=shape, roles=(Role.Q,))
-        for _, attention in table.geometry.attentions():
-            for role in (Role.K, Role.V):
-                values = table.scales[attention.site(role)].values[0].reshape(shape)
-                tensors |= dict.fromkeys(self._name(dialect, attention, role), values)
-        return tensors
+        name = name_scales if table.per_head else self._name
+        return make_scale_tensors(table, scalar_shape=shape, name=name)
 
-    def _name(self, dialect: Fp8Dialect, attention: Attention, role: Role) -> tuple[str, ...]:
-        path = f"{attention.checkpoint_module}.{role}_proj."
-        if any(name.startswith(path) for name in self.source.tensors):
+    def _name(self, attention: Attention, role: Role) -> tuple[str, ...]:
+        path, dialect = f"{attention.checkpoint_module}.{role}_proj.", self.dialect
+        has_projection = any(name.startswith(path) for name in self.source.tensors)
+        if dialect is not None and role is not Role.Q and has_projection:
             if dialect is QUARK and names_outputs(self.config):
                 return (f"{path}output_scale",)
             if self.source.load_config().get("model_type") in _PROJECTION_TYPES:
@@ -153,14 +148,14 @@ def check_graft(
     replaces_scales: bool,
     is_configured: bool,
 ) -> None:
-    """Refuse a checkpoint to which such scales cannot be added; write nothing.
+    """Refuse a checkpoint that KV scales cannot be added to; write nothing.
 
     `is_configured` means that the format needs a `quantization_config`.
 
     Raises:
         UsageError: its method has no place for a scale per head.
-        ExportError: it has KV scales, or a scheme of them, that would be replaced; or engines
-            refuse its config.
+        ExportError: its KV scales, or its scheme of them, would be replaced; or engines refuse its
+            config.
     """
     if (present := sorted(list_kv_scales(source, geometry))) and not replaces_scales:
         raise ExportError(
@@ -207,7 +202,7 @@ def _refuse_other_scheme(quantized: QuantizedModel, *, replaces_scales: bool) ->
         raise ExportError(
             f"{quantized.source.folder}: its config has a KV cache of another kind already: "
             f"{key} is {found!a:.200}",
-            hint="add --replace-scales if FP8 scales shall replace it",
+            hint="add --replace-scales to replace it with FP8 scales",
         )
 
 

@@ -61,14 +61,14 @@ class Provenance:
 
 def make_metadata(
     *,
-    fmt: Fp8Format | None,
+    fmt: Fp8Format | None = None,
     origin: CalibrationOrigin | None,
-    provenance: Provenance | None,
+    provenance: Provenance | None = None,
     geometry: ModelGeometry | None = None,
     per_head: bool = False,
     graft: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
-    """Make the metadata of a file of scales, without what is None.
+    """Make the metadata of a file of scales; what is None is left out.
 
     Only scales of a known model record their granularity and the shapes of its attention.
     """

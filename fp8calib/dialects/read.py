@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import Dialect, ScaleFiles
-from fp8calib.dialects.kv.config import load_object, read_quant_method
+from fp8calib.dialects.kv.config import read_quant_method
 from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK, find_spelling
 from fp8calib.dialects.kv.rank_files import list_tensor_names
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales
@@ -157,7 +158,7 @@ def _look_into(path: Path) -> ScaleFiles:
     if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
         return _find_scales(path, path.parent, [path], [])
     if path.is_file() and path.suffix == ".json":
-        document = load_object(path)
+        document = load_json_object(path, parse=parse_unique_keys)
         is_scales = any(keys[0] in document for keys in list_json_keys())
         documents = {path: document} if is_scales else {}
         return ScaleFiles(place=path, tensor_names={}, documents=documents)
@@ -193,13 +194,13 @@ def _find_scales(
 
 
 def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Load the JSON files that have the keys of a dialect, without parsing the others."""
+    """Load the JSON files that have the keys of a dialect; other files are not parsed."""
     for path in json_files:
         raw = path.read_bytes()
         found = {
             keys for keys in list_json_keys() if all(f'"{key}"'.encode() in raw for key in keys)
         }
-        document = load_object(path) if found else {}
+        document = load_json_object(path, parse=parse_unique_keys) if found else {}
         if any(keys[0] in document for keys in found):
             yield path, document
 

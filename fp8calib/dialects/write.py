@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict
 
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.dialects.dialect import NO_GRAFT, Dialect, Graft, WriteJob
-from fp8calib.dialects.graft import QuantizedModel, check_graft, find_quantized, list_kv_scales
+from fp8calib.dialects.graft import check_graft, find_quantized, list_kv_scales
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.registry import find_dialect
@@ -94,10 +93,11 @@ def check_overlay_source(
     *,
     graft: Graft = NO_GRAFT,
 ) -> None:
-    """Refuse a model of which overlays in these formats cannot be made.
+    """Refuse a model that overlays in these formats cannot be made from.
 
     Raises:
-        UsageError: a format needs a model, and there is none; or it has no place for the scales.
+        UsageError: a format needs a model, and there is none; or the model has no place for the
+            scales.
         ModelError: the model's config.json is missing or broken.
         ExportError: the model does not have this geometry, has KV scales already, or is quantized
             in a way to which such scales cannot be added.
@@ -183,8 +183,8 @@ def write_formats(
                 table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
                 linears=linears,
                 with_rank_weights=quantized is not None,
-                **_describe_source(dialect, stats.geometry, source, graft),
             )
+            job = _add_model(job, dialect, source, graft)
             written.append(out / dialect.path(tp))
             notes += _write(dialect, job, written[-1], Path(dialect.path(tp)))
         if dialect.has_linears:
@@ -209,9 +209,9 @@ def write_table(
 ) -> tuple[Note, ...]:
     """Write a table of KV scales, for the ranks or heads that the dialect has.
 
-    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is where it
-    will be, if not there. `provenance` is the quantized model that the scales were read from. What
-    a user should know is returned: layers without own scales, skipped files.
+    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is its final
+    path, if that is another one. `provenance` is the quantized model that the scales were read
+    from. What a user should know is returned: layers without their own scales, skipped files.
 
     Raises:
         UsageError: the format is not known.
@@ -220,36 +220,23 @@ def write_table(
     dialect = find_dialect(format_name)
     check_export(table.geometry, [format_name], [], table.fmt)
     check_overlay_source(table.geometry, [format_name], source, graft=graft)
-    job = WriteJob(
-        table=table,
-        provenance=provenance,
-        **_describe_source(dialect, table.geometry, source, graft),
-    )
+    job = _add_model(WriteJob(table=table, provenance=provenance), dialect, source, graft)
     return tuple(_write(dialect, job, target, shown or target))
 
 
-class _SourceFields(TypedDict):
-    """The fields of a `WriteJob` that describe the model."""
-
-    source: Checkpoint | None
-    graft: Graft
-    quantized: QuantizedModel | None
-    replaced: frozenset[str]
-
-
-def _describe_source(
-    dialect: Dialect, geometry: ModelGeometry, source: Checkpoint | None, graft: Graft
-) -> _SourceFields:
-    """Describe the model of a job; a dialect that is no checkpoint does not depend on it."""
-    is_copied = source is not None and dialect.needs_model
-    return {
-        "source": source,
-        "graft": graft if is_copied else NO_GRAFT,
-        "quantized": find_quantized(source) if source is not None and is_copied else None,
-        "replaced": list_kv_scales(source, geometry)
-        if source is not None and is_copied
-        else frozenset(),
-    }
+def _add_model(
+    job: WriteJob, dialect: Dialect, source: Checkpoint | None, graft: Graft
+) -> WriteJob:
+    """Add the model to a job, if the dialect copies it."""
+    if source is None or not dialect.needs_model:
+        return job
+    return replace(
+        job,
+        source=source,
+        graft=graft,
+        quantized=find_quantized(source),
+        replaced=list_kv_scales(source, job.table.geometry),
+    )
 
 
 def _write(dialect: Dialect, job: WriteJob, target: Path, shown: Path) -> list[Note]:

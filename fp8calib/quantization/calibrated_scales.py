@@ -15,11 +15,12 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
+from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.dialects.write import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.fp8.schemes import list_without_calibration
-from fp8calib.geometry.model_geometry import Layer, Linear
+from fp8calib.geometry.model_geometry import Attention, Layer, Linear
 from fp8calib.geometry.module_paths import list_paths, span_experts, split_expert
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
@@ -63,23 +64,21 @@ def find_kv_scales(
     dialect: Fp8Dialect,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute the scales of K and V; none where the statistics do not have them.
+    """Compute the scales of K and V; none if the statistics do not have them.
 
     Raises:
         ExportError: no token reached a site.
     """
-    pairs = [attention for _, attention in stats.geometry.attentions()]
-    if not any(pair.site(Role.K) in stats.sites for pair in pairs):
+    if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
         return NO_SCALES
     table = compute_kv_scales(stats, E4M3FN, rule=options.rule, fallback=options.fallback)
-    named: dict[str, torch.Tensor] = {}
-    for pair in pairs:
-        has_projections = f"{pair.checkpoint_module}.k_proj.weight" in checkpoint
-        for role in (Role.K, Role.V):
-            value = table.scales[pair.site(role)].values[0]
-            names = dialect.name_kv(pair, role, has_projections)
-            named |= dict.fromkeys(names, value)
-    return CalibratedScales(inputs={}, kv=named, notes=tuple(_explain_substitutes(table)))
+
+    def name(attention: Attention, role: Role) -> tuple[str, ...]:
+        has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint
+        return dialect.name_kv(attention, role, has_projections)
+
+    kv = make_scale_tensors(table, name=name)
+    return CalibratedScales(inputs={}, kv=kv, notes=tuple(_explain_substitutes(table)))
 
 
 def find_scales(

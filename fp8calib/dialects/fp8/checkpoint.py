@@ -37,11 +37,11 @@ class Fp8Checkpoint:
 
     Attributes:
         folder: of the checkpoint.
-        tensors: all tensors as stored, but for scales and zero points.
-        quantized: the names of those that are FP8.
+        tensors: all tensors as stored, except scales and zero points.
+        quantized: the names of the FP8 weights.
         dialect: how it is stored.
         fmt: the format of all FP8 weights.
-        origin: the model and the text its scales come from; None where it does not say.
+        origin: the model and the text its scales come from; None if they are not recorded.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Fp8Checkpoint:
                 The shared scale is the largest; weights are rounded again with it.
             through_float16: with `fuse`, dequantize per-tensor weights to fp16 before they are
                 rounded again, fused or not, as vLLM does; not the down projections of experts.
-            keeps_equal_scales: with `through_float16`, but not linears of ModelOpt's dialect whose
-                fused projections have equal scales.
+            keeps_equal_scales: with `through_float16`, leave out linears of ModelOpt's dialect
+                whose fused projections have equal scales.
 
         Raises:
             ModelError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
@@ -177,7 +177,7 @@ class Fp8Checkpoint:
     def weight_scale(self, name: str) -> torch.Tensor:
         """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
 
-        Where weights share a scale, it is the shared one, which `read` uses too.
+        If weights share a scale, it is the shared one, which `read` uses too.
 
         Raises:
             ModelError: `name` is not an FP8 weight, or its scale cannot be read.

@@ -73,7 +73,7 @@ def _read_spec(path: Path, module: str, spec: object) -> Arguments | None:
 
 
 def names_outputs(config: Fields) -> bool:
-    """Tell whether Quark looks for `k_proj.output_scale`: its config quantizes these outputs.
+    """Tell whether Quark reads `k_proj.output_scale`: if its config quantizes these outputs.
 
     vLLM and SGLang read `self_attn.k_scale` whatever the config says, because every attention layer
     gets a KV cache method (their `quark.py`), and they do so in more architectures.

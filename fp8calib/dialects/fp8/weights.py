@@ -47,7 +47,7 @@ class Fp8Weight:
 
     @property
     def input_group(self) -> str:
-        """Name what shares one static input scale: the fused group of all experts of a layer."""
+        """Name the group that shares one static input scale: fused, over all experts of a layer."""
         return span_experts(self.fused_group)
 
 

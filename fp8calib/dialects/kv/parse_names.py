@@ -118,7 +118,7 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
 
 def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:
     """Tell whether a module is in one of the draft layers after the model's own."""
-    index = _split(path.partition(".experts.")[0])[1]  # an expert's number is no layer's
+    index = _split(path.partition(".experts.")[0])[1]  # an expert's number is not a layer's
     first = len(geometry.layers)
     drafts = range(first, first + geometry.num_draft_layers)
     return 0 < len(index) < _MOST_DIGITS and int(index) in drafts

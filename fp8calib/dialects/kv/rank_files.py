@@ -33,7 +33,7 @@ _LAYER = re.compile(r"\d+", re.ASCII)
 def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry) -> ParsedScales:
     """Read the scales of rank files; each file holds every layer.
 
-    `found` is what the user named, and `files` those of its files that have scales. A single file
+    `found` is the place that the user named, and `files` are its files with scales. A single file
     needs no rank in its name.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Read a checkpoint that is quantized already as the model that it holds: codes times scales.
+"""Decode a checkpoint that is quantized already: codes times scales.
 
-`calibrate` and `verify` run such a model where no unquantized one is published; `quantize
+`calibrate` and `verify` run such a model if no unquantized one is published; `quantize
 --dequantize` and the RFC's export quantize it in another way. Weights are decoded one at a time.
 """
 
@@ -56,11 +56,11 @@ class StoredWeight(Protocol):
 
 
 def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
-    """Open the checkpoint of a model to run; a quantized one is decoded while it is read.
+    """Open the checkpoint of a model to run; reading decodes a quantized one.
 
     Args:
         folder: the checkpoint.
-        if_quantized: what to do instead, in the error for one that cannot be decoded.
+        if_quantized: the hint of the error for a checkpoint that cannot be decoded.
 
     Raises:
         ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
@@ -108,11 +108,11 @@ class DecodedCheckpoint(Checkpoint):
     """A quantized checkpoint whose weights are read as codes times scales.
 
     In `tensors` every weight has the dtype that config.json names. Its weights may have several
-    forms, and `form` is empty where none of them can be decoded.
+    forms; `form` is empty if none of them can be decoded.
 
     Attributes:
         weights: the quantized weights, by the names that they have unquantized.
-        is_rounded: whether rows are rounded to the dtype of `tensors`. If not, they are fp32, so
+        is_rounded: whether rows are rounded to the dtype of `tensors`. Otherwise they are fp32, so
             that another quantization rounds only once.
     """
 
@@ -187,7 +187,7 @@ class DecodedCheckpoint(Checkpoint):
         return super().read(name) if weight is None else self.read_rows(name, 0, weight.shape[0])
 
     def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor; a decoded one is nowhere in a file."""
+        """Read a whole tensor; a decoded one has no address in a file."""
         return self.read(name) if name in self.weights else super().read_as_mapped(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -217,8 +217,9 @@ class DecodedCheckpoint(Checkpoint):
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read bytes from the middle of a tensor: decoded, or as stored if it is not rounded."""
-        source = super() if self.is_rounded else self._stored
-        return source.sample_bytes(name, size_bytes)
+        if not self.is_rounded:
+            return self._stored.sample_bytes(name, size_bytes)
+        return super().sample_bytes(name, size_bytes)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""

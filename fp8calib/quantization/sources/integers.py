@@ -66,7 +66,7 @@ class IntegerWeight:
         return values * self._spread(scale, start, stop)
 
     def _spread(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Spread what is stored for groups over the columns of some rows."""
+        """Repeat the values of groups over the columns of some rows."""
         if values.numel() == 1:
             return values.reshape(())
         return values[start:stop].repeat_interleave(self.shape[1] // values.shape[1], 1)

@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.quantization.gptq.core import factorise, output_error, round_compensated
-from fp8calib.quantization.gptq.scale_search import search_scales
+from fp8calib.quantization.gptq.core import (
+    factorise,
+    output_error,
+    round_compensated,
+    search_scales,
+)
 
 OUT, IN = 12, 40
 
