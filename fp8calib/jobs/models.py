@@ -25,10 +25,10 @@ from fp8calib.model.live_model import (
 from fp8calib.model.load import (
     LoadedModel,
     ModelSource,
+    as_unquantized,
     build_skeleton,
     load_model,
     open_source,
-    without_quantization,
 )
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.quantization.sources.decoded import open_model
@@ -203,7 +203,7 @@ def _open_path(
     )
     with open_model(source.folder, if_quantized=if_quantized) as checkpoint:
         if checkpoint.form:
-            source = without_quantization(source)
+            source = as_unquantized(source)
         dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         if recipe is None or recipe.observe.needs_forward:

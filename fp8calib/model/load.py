@@ -239,7 +239,7 @@ def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
     return not is_generative and getattr(config, "is_decoder", None) is False
 
 
-def without_quantization(source: ModelSource) -> ModelSource:
+def as_unquantized(source: ModelSource) -> ModelSource:
     """Remove the sections on quantization from the config of a model, but not from `raw_config`.
 
     The weights are then read from a checkpoint that decodes them.
@@ -308,7 +308,7 @@ def load_model(
     """Load the weights and put the model into evaluation mode.
 
     Stacks of experts that transformers does not join are joined from `checkpoint`. If `checkpoint`
-    decodes quantized weights, `source` comes from `without_quantization`.
+    decodes quantized weights, `source` comes from `as_unquantized`.
 
     Raises:
         CalibrationError: the memory of the device, or of all devices, is too small.

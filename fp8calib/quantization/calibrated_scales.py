@@ -1,15 +1,16 @@
 """Compute scales of inputs, K and V from statistics, by the checkpoint's own names.
 
-Statistics name modules of the loaded model; a checkpoint may use other names, and may have one
-tensor per expert where the model stacks them. No model is built to translate the names: for most
-linears the statistics name the tensor that the weight was read from, and the other tensors of a
-layer have the same prefix.
+Statistics name modules of the loaded model. A checkpoint may use other names, and may have one
+tensor per expert if the model stacks them. No model is built to translate the names: for most
+linears the statistics name the tensor that the weight was read from, and other tensors of the layer
+have the same prefix.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -88,25 +89,21 @@ def find_scales(
     selection: Selection,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute all scales that a checkpoint takes from statistics: of K and V, and of static inputs.
+    """Compute the scales of K, V and static inputs of a checkpoint from statistics.
 
     Raises:
         ExportError: the statistics have no data for a site.
     """
-    kv = find_kv_scales(stats, checkpoint, settings.dialect, options)
-    inputs = NO_SCALES
+    found = find_kv_scales(stats, checkpoint, settings.dialect, options)
     static, others = split_static(settings, selection)
     if static:
         inputs = find_input_scales(
             stats, static, others=others, shares_scales=settings.shares_scales, options=options
         )
-    return CalibratedScales(
-        inputs=inputs.inputs,
-        kv=kv.kv,
-        origin=stats.origin if inputs.inputs or kv.kv else None,
-        geometry=stats.geometry,
-        notes=(*inputs.notes, *kv.notes),
-    )
+        notes = (*inputs.notes, *found.notes)
+        found = replace(found, inputs=inputs.inputs, notes=notes)
+    origin = stats.origin if found.inputs or found.kv else None
+    return replace(found, origin=origin, geometry=stats.geometry)
 
 
 def find_input_scales(
@@ -156,9 +153,9 @@ def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Mat
 def list_unmeasured(
     stats: CalibrationStats, quantized: Collection[Matrix], others: Collection[Matrix] = ()
 ) -> list[str]:
-    """Name the linears outside the decoder layers by the outermost modules that hold only such.
+    """Name the outermost modules that hold only linears outside the decoder layers.
 
-    Calibration measures inputs in decoder layers alone. `others` need no measurement.
+    Calibration measures inputs only in decoder layers. `others` need no measurement.
     """
     layers = {prefix for layer in stats.geometry.layers for prefix in _find_prefixes(layer)}
     measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
@@ -195,7 +192,7 @@ class InputScales:
     def of(self, linear: Linear, *, expert: int | None = None) -> torch.Tensor:
         """Give the scale of a linear's input: fp32 [].
 
-        Of stacked experts it is the largest, unless one `expert` is named.
+        For stacked experts it is their largest scale, unless one `expert` is named.
 
         Raises:
             ExportError: the statistics have no data for it.

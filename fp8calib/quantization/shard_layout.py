@@ -1,4 +1,4 @@
-"""Lay out an output file: where the data of each tensor begin, before any weight is read."""
+"""Lay out an output file, with the offset of each tensor, before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _OfMatrix:
 
 
 class SlicedMatrix(_OfMatrix):
-    """An unquantized matrix that is cut out of a stack, [out, in]."""
+    """An unquantized matrix [out, in] that is cut out of a stack."""
 
 
 class Codes(_OfMatrix):
@@ -52,7 +52,7 @@ class OutputTensor:
     """In the spelling of safetensors."""
     shape: tuple[int, ...]
     content: Content | None = None
-    """None where the writer does not need it."""
+    """None if the writer does not need it."""
 
     @property
     def size_bytes(self) -> int:
@@ -90,7 +90,7 @@ def lay_out(
 
     Args:
         name: of the file.
-        tensors: in their order among equally wide ones.
+        tensors: the tensors; those of equal width keep their order.
         metadata: of the header, beside `format`.
     """
     ordered = sorted(tensors, key=lambda tensor: -ITEM_SIZE_BYTES[tensor.dtype])

@@ -65,7 +65,7 @@ class ShardWriter:
         schemes: LayerSchemes,
         rounded: RoundedCodes | None = None,
     ) -> None:
-        """Write a shard; weights with `rounded` codes get these, and others the nearest."""
+        """Write a shard; weights without `rounded` codes are rounded to nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
@@ -81,7 +81,7 @@ class ShardWriter:
     def write(self, path: Path, advance: Callable[[int], None]) -> list[AllZeroWeight]:
         """Write the file, and list the weights that are all zeros, whole or in part.
 
-        `advance` is called with numbers of bytes that are written.
+        `advance` is called with the number of bytes that were written.
 
         Raises:
             ModelError: a weight cannot be read, or holds NaN or infinity.
@@ -220,7 +220,7 @@ class ShardWriter:
 
 
 def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) -> None:
-    """Refuse a norm or a bias that holds NaN; it can hold infinity, to mask."""
+    """Refuse a norm or a bias that holds NaN; infinity is allowed, because it can be a mask."""
     if bool((found := values.isnan()).any()):
         index = offset // values.element_size() + int(found.nonzero()[0])
         raise ModelError(f"{tensor.name} holds nan at [{index}]", hint=DAMAGED)

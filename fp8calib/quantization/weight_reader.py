@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 PINNED_BYTES = NUM_BUFFERS * CHUNK_BYTES
 """Pinned memory of each thread that copies chunks to a GPU."""
 _TRANSPOSED_ROWS = 2048
-"""How many rows are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
+"""The rows that are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
 
 
 class WeightReader:
@@ -104,7 +104,7 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
     Args:
         amax: magnitudes that cover all of `values`.
         matrix: the weight.
-        rows: the rows of the weight that `values` are.
+        rows: the rows of the weight that are in `values`.
         values: [len(rows), columns].
 
     Raises:

@@ -72,7 +72,7 @@ def list_tensor_names(path: Path) -> Collection[str]:
         ModelError: the file is damaged.
     """
     if path.suffix == ".npz":
-        return list_arrays(path)
+        return list_npz_arrays(path)
     return TensorFile(path).tensors
 
 
@@ -102,7 +102,7 @@ def _read_layers(path: Path) -> dict[int, torch.Tensor]:
 def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     names = [name for name in list_tensor_names(path) if RANK_FILE_MARK in name]
     if path.suffix == ".npz":
-        yield from ((name, read_number(path, name)) for name in names)
+        yield from ((name, read_npz_number(path, name)) for name in names)
         return
     with TensorFile(path) as file:
         for name in names:
@@ -133,7 +133,7 @@ _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _READ_HEADER = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-def list_arrays(path: Path) -> list[str]:
+def list_npz_arrays(path: Path) -> list[str]:
     """List the names of the arrays in an archive.
 
     Raises:
@@ -147,7 +147,7 @@ def list_arrays(path: Path) -> list[str]:
     return [name.removesuffix(".npy") for name in names]
 
 
-def read_number(path: Path, name: str) -> torch.Tensor:
+def read_npz_number(path: Path, name: str) -> torch.Tensor:
     """Read the one number of an array as fp32 0-dim.
 
     Raises:

@@ -43,18 +43,16 @@ class HessianFactor:
     positive definite."""
 
 
-def factorise(
-    hessian: torch.Tensor, *, damping: float = DAMPING, by_diagonal: bool = True
-) -> HessianFactor:
+def factorise(hessian: torch.Tensor, *, damping: float = DAMPING) -> HessianFactor:
     """Prepare a Hessian [in, in] for `round_compensated`, in float64.
+
+    Columns are rounded by falling diagonal. Inputs that were always zero cause no error; their
+    columns are rounded to nearest.
 
     Args:
         hessian: the weighted sum of x x^T over inputs x, finite.
         damping: share of the mean of the diagonal that is added to it. While the sum is not
             positive definite, ten times as much is tried.
-        by_diagonal: round columns by falling diagonal; otherwise in their own order.
-
-    Inputs that were always zero cause no error; their columns are rounded to nearest.
 
     Raises:
         ValueError: the Hessian is not finite.
@@ -63,9 +61,7 @@ def factorise(
     mean = float(diagonal.mean())
     if not math.isfinite(mean):
         raise ValueError("the Hessian is not finite")
-    order = torch.arange(len(diagonal), device=hessian.device)
-    if by_diagonal:
-        order = torch.argsort(diagonal, descending=True, stable=True)
+    order = torch.argsort(diagonal, descending=True, stable=True)
     eye = torch.eye(len(diagonal), dtype=torch.float64, device=hessian.device)
     if mean <= 0:
         return HessianFactor(order=order, upper=eye, damping=damping)
