@@ -102,7 +102,7 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         _check_sizes(folder, section)
     if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
         raise _unusable(folder, ValueError(f"{key} is 0"))
-    for section in list(_sections(plain)):
+    for section in (plain, *(each for each in plain.values() if isinstance(each, dict))):
         _complete(section)
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
@@ -112,10 +112,10 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
 
 
 def _complete(section: dict[str, Any]) -> None:
-    """Replace the values that engines read differently from transformers.
+    """Replace what engines read otherwise than transformers.
 
-    vLLM 0.32.0 (run) reads `head_dim: null` as the hidden size divided by the heads, and serves a
-    model in 16 bits if its dtype is FP8.
+    vLLM 0.32.0 (run) takes `head_dim: null` for the hidden size by heads, and serves a model in 16
+    bits whose dtype is FP8.
     """
     hidden, heads = section.get("hidden_size"), section.get("num_attention_heads")
     if section.get("head_dim", 0) is None:
@@ -139,9 +139,9 @@ def restore_floats(value: object) -> Any:
     return {key: restore_floats(item) for key, item in value.items()}
 
 
-def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield config
-    yield from (value for value in config.values() if isinstance(value, dict))
+    yield from (value for value in config.values() if isinstance(value, Mapping))
 
 
 def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ def _list_parameters(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[st
 
 
 def _find_dtype(config: Mapping[str, object]) -> str:
-    for section in _sections({**config}):
+    for section in _sections(config):
         for key in ("dtype", "torch_dtype"):
             value = section.get(key)
             if isinstance(value, str) and value != "auto":
