@@ -256,7 +256,7 @@ def _refuse_unwritable(folder: Path, path: Path) -> None:
 
 
 def _choose_staging_parent(target: Path) -> Path:
-    """Choose the parent of the temporary folder: that of `target`, or `target` if necessary."""
+    """Choose the parent of the temporary folder: `target`'s parent, or `target` if necessary."""
     parent = _find_existing(target.parent)
     if target.is_dir() and (
         Path.cwd().is_relative_to(target)

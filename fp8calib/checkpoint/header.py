@@ -55,7 +55,6 @@ class TensorEntry:
 class ShardHeader:
     """The header of one safetensors file; tensors are in the order of their data."""
 
-    path: Path
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
 
@@ -82,7 +81,7 @@ def read_header(path: Path) -> ShardHeader:
     entries = {name: _parse_entry(path, name, document[name], data_start) for name in document}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_layout(path, tensors, data_start=data_start, size_bytes=size_bytes)
-    return ShardHeader(path, MappingProxyType(tensors), MappingProxyType(metadata))
+    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
 
 
 def encode_header(document: Mapping[str, object]) -> bytes:

@@ -59,7 +59,7 @@ def encode_json(document: object) -> bytes:
 
 
 def parse_unique_keys(text: str) -> object:
-    """Parse JSON in which no object repeats a key.
+    """Parse JSON; no object may repeat a key.
 
     Raises:
         ValueError: it is not JSON, or repeats a key.

@@ -10,7 +10,7 @@ from fp8calib.errors import ModelError, UsageError, shorten
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
-"""ORG/NAME; a name alone, or that of a file, is a path."""
+"""ORG/NAME; a name alone, or a file name, is a path."""
 
 
 def find_local_model(model: str) -> Path | None:

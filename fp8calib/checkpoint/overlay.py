@@ -208,7 +208,7 @@ def _choose_free_name(taken: Collection[str]) -> str:
 
 
 def _skip_reason(path: Path, *, is_indexed: bool) -> str:
-    """Give the reason why an entry is not copied; empty if it is copied or written anew."""
+    """Give the reason why an entry is not copied; empty if it is copied or rewritten."""
     reason = ""
     if path.name == INDEX_NAME:
         reason = "" if is_indexed else "model.safetensors takes precedence over it"

@@ -18,7 +18,7 @@ from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
 
 PROGRESS_NAME = "fp8calib-partial.json"
-"""A file with a JSON object: `tag`, by which a later run recognises the folder, and the progress
+"""A file with a JSON object: `tag`, which identifies the run for a later one, and the progress
 that the run itself records. It is removed when the output is complete."""
 
 

@@ -88,16 +88,16 @@ class ParsedScales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graft:
+class Attachment:
     """How scales are added to a checkpoint that is quantized already, or has scales."""
 
     model: str = ""
-    """The checkpoint's fingerprint; empty where it is the model that the scales belong to."""
+    """The checkpoint's fingerprint; empty if the scales were calibrated on this checkpoint."""
     accepted: str = ""
-    """How its unquantized tensors differ from those of the calibrated model, or why this is
-    unknown; empty where they are equal."""
+    """How its unquantized tensors differ from the calibrated model's, or why this is unknown; empty
+    if they are equal."""
     unchecked: str = ""
-    """Why its projections of K and V were not compared; empty where they were."""
+    """Why its projections of K and V were not compared; empty if they were."""
     replaces_scales: bool = False
     """The KV scales that it has are replaced."""
 
@@ -112,7 +112,7 @@ class QuantizedSource(Protocol):
         """Make the scale tensors under the names that engines read beside its weights."""
 
 
-NO_GRAFT = Graft()
+NO_ATTACHMENT = Attachment()
 """Of scales that are not added to a quantized checkpoint."""
 
 
@@ -130,7 +130,7 @@ class WriteJob:
     """The quantized model that the scales were read from; None if they were calibrated."""
     with_rank_weights: bool = False
     """The caller writes the quantized weights of each rank beside the scales."""
-    graft: Graft = NO_GRAFT
+    attachment: Attachment = NO_ATTACHMENT
     """How the scales are added to a model that is quantized already, or has scales."""
     quantized: QuantizedSource | None = None
     """The model, if it is quantized already."""
@@ -206,7 +206,7 @@ class WriteJob:
             provenance=self.provenance,
             geometry=self.table.geometry,
             per_head=self.table.per_head,
-            graft=asdict(self.graft) if self.graft.model else None,
+            attachment=asdict(self.attachment) if self.attachment.model else None,
         )
 
 
@@ -230,9 +230,9 @@ class Dialect:
     requires_dtype: bool = False
     """A file must name the FP8 format."""
     scale_suffixes: tuple[str, ...] = ("_scale",)
-    """Endings of its scale tensors' names, those of weights and inputs included."""
+    """Endings of the names of its scale tensors, including scales of weights and inputs."""
     json_keys: tuple[str, ...] = ()
-    """Keys by which its JSON files are found; the first is at the top level."""
+    """Keys that identify its JSON files; the first is at the top level."""
     needs_model: bool = False
     """It is a whole checkpoint, with the model's weights."""
     configures_quantization: bool = False

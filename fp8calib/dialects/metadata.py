@@ -30,7 +30,7 @@ ORIGIN_KEY = "fp8calib.measured_on"
 PROVENANCE_KEY = "fp8calib.provenance"
 FITS_KEY = "fp8calib.fits"
 """Holds what binds the scales to models: attention, and hashes of norms and embeddings."""
-GRAFT_KEY = "fp8calib.grafted"
+ATTACHMENT_KEY = "fp8calib.grafted"
 """Holds the quantized checkpoint that the scales were added to."""
 _BIAS = (
     "k and v of a quantized model carry the errors of its weights and activations, and so do "
@@ -66,7 +66,7 @@ def make_metadata(
     provenance: Provenance | None = None,
     geometry: ModelGeometry | None = None,
     per_head: bool = False,
-    graft: Mapping[str, object] | None = None,
+    attachment: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; what is None is left out.
 
@@ -80,8 +80,8 @@ def make_metadata(
     if origin is not None and geometry is not None:
         fit = _describe_fit(origin, geometry, per_head=per_head)
         metadata[FITS_KEY] = json.dumps(fit, separators=(",", ":"))
-    if graft is not None:
-        metadata[GRAFT_KEY] = json.dumps(graft)
+    if attachment is not None:
+        metadata[ATTACHMENT_KEY] = json.dumps(attachment)
     return metadata
 
 

@@ -104,7 +104,7 @@ def read_scales(
 def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) -> None:
     """Refuse scales that record another model; most tools record none.
 
-    `fingerprint` is that of the unquantized model that the scales are to be used for.
+    `fingerprint` belongs to the unquantized model that the scales are used for.
 
     Raises:
         ModelError: naming the difference.

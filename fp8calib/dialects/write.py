@@ -11,10 +11,10 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
-from fp8calib.dialects.dialect import NO_GRAFT, Dialect, Graft, WriteJob
-from fp8calib.dialects.graft import check_graft, find_quantized, list_kv_scales
+from fp8calib.dialects.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.dialects.metadata import Provenance
+from fp8calib.dialects.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.fp8.formats import Fp8Format
@@ -91,7 +91,7 @@ def check_overlay_source(
     formats: Iterable[str],
     source: Checkpoint | None,
     *,
-    graft: Graft = NO_GRAFT,
+    replaces_scales: bool = False,
 ) -> None:
     """Refuse a model that overlays in these formats cannot be made from.
 
@@ -100,7 +100,7 @@ def check_overlay_source(
             scales.
         ModelError: the model's config.json is missing or broken.
         ExportError: the model does not have this geometry, has KV scales already, or is quantized
-            in a way to which such scales cannot be added.
+            in a way that does not allow these scales.
     """
     dialects = [dialect for dialect in map(find_dialect, formats) if dialect.needs_model]
     if not dialects:
@@ -110,11 +110,11 @@ def check_overlay_source(
         raise UsageError(f"--format {dialects[0].name} needs --model", hint=hint)
     _check_attentions(geometry, source)
     for dialect in dialects:
-        check_graft(
+        check_attachable(
             source,
             geometry,
             per_head=dialect.per_head,
-            replaces_scales=graft.replaces_scales,
+            replaces_scales=replaces_scales,
             is_configured=dialect.configures_quantization,
         )
 
@@ -154,21 +154,23 @@ def write_formats(
     fallback: Fallback | None,
     rule: Rule = AMAX,
     quantized: Mapping[int, ScaleTable] | None = None,
-    graft: Graft = NO_GRAFT,
+    attachment: Attachment = NO_ATTACHMENT,
 ) -> WrittenFormats:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
     `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
     rank weights that the caller writes beside these files; `rfc` contains them and names the
-    weights' files. `graft` records how the scales belong to a model that is quantized already.
+    weights' files. `attachment` records how the scales belong to a model that is quantized already.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
         ExportError: a scale cannot be computed, or a file not written.
     """
     check_export(stats.geometry, formats, tps, fmt)
-    check_overlay_source(stats.geometry, formats, source, graft=graft)
+    check_overlay_source(
+        stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
+    )
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
     written: list[Path] = []
@@ -184,7 +186,7 @@ def write_formats(
                 linears=linears,
                 with_rank_weights=quantized is not None,
             )
-            job = _add_model(job, dialect, source, graft)
+            job = _add_model(job, dialect, source, attachment)
             written.append(out / dialect.path(tp))
             notes += _write(dialect, job, written[-1], Path(dialect.path(tp)))
         if dialect.has_linears:
@@ -205,7 +207,7 @@ def write_table(
     source: Checkpoint,
     shown: Path | None = None,
     provenance: Provenance | None = None,
-    graft: Graft = NO_GRAFT,
+    attachment: Attachment = NO_ATTACHMENT,
 ) -> tuple[Note, ...]:
     """Write a table of KV scales, for the ranks or heads that the dialect has.
 
@@ -219,13 +221,15 @@ def write_table(
     """
     dialect = find_dialect(format_name)
     check_export(table.geometry, [format_name], [], table.fmt)
-    check_overlay_source(table.geometry, [format_name], source, graft=graft)
-    job = _add_model(WriteJob(table=table, provenance=provenance), dialect, source, graft)
+    check_overlay_source(
+        table.geometry, [format_name], source, replaces_scales=attachment.replaces_scales
+    )
+    job = _add_model(WriteJob(table=table, provenance=provenance), dialect, source, attachment)
     return tuple(_write(dialect, job, target, shown or target))
 
 
 def _add_model(
-    job: WriteJob, dialect: Dialect, source: Checkpoint | None, graft: Graft
+    job: WriteJob, dialect: Dialect, source: Checkpoint | None, attachment: Attachment
 ) -> WriteJob:
     """Add the model to a job, if the dialect copies it."""
     if source is None or not dialect.needs_model:
@@ -233,7 +237,7 @@ def _add_model(
     return replace(
         job,
         source=source,
-        graft=graft,
+        attachment=attachment,
         quantized=find_quantized(source),
         replaced=list_kv_scales(source, job.table.geometry),
     )

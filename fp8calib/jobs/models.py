@@ -20,7 +20,6 @@ from fp8calib.model.live_model import (
     LiveCheckpoint,
     borrowed,
     check_live_model,
-    make_live_source,
 )
 from fp8calib.model.load import (
     LoadedModel,
@@ -227,7 +226,12 @@ def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunMod
         check_runnable(model)
         yield RunModel(
             name=str(checkpoint.folder),
-            source=make_live_source(model, checkpoint),
+            source=ModelSource(
+                folder=checkpoint.folder,
+                config=model.config,
+                raw_config=checkpoint.load_config(),
+                trust_remote_code=False,
+            ),
             checkpoint=checkpoint,
             prepared=prepare(model, checkpoint, recipe),
             placement=Placement(),

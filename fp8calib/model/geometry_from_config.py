@@ -38,7 +38,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     """Find the geometry of the model that a config describes.
 
     Tensor names are read from the files of the folder; a parameter that is not found there has the
-    name under which transformers would store it.
+    name that transformers would store it under.
 
     Raises:
         UnusableConfigError: transformers cannot build a model from the config.

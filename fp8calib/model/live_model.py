@@ -21,7 +21,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.load import ModelSource, attend_causally
+from fp8calib.model.load import attend_causally
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_linear
 
@@ -101,16 +101,6 @@ def _make_config(model: PreTrainedModel) -> dict[str, object]:
     config.architectures = [type(model).__name__]
     made: dict[str, object] = json.loads(config.to_json_string())
     return made
-
-
-def make_live_source(model: PreTrainedModel, checkpoint: LiveCheckpoint) -> ModelSource:
-    """Describe a model in memory as `open_source` describes a folder."""
-    return ModelSource(
-        folder=checkpoint.folder,
-        config=model.config,
-        raw_config=checkpoint.load_config(),
-        trust_remote_code=False,
-    )
 
 
 def check_live_model(model: PreTrainedModel) -> None:

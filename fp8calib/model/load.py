@@ -385,7 +385,7 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
 
     Args:
         source: the model.
-        dtype: the dtype it computes in; None means that of its config.
+        dtype: the dtype it computes in; None means the config's.
 
     Raises:
         ModelError: transformers cannot build the class from this config.

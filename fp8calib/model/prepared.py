@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,7 +20,7 @@ from fp8calib.model.stored_parameters import (
 )
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.topology.linears import is_experts
-from fp8calib.model.topology.search import UnobservedWeight, is_linear, is_matrix
+from fp8calib.model.topology.search import is_linear, is_matrix
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
@@ -37,7 +37,8 @@ class PreparedModel:
 
     model: PreTrainedModel
     geometry: ModelGeometry
-    unobserved: tuple[UnobservedWeight, ...]
+    unobserved: Mapping[str, str]
+    """The modules whose weights no hook can observe, with the reason."""
     weights: WeightSource
     ignored: frozenset[str]
     """The modules that the recipe excludes from calibration."""
@@ -72,7 +73,9 @@ def list_skipped(
     prepared: PreparedModel, recipe: Recipe, observed: Collection[Site]
 ) -> list[Skipped]:
     """List the sites and weights that were not observed, each with the reason."""
-    skipped = [Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved]
+    skipped = [
+        Skipped(site=f"{module}.weight", why=why) for module, why in prepared.unobserved.items()
+    ]
     for layer, attention in prepared.geometry.attentions():
         site = attention.site(Role.Q)
         if (
@@ -140,10 +143,9 @@ def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
     They belong to routers, hyper-connections and the like; experts are observed or in `unobserved`.
     """
     path, decoder = find_text_decoder(prepared.model)
-    known = {item.module for item in prepared.unobserved}
     found: dict[str, str] = {}
     for name, module in decoder.named_modules(prefix=path):
-        if name in known or is_experts(module) or not _applies_matrices(module):
+        if name in prepared.unobserved or is_experts(module) or not _applies_matrices(module):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if is_matrix(parameter) and not leaf.endswith("bias"):

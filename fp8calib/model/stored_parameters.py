@@ -1,6 +1,6 @@
 """Compare the parameters of a model with the tensors of its checkpoint.
 
-Whole and streamed models are compared alike, before any weight is loaded.
+Whole and streamed models are compared in the same way, before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def find_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Find, for each tied parameter, the others that share its memory."""
+    """Find, for each tied parameter, the other parameters that share its memory."""
     groups: dict[str, list[str]] = {}
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         groups.setdefault(source, [source]).append(target)
@@ -108,7 +108,7 @@ def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
 def mismatch_error(
     folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
 ) -> ModelError:
-    """Make the error for a parameter whose shape in the checkpoint is not that of the config."""
+    """Make the error for a parameter whose shapes in checkpoint and config differ."""
     return UnfilledModelError(
         f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
         hint="config.json and weights belong to two models; download both again",

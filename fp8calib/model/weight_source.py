@@ -124,7 +124,7 @@ class WeightSource:
         return sorted(set(outside), key=dot_natural_key)
 
     def spell(self, parameter: str) -> str:
-        """Give the name under which a checkpoint with these names would store a parameter."""
+        """Give the name that a checkpoint with these names would store a parameter under."""
         return str(rename_source_key(parameter, self._renamings, [], reverse=True)[0])
 
     def find_renamed(self) -> list[str]:
@@ -246,7 +246,7 @@ def _map_names(
 
 
 def _reverse_renamings(conversions: list[Any]) -> list[WeightRenaming]:
-    """Reverse the renamings, except those of a prefix that the checkpoint does not have."""
+    """Reverse the renamings, except changes of a prefix that the checkpoint does not have."""
     used = (
         entry
         for entry in conversions
@@ -307,7 +307,7 @@ def _is_stack(name: str, module: nn.Module) -> bool:
 
 
 def _is_transposed(model: PreTrainedModel, experts: nn.Module) -> bool:
-    """Tell whether stacked experts are stored [in, out]; those of Llama 4 lack the attribute."""
+    """Tell whether stacked experts are stored [in, out]; Llama 4's lack the attribute."""
     layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
     is_known = layout is not None and layout.order is Order.IN_OUT
     return bool(getattr(experts, "is_transposed", is_known))

@@ -37,7 +37,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's names of projections -> those of all other families."""
+"""Mixtral's names of projections -> the names in all other families."""
 
 
 _DEFAULTS = ScaleOptions()

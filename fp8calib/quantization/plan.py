@@ -116,7 +116,7 @@ class QuantizePlan:
     config: Mapping[str, object]
     """The config.json to write."""
     json_files: Mapping[str, Mapping[str, object]]
-    """Other JSON files by name: the index, and those of the checkpoint dialect."""
+    """Other JSON files by name: the index and the dialect's own files."""
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
     """Files and tensors of the source that are not copied, with the reason."""

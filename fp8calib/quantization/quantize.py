@@ -184,7 +184,7 @@ def _count_threads() -> int:
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Open a pool with a thread per core, in which torch starts no threads of its own."""
+    """Open a pool with a thread per core; torch starts no threads of its own in it."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -138,7 +138,7 @@ class Fp8Dialect:
         return [name for name in SCHEMES if self.expressible is None or name in self.expressible]
 
     def has_method(self, method: object) -> bool:
-        """Tell whether a `quant_method` is that of its configs."""
+        """Tell whether its configs have this `quant_method`."""
         is_variant = self.has_variants and isinstance(method, str)
         return method == self.method or (is_variant and str(method).startswith(self.method))
 

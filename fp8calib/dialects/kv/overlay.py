@@ -1,11 +1,11 @@
 """`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
 
-The weights are unchanged. If the model is quantized already, its config is merged (`graft.py`).
-Otherwise the `quantization_config` has one group that matches no module: without any group,
-transformers fails on MoE models; without `ignore`, TGI looks for a target. The format is
-`naive-quantized` because TGI knows no float group in the format `dense`
+The weights are unchanged. If the model is quantized already, its config is merged
+(`quantized_model.py`). Otherwise the `quantization_config` has one group that matches no module:
+without any group, transformers fails on MoE models; without `ignore`, TGI looks for a target. The
+format is `naive-quantized` because TGI knows no float group in the format `dense`
 (`layers/compressed_tensors/loader.py`). `ignore` matches no attention layer of vLLM, because vLLM
-on TPUs gives an ignored one no scales (`IGNORED`).
+on TPUs gives an ignored layer no scales (`IGNORED`).
 """
 
 from __future__ import annotations

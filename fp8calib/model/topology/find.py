@@ -16,7 +16,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, first_line
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.topology.attention import find_mixer
 from fp8calib.model.topology.linears import find_linears
-from fp8calib.model.topology.search import GeometrySearch, UnobservedWeight
+from fp8calib.model.topology.search import GeometrySearch
 
 
 def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
@@ -41,7 +41,7 @@ def _without_head(decoder: nn.Module) -> nn.Module:
 
 def find_geometry(
     model: PreTrainedModel, checkpoint_names: Mapping[str, str], *, checkpoint_dtype: str
-) -> tuple[ModelGeometry, tuple[UnobservedWeight, ...]]:
+) -> tuple[ModelGeometry, Mapping[str, str]]:
     """Describe the decoder layers of `model`.
 
     Args:
@@ -50,7 +50,8 @@ def find_geometry(
         checkpoint_dtype: the dtype of the stored weights, such as `bfloat16`.
 
     Returns:
-        The geometry, and the weights in decoder layers that calibration cannot observe.
+        The geometry, and the modules in decoder layers whose weights calibration cannot observe,
+        with the reason.
 
     Raises:
         ModelError: there are no decoder layers, a layer has neither attention nor a known other
@@ -84,7 +85,7 @@ def find_geometry(
         layers=tuple(layers),
         num_draft_layers=_count_draft_layers(config),
     )
-    return geometry, tuple(search.unobserved)
+    return geometry, search.unobserved
 
 
 def _count_draft_layers(config: Any) -> int:

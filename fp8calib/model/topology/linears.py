@@ -24,7 +24,6 @@ from fp8calib.model.topology.layouts import (
 )
 from fp8calib.model.topology.search import (
     GeometrySearch,
-    UnobservedWeight,
     is_linear,
     is_matrix,
     linear_features,
@@ -49,7 +48,7 @@ def find_linears(
         elif is_linear(module):
             yield _linear(search, attention, path, name, module)
         elif why := _explain_unobservable(module, search.config.hidden_size):
-            search.unobserved.append(UnobservedWeight(module=full, why=why))
+            search.unobserved[full] = why
 
 
 def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:

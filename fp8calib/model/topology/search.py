@@ -10,14 +10,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnobservedWeight:
-    """A weight of a decoder layer that no hook can observe, and why."""
-
-    module: str
-    why: str
-
-
 @dataclass(slots=True, kw_only=True)
 class GeometrySearch:
     """The known facts about the model, and the weights found so far that cannot be observed."""
@@ -27,10 +19,11 @@ class GeometrySearch:
     checkpoint_names: Mapping[str, str]
     family: str = ""
     """The prefix of the names of the model's classes, such as `KimiLinear`."""
-    unobserved: list[UnobservedWeight] = field(default_factory=list)
+    unobserved: dict[str, str] = field(default_factory=dict)
+    """Paths of modules whose weights no hook can observe, with the reason."""
 
     def class_name(self, module: nn.Module) -> str:
-        """Give the name of a module's class without that of its family."""
+        """Give the name of a module's class without the name of its family."""
         return type(module).__name__.removeprefix(self.family)
 
 

@@ -35,7 +35,7 @@ class HessianFactor:
     """A Hessian, prepared to round any weight that reads its inputs."""
 
     order: torch.Tensor
-    """The inputs in the order in which their columns are rounded: int64 [in]."""
+    """The inputs, in the order of rounding their columns: int64 [in]."""
     upper: torch.Tensor
     """U with U^T U = H^-1, inputs in `order`, upper triangular: float64 [in, in]."""
     damping: float

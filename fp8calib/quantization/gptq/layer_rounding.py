@@ -133,7 +133,7 @@ class LayerRounding(HessianCollector):
             with ThreadPoolExecutor(1) as pool:
                 self._round_layer(layer.index, matrices, hessians, pool)
         if self._group is not None:
-            self._group.broadcast(lambda: True)  # nobody saves a state after an unwritten layer
+            self._group.broadcast(lambda: True)  # no process saves a state after an unwritten layer
 
     def forget(self) -> None:
         """Drop the Hessians of the open layer; finished layers stay."""

@@ -22,7 +22,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.weights import is_companion
-from fp8calib.dialects.graft import QuantizedModel, find_quantized
+from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.errors import ModelError, shorten
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.fp4 import find_fp4
@@ -228,7 +228,7 @@ class DecodedCheckpoint(Checkpoint):
         return TORCH_DTYPES[self._dtype] if self.is_rounded else torch.float32
 
     def form_of(self, name: str) -> str:
-        """Return the form in which a decoded tensor is stored; else empty."""
+        """Return the form of a decoded tensor on disk; empty for other tensors."""
         return self.weights[name].form if name in self.weights else ""
 
     def file_of(self, name: str) -> Path:

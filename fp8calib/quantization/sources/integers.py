@@ -3,7 +3,7 @@
 A weight is `X.weight_packed` (integers in words of an int32, the first in the lowest bits, each
 plus half of their range) with `X.weight_shape`, or int8 `X.weight`. Its scale `X.weight_scale` is
 one number, or one for each row, or for each row and group of columns. Zero points have the shape of
-the scale: int8, or packed too, along the rows. Formats and layout are those of compressed-tensors
+the scale: int8, or packed too, along the rows. Formats and layout follow compressed-tensors
 0.20 (`compressors/pack_quantized`, `naive_quantized`).
 """
 
@@ -120,7 +120,7 @@ def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
 def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> None:
     entry = checkpoint.tensors.get(name)
     if entry is None or entry.dtype not in FLOATS:
-        raise _refusal(checkpoint, f"{shorten(name)} is missing, or is no float")
+        raise _refusal(checkpoint, f"{shorten(name)} is missing, or is not a float")
     rows, columns = shape
     is_one = prod(entry.shape) == 1
     is_grid = len(entry.shape) == 2 and entry.shape[0] == rows and entry.shape[1] > 0

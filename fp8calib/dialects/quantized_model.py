@@ -140,7 +140,7 @@ def list_kv_scales(source: Checkpoint, geometry: ModelGeometry) -> frozenset[str
     )
 
 
-def check_graft(
+def check_attachable(
     source: Checkpoint,
     geometry: ModelGeometry,
     *,
