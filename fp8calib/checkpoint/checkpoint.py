@@ -180,8 +180,8 @@ def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
     for item in checkpoint.unlisted:
         if item.name in checkpoint.tensors:
             raise ModelError(
-                f"{checkpoint.folder}: {item.name} is also in {item.file_name}, to which the index "
-                "does not map it",
+                f"{checkpoint.folder}: {item.name} is also in {item.file_name}, but the index "
+                "names another file for it",
                 hint="remove the copy, or download the checkpoint again",
             )
 

@@ -230,13 +230,13 @@ def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Give every tensor a contiguous storage of its own, as the format requires."""
-    seen: set[int] = set()
+    taken: set[int] = set()
     separate: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
         storage = plain.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != plain.nbytes:
+        if storage.data_ptr() in taken or storage.nbytes() != plain.nbytes:
             plain = plain.clone()
-        seen.add(plain.untyped_storage().data_ptr())
+        taken.add(plain.untyped_storage().data_ptr())
         separate[name] = plain
     return separate

@@ -112,12 +112,7 @@ def _find_geometry(
 ) -> ModelGeometry:
     if is_quantized:
         return read_geometry(checkpoint.folder, checkpoint.load_config())
-    source = open_source(
-        str(checkpoint.folder),
-        revision=None,
-        trust_remote_code=request.trust_remote_code,
-        if_quantized="--model must be the unquantized model",
-    )
+    source = open_source(str(checkpoint.folder), trust_remote_code=request.trust_remote_code)
     return prepare(build_skeleton(source), checkpoint).geometry
 
 

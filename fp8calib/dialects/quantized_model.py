@@ -41,9 +41,9 @@ class QuantizedModel:
 
     source: Checkpoint
     config: Mapping[str, object]
-    """The section of config.json; empty where there is none."""
+    """The section of config.json; empty if there is none."""
     own_file: Mapping[str, object] = field(default_factory=dict)
-    """ModelOpt's own file; empty where there is none."""
+    """ModelOpt's own file; empty if there is none."""
 
     @property
     def method(self) -> str:
@@ -55,9 +55,8 @@ class QuantizedModel:
 
     @property
     def dialect(self) -> Fp8Dialect | None:
-        """The dialect of the method; None where fp8calib has none."""
-        known = FP8_DIALECTS.values()
-        return next((each for each in known if each.has_method(self.method)), None)
+        """The dialect of the method; None if fp8calib has none."""
+        return next((d for d in FP8_DIALECTS.values() if d.has_method(self.method)), None)
 
     def merge(self, strategy: str) -> tuple[dict[str, object], dict[str, object]]:
         """Add the KV cache: new entries of config.json, and other JSON files by name.
@@ -130,12 +129,11 @@ def list_kv_scales(source: Checkpoint, geometry: ModelGeometry) -> frozenset[str
         for path in (attention.module, attention.checkpoint_module)
         for spelling in (path, f"{path}.attn")
     }
-    names = [name for file in source.files for name in file.tensors]
-    parsed = {name: parse_name(name) for name in names}
+    names = (name for file in source.files for name in file.tensors)
     return frozenset(
         name
         for name in names
-        if ((found := parsed[name]) is not None and found.path in modules)
+        if ((parsed := parse_name(name)) is not None and parsed.path in modules)
         or (is_probability_scale(name) and name.rpartition(".")[0] in modules)
     )
 
@@ -181,7 +179,7 @@ def check_attachable(
 def has_kv_cache(source: Checkpoint, geometry: ModelGeometry) -> bool:
     """Tell whether a checkpoint has KV scales, or a scheme of the KV cache, to replace."""
     quantized = find_quantized(source)
-    is_configured = quantized is not None and any(True for _ in _list_schemes(quantized))
+    is_configured = quantized is not None and any(_list_schemes(quantized))
     return is_configured or bool(list_kv_scales(source, geometry))
 
 

@@ -223,15 +223,15 @@ def _agree_on_format(
     path: Path,
     dialect: Dialect,
     named: Fp8Format | None,
-    asked: Fp8Format | None,
+    given: Fp8Format | None,
     *,
     needs_dtype: bool,
 ) -> Fp8Format:
-    if named is not None and asked is not None and named is not asked:
-        fault = f"it states that its scales are for {named.name}, not {asked.name}"
+    if named is not None and given is not None and named is not given:
+        fault = f"it states that its scales are for {named.name}, not {given.name}"
         raise refusal(path, fault, hint="omit --source-dtype")
-    if named is not None or asked is not None:
-        return named or asked or E4M3FN
+    if named is not None or given is not None:
+        return named or given or E4M3FN
     if needs_dtype and len(dialect.formats) > 1:
         raise UsageError(
             f"{path}: the FP8 format of these scales ({dialect.name}) is not stated",

@@ -15,7 +15,7 @@ _dialects: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> None:
-    """Add a dialect; the last one registered is the first asked whether it recognises files.
+    """Add a dialect; the last one registered is the first to be tried on files.
 
     Raises:
         ValueError: the name is taken.

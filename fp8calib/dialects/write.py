@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
@@ -19,6 +18,7 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.rules import AMAX, Fallback, Rule
@@ -33,8 +33,8 @@ WHY_NOT_OBSERVED = {
 """Why a scale was not computed from its site's statistics."""
 
 _KV_ALONE = (
-    "only its kv_cache section is written: it takes `fp8calib calibrate` to measure the scales of "
-    "weights and activations"
+    "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "
+    "activations"
 )
 
 
@@ -277,8 +277,7 @@ def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
 
 
 def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
-    parents = {name.rpartition(".")[0] for name in source.tensors}
-    modules = {path for name in parents for path in accumulate(name.split("."), "{}.{}".format)}
+    modules = {path for name in source.tensors for path in list_paths(name)}
     for layer, attention in geometry.attentions():
         if attention.checkpoint_module not in modules:
             raise ExportError(

@@ -197,9 +197,7 @@ def _open_path(
 ) -> Iterator[RunModel]:
     placement.check()
     device = choose_device(placement.device)
-    source = open_source(
-        model, revision=revision, trust_remote_code=trust_remote_code, if_quantized=None
-    )
+    source = open_source(model, revision=revision, trust_remote_code=trust_remote_code)
     with open_model(source.folder, if_quantized=if_quantized) as checkpoint:
         if checkpoint.form:
             source = as_unquantized(source)

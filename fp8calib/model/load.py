@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import (
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
-from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
@@ -83,11 +82,7 @@ def _depends_on_length(rope: Mapping[str, object]) -> bool:
 
 
 def open_source(
-    model: str,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    if_quantized: str | None,
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelSource:
     """Find the model's folder, downloading it for a hub id, and read its config.
 
@@ -95,18 +90,14 @@ def open_source(
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run the Python code of the checkpoint.
-        if_quantized: the hint of the error if the model is quantized already; None accepts it.
 
     Raises:
-        ModelError: there is no model, its config cannot be used, it is quantized already, or it is
-            not a decoder-only model.
+        ModelError: there is no model, its config cannot be used, or it is not a decoder-only model.
     """
     folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
         refuse_duplicate_tensors(checkpoint)
-    if if_quantized is not None:
-        _refuse_quantized(raw, folder, if_quantized)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
     source = ModelSource(
         folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
@@ -158,13 +149,6 @@ def _explain_load_error(error: BaseException) -> str:
     if "`CONVERSION` entries" in line:  # it refers to a report that is not printed
         return "tensors that it joins (experts, fused weights) are missing or differ in shape"
     return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
-
-
-def _refuse_quantized(raw: Mapping[str, object], folder: Path, hint: str) -> None:
-    for _, section in find_quantization_configs(raw):
-        if section:
-            method = section.get("quant_method", "unnamed")
-            raise ModelError(f"{folder} is already quantized (quant_method {method})", hint=hint)
 
 
 def _load_config(

@@ -50,8 +50,8 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
             )
     if unused := list(_find_switched_off(model, weights)):
         raise UnfilledModelError(
-            f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, and by its config the "
-            "model has no such parameter",
+            f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, but its config gives "
+            "the model no such parameter",
             hint="use the config.json that the weights were saved with",
         )
 

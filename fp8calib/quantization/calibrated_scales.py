@@ -212,10 +212,10 @@ class InputScales:
                 f"the stats have no data for {site}",
                 hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
             )
-        seen = self._stats.sites[site]
-        amax = seen.amax.max()
+        measured = self._stats.sites[site]
+        amax = measured.amax.max()
         clip_range = find_clip_range(
-            self._rule, amax=float(amax), histogram=seen.histogram, fmt=self._fmt
+            self._rule, amax=float(amax), histogram=measured.histogram, fmt=self._fmt
         )
         if float(amax) <= 0:
             return torch.tensor(1.0)

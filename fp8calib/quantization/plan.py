@@ -240,7 +240,7 @@ def _make_tag(
     scales: CalibratedScales,
     rounding: RoundingRecord | None,
 ) -> str:
-    asked = [
+    fields = [
         _VERSION,
         settings.schemes.default.name,
         settings.dialect.name,
@@ -256,7 +256,7 @@ def _make_tag(
         scales.origin and scales.origin.to_fields(),
         *([] if rounding is None else [asdict(rounding)]),
     ]
-    text = fingerprint_model(config, checkpoint) + json.dumps(asked)
+    text = fingerprint_model(config, checkpoint) + json.dumps(fields)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -16,12 +16,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles
 from fp8calib.dialects.kv.config import read_config
 from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
-from fp8calib.dialects.kv.validate import (
-    ONE_FILLS_BOTH,
-    check_precision,
-    check_scales,
-    join_ranks,
-)
+from fp8calib.dialects.kv.validate import check_precision, check_scales, join_ranks
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -54,15 +49,7 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
         raise refusal(
             place, fault, hint="config.json states the number of ranks; copy all rank files"
         )
-    values = join_ranks(place, geometry, ranks)
-    return ParsedScales(
-        values=values,
-        joint=frozenset(values),
-        tp=len(ranks),
-        fmt=config.fmt,
-        files=tuple(files),
-        notes=(ONE_FILLS_BOTH,),
-    )
+    return join_ranks(place, geometry, ranks, files=files, fmt=config.fmt)
 
 
 def list_tensor_names(path: Path) -> Collection[str]:

@@ -203,7 +203,6 @@ def _make_job(
             task.model,
             revision=request.revision,
             trust_remote_code=request.trust_remote_code,
-            if_quantized=None,
         )
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         check_runnable(prepared.model)

@@ -124,7 +124,7 @@ class DecodedCheckpoint(Checkpoint):
         super().__init__(folder, files=files, index=index)
         self._stored = Checkpoint(folder, files=files, index=index)
         quantized = find_quantized(self._stored)
-        assert quantized is not None  # noqa: S101 -- all who open one have asked
+        assert quantized is not None  # noqa: S101 -- every caller has checked it
         self.weights: dict[str, StoredWeight] = dict(_find_weights(self._stored, quantized))
         parts = {part for weight in self.weights.values() for part in weight.parts}
         self._fp8 = _open_fp8(self._stored, files, parts)
@@ -293,8 +293,6 @@ def _open_fp8(
         for name, entry in checkpoint.tensors.items()
     ):
         return None
-    if not parts:
-        return Fp8Checkpoint.open(checkpoint.folder, fuse=False)
     rest = Checkpoint(checkpoint.folder, files=files, index=checkpoint.index)
     rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
     return Fp8Checkpoint(rest, fuse=False)
