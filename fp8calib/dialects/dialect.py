@@ -79,7 +79,7 @@ class ParsedScales:
     fmt: Fp8Format | None = None
     """The format that the file names; None if it names none."""
     origin: CalibrationOrigin | None = None
-    """None if it is not recorded."""
+    """The model and the text that they were calibrated on; None if it is not recorded."""
     has_weights: bool = False
     """FP8 weights are stored beside the scales."""
     files: tuple[Path, ...] = ()
@@ -113,7 +113,7 @@ class QuantizedSource(Protocol):
 
 
 NO_ATTACHMENT = Attachment()
-"""Of scales that are not added to a quantized checkpoint."""
+"""The record of scales that are not added to a quantized checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

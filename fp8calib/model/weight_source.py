@@ -84,7 +84,7 @@ class WeightSource:
 
     @property
     def source(self) -> TensorSource:
-        """Where the tensors are read from."""
+        """The checkpoint that tensors are read from."""
         return self._checkpoint
 
     @property

@@ -117,7 +117,7 @@ def find_input_scales(
     """Compute a static scale for the input of every linear that has one.
 
     Args:
-        stats: of the same model.
+        stats: the statistics of the same model.
         quantized: the weights of these linears.
         others: the weights of linears without a static scale.
         shares_scales: use one scale per fused projection for all experts of a layer, as engines

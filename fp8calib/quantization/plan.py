@@ -166,7 +166,7 @@ def make_plan(
     Args:
         checkpoint: an unquantized checkpoint (`check_unquantized`).
         settings: the options.
-        selection: from `select_linears`, with the same settings.
+        selection: the result of `select_linears` with the same settings.
         scales: of inputs and of the KV cache; a linear of a static scheme needs an input scale.
         rounding: how weights are rounded; None means to nearest.
 

@@ -61,7 +61,7 @@ def quantize(
         checkpoint: the source the plan was made for.
         plan: what to write.
         out: the folder, which appears only when it is complete; until then it is `OUT.partial`.
-        device: where to compute.
+        device: the device to compute on.
         advance: called with the number of bytes that were written.
         resume: continue an interrupted run of the same plan.
         force: replace an existing output.

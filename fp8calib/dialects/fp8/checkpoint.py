@@ -36,7 +36,7 @@ class Fp8Checkpoint:
     Made by `Fp8Checkpoint.open`; as a context manager it closes its files.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         tensors: all tensors as stored, except scales and zero points.
         quantized: the names of the FP8 weights.
         dialect: how it is stored.
@@ -153,7 +153,7 @@ class Fp8Checkpoint:
         added.
 
         Args:
-            name: of an FP8 weight.
+            name: the name of an FP8 weight.
             start: the first row.
             stop: the row after the last; None for all.
 

@@ -40,7 +40,7 @@ class UnquantizedMatrix:
     tree: str = ""
     """The part of its path that names the tower or projector that holds it."""
     experts: tuple[str, ...] = ()
-    """For a stack of experts, the names of its linears in engines."""
+    """The names that engines give the linears of a stack of experts."""
     ends: tuple[str, ...] = ()
     """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
     They match under any prefix that an engine uses. No quantized linear's path has such an end."""
@@ -73,7 +73,7 @@ class ConfigJob:
 
     @property
     def excluded(self) -> list[str]:
-        """Name the linears that have no scales, and the output head even where it is tied."""
+        """Name the linears that have no scales, and the output head even if it is tied."""
         names = (name for each in self.unquantized for name in (*each.linears, *each.renamed))
         return list(dict.fromkeys([HEAD, *names]))
 

@@ -43,7 +43,7 @@ class StoredScheme:
 
 
 FindScheme = Callable[[str], StoredScheme]
-"""From a linear's path to its scheme; raises ModelError where the config has none."""
+"""Gives a linear's scheme by its path; raises ModelError if the config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

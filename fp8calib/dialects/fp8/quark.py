@@ -53,7 +53,7 @@ _QUARK_STRATEGIES = {
 
 
 def _read_spec(path: Path, module: str, spec: object) -> Arguments | None:
-    """Read Quark's spec of one tensor; None where the tensor is not quantized."""
+    """Read Quark's spec of one tensor; None if the tensor is not quantized."""
     fields = spec[0] if isinstance(spec, list) and len(spec) == 1 else spec
     if fields is None:
         return None

@@ -142,8 +142,8 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> 
     """Multiply codes by their scales in fp32; torch converts every FP8 code to its exact value.
 
     Args:
-        codes: of any FP8 dtype; some or all rows of a weight.
-        scale: from `spread_scale`, for these rows.
+        codes: some or all rows of a weight, of any FP8 dtype.
+        scale: the result of `spread_scale` for these rows.
         block_columns: columns of a block.
     """
     values = codes.to(torch.float32)

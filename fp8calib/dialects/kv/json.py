@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fp8calib.scales.scale_table import ScaleTable
 
 NO_CACHE_SCALE = 1.0
-"""For layers without K and V: readers require every layer's index."""
+"""The scale of layers without K and V: readers require every layer's index."""
 
 
 def list_layer_scales(table: ScaleTable, rank: int) -> dict[str, float]:

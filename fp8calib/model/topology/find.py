@@ -46,7 +46,7 @@ def find_geometry(
 
     Args:
         model: the model, with or without weights (meta tensors suffice).
-        checkpoint_names: parameter -> name of its tensor, where it is one whole tensor.
+        checkpoint_names: parameter -> name of its tensor, if it is one whole tensor.
         checkpoint_dtype: the dtype of the stored weights, such as `bfloat16`.
 
     Returns:

@@ -87,7 +87,7 @@ def round_compensated(
     Args:
         weight: finite. It is computed in float32, or in float64 if that is its dtype.
         scale: multiplies codes to dequantize; broadcasts to [out, in].
-        factor: from `factorise`, with the same inputs.
+        factor: the result of `factorise` for the same inputs.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.T.to(dtype)[factor.order].contiguous()

@@ -82,7 +82,7 @@ class LayerHessians:
     """The Hessians of a layer's inputs."""
 
     sums: dict[str, HessianSums] = field(default_factory=dict)
-    """By input: the path of the first linear that reads it, or `expert_key`."""
+    """Input -> its sums. An input is named by its first linear, or by `expert_key`."""
     owners: dict[str, str] = field(default_factory=dict)
     """Linear -> input."""
     changing: set[str] = field(default_factory=set)

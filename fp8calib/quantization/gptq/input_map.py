@@ -34,7 +34,7 @@ class InputMap:
     """The input that each weight multiplies, if it is known."""
 
     inputs: Mapping[str, MappedInput]
-    """By the module of the matrix."""
+    """Module of the matrix -> its input."""
     unreached: Mapping[str, str]
     """Modules of matrices without a known input, with the reason."""
 

@@ -30,7 +30,7 @@ def adopt_scales(
 ) -> ScaleTable:
     """Replace the scale of every weight by the compound scale of its int4 source.
 
-    An unquantized weight of the source gets a scale from its amax; where it is all zeros on a rank,
+    An unquantized weight of the source gets a scale from its amax; if it is all zeros on a rank,
     it keeps the scale of the table.
 
     Args:

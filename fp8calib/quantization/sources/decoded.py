@@ -41,7 +41,7 @@ class StoredWeight(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the decoded weight."""
+        """The shape of the decoded weight."""
 
     @property
     def form(self) -> str:

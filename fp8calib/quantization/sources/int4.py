@@ -73,7 +73,7 @@ class Int4Source(DecodedCheckpoint):
         return values
 
     def scale(self, name: str) -> torch.Tensor:
-        """Give the scale of the tensor `name`: fp32 [], 0 where it is not quantized."""
+        """Give the scale of the tensor `name`: fp32 [], 0 if it is not quantized."""
         return self._scales.get(name, torch.zeros(()))
 
     def _read_section(self, section: Mapping[str, object]) -> set[str]:

@@ -150,7 +150,7 @@ def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
     Args:
         words: int32 [R, words of a row], each number plus half of its range.
         num_columns: numbers per row; the rest of the last word is padding.
-        bits: of a number.
+        bits: bits of a number.
 
     Returns:
         int16 [R, num_columns]; of 4 bits from -8 to 7.
