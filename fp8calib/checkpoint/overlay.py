@@ -10,7 +10,7 @@ import errno
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,6 +65,7 @@ class OverlayPlan:
         scales_name: the name of the file of extra tensors.
         side_files: the files copied unchanged, by their path below the folder.
         skipped: the entries of the source that are not copied, each with the reason.
+        copied: once it is written, the weight files that are not hard links, each with the reason.
     """
 
     weights: Mapping[str, Path]
@@ -72,25 +73,13 @@ class OverlayPlan:
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
     rewritten: frozenset[str] = frozenset()
+    copied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         """The names of all top-level entries of the overlay."""
         sides = {name.split("/")[0] for name in self.side_files}
         return frozenset({*self.weights, self.scales_name, INDEX_NAME, CONFIG_NAME, *sides})
-
-
-@dataclass(frozen=True)
-class WrittenOverlay:
-    """What a user should know about an overlay that was written.
-
-    Attributes:
-        skipped: the entries of the source that are not copied, each with the reason.
-        copied: the weight files that are not hard links, each with the reason.
-    """
-
-    skipped: Mapping[str, str]
-    copied: Mapping[str, str]
 
 
 def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
@@ -117,7 +106,7 @@ def write_overlay(
     metadata: Mapping[str, str] | None = None,
     without: Collection[str] = (),
     documents: Mapping[str, object] | None = None,
-) -> WrittenOverlay:
+) -> OverlayPlan:
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
@@ -158,7 +147,7 @@ def write_overlay(
     written = {INDEX_NAME: index, CONFIG_NAME: {**config, **config_updates}, **(documents or {})}
     for name, document in written.items():
         write_file_atomic(destination / name, encode_json(document))
-    return WrittenOverlay(skipped=plan.skipped, copied=copied)
+    return replace(plan, copied=copied)
 
 
 def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:
