@@ -11,9 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter
 
-from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.recipe import Recipe
 from fp8calib.requests import find_implementation, list_commands
+from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
 from fp8calib.results.plan import RunPlan
 from fp8calib.scales.rules import AMAX

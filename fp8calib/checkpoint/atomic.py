@@ -26,13 +26,13 @@ class OutputFolder:
     """A context manager that gives a temporary folder, and renames it to `path` on success.
 
     The temporary folder is a hidden sibling of `path`. It is inside `path` if the whole folder
-    cannot or should not be renamed: a mount point (a container's volume), the working directory, or
-    a parent folder that is not writable. In that case, and if `path` holds owned files that the run
-    did not write, entries are replaced one by one; after a failure the old ones are restored.
+    cannot or should not be renamed: it is a mount point (a container's volume) or the working
+    directory, or its parent is not writable. In that case, and if `path` holds owned files that the
+    run did not write, entries are replaced one by one; after a failure the old ones are restored.
 
     An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
     any exception, the temporary folder and the parent folders made for it are removed. A process
-    that is killed leaves it; the next one with the same `path` removes it.
+    that is killed leaves its temporary folder; the next run with the same `path` removes it.
     The fields are the arguments of `check_output`.
     """
 
@@ -42,7 +42,7 @@ class OutputFolder:
     force: bool = False
     inputs: Collection[Path] = ()
     _lock: FolderLock | None = field(default=None, init=False)
-    """On the temporary folder, until the run ends in any way."""
+    """Held on the temporary folder until the run ends in any way."""
 
     def __enter__(self) -> Path:
         self._check()
@@ -237,10 +237,10 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
 
 
 def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
-    """Refuse a folder that holds these entries, which would be lost.
+    """Refuse a folder whose entries `names` would be lost.
 
     Raises:
-        UsageError: there are any.
+        UsageError: `names` is not empty.
     """
     if names:
         shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
@@ -256,7 +256,7 @@ def _refuse_unwritable(folder: Path, path: Path) -> None:
 
 
 def _choose_staging_parent(target: Path) -> Path:
-    """Choose the parent of the temporary folder: that of `target`, or `target` if necessary."""
+    """Choose the parent of the temporary folder: `target`'s parent, or `target` if necessary."""
     parent = _find_existing(target.parent)
     if target.is_dir() and (
         Path.cwd().is_relative_to(target)
@@ -268,7 +268,7 @@ def _choose_staging_parent(target: Path) -> Path:
 
 
 def _is_mount_point(path: Path) -> bool:
-    """Whether a path is a mount point, bind mounts (container volumes) included."""
+    """Tell whether a path is a mount point, bind mounts (container volumes) included."""
     if path.is_mount():
         return True
     try:
@@ -305,8 +305,8 @@ def _name_temporary(target: Path) -> str:
 def _remove_leftovers(target: Path) -> None:
     """Remove temporary folders of `target` that no process has locked.
 
-    One that was killed while it replaced earlier output stays: beside it is what it replaced. So
-    does one that a later run can continue.
+    A folder stays if its run was killed while it replaced earlier output, which is now beside the
+    folder, or if a later run can continue it.
     """
     pattern, kept = _match_temporary(target), name_kept_staging(target)
     parents = [folder for folder in (target.parent, target) if folder.is_dir()]

@@ -38,7 +38,7 @@ class Checkpoint:
         weight_files: their paths.
         tensors: the tensors, in the order of the files and of the data in each file.
         unlisted: tensors of these files that the index does not name.
-        form: how its weights are quantized, where they are decoded while they are read; else empty.
+        form: how the stored weights are quantized, if reading decodes them; else empty.
     """
 
     form: str = ""
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def stored(self) -> Checkpoint:
-        """The checkpoint as it is on disk: itself, unless its weights are decoded."""
+        """The checkpoint as it is on disk: itself, unless reading decodes its weights."""
         return self
 
     @property
@@ -133,14 +133,17 @@ class Checkpoint:
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
-        return self._file(name).sample_bytes(name, size_bytes)
+        total = self.tensors[name].size_bytes
+        size_bytes = min(size_bytes, total)
+        start = (total - size_bytes) // 2
+        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
         return self._file(name).torch_dtype(name)
 
     def form_of(self, name: str) -> str:  # noqa: ARG002
-        """Return how a tensor is quantized, where it is decoded while it is read; else empty."""
+        """Return how a tensor is quantized, if reading decodes it; else empty."""
         return ""
 
     def file_of(self, name: str) -> Path:
@@ -148,7 +151,7 @@ class Checkpoint:
         return self._file(name).path
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self.tensors
 
     def close(self) -> None:
         """Close all files; a later read opens its file again."""
@@ -177,8 +180,8 @@ def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
     for item in checkpoint.unlisted:
         if item.name in checkpoint.tensors:
             raise ModelError(
-                f"{checkpoint.folder}: {item.name} is also in {item.file_name}, to which the index "
-                "does not map it",
+                f"{checkpoint.folder}: {item.name} is also in {item.file_name}, but the index "
+                "names another file for it",
                 hint="remove the copy, or download the checkpoint again",
             )
 

@@ -40,7 +40,7 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def acquire_now(self, *, if_unknown: bool) -> bool:
-        """Lock the folder if no process holds it; `if_unknown` without locks in the file system."""
+        """Lock the folder if no process holds it; `if_unknown` if the file system has no locks."""
         return self._try(fcntl.LOCK_EX, if_unknown=if_unknown)
 
     def share(self) -> None:

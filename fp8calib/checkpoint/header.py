@@ -24,6 +24,8 @@ ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
     {dtype: size for size, dtypes in _DTYPES_BY_SIZE.items() for dtype in dtypes.split()}
 )
 INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+FLOATS = frozenset({"BF16", "F16", "F32"})
+"""The dtypes of unquantized weights."""
 PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
 """Formats smaller than a byte; a tensor fills whole bytes. Their values are never read."""
 _ITEM_SIZE_BITS = {**{name: 8 * size for name, size in ITEM_SIZE_BYTES.items()}, **PACKED_BITS}
@@ -53,7 +55,6 @@ class TensorEntry:
 class ShardHeader:
     """The header of one safetensors file; tensors are in the order of their data."""
 
-    path: Path
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
 
@@ -80,7 +81,7 @@ def read_header(path: Path) -> ShardHeader:
     entries = {name: _parse_entry(path, name, document[name], data_start) for name in document}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_layout(path, tensors, data_start=data_start, size_bytes=size_bytes)
-    return ShardHeader(path, MappingProxyType(tensors), MappingProxyType(metadata))
+    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
 
 
 def encode_header(document: Mapping[str, object]) -> bytes:

@@ -10,8 +10,6 @@ from typing import NoReturn
 
 from fp8calib.errors import ModelError
 
-SCHEMA_VERSION = 1
-"""Of the objects that --json prints; it rises when a key changes its meaning or goes away."""
 MAX_JSON_BYTES = 100_000_000
 _MAX_COUNT_DIGITS = 19
 
@@ -61,7 +59,7 @@ def encode_json(document: object) -> bytes:
 
 
 def parse_unique_keys(text: str) -> object:
-    """Parse JSON in which no object repeats a key.
+    """Parse JSON; no object may repeat a key.
 
     Raises:
         ValueError: it is not JSON, or repeats a key.

@@ -16,8 +16,8 @@ def refuse_external_links(folder: Path) -> None:
 
     The author of a checkpoint must not choose which other files of the machine are read. Allowed
     are links within the folder, and links to blobs of the Hugging Face cache
-    (`models--ORG--NAME/blobs/HASH`), of which downloaded snapshots consist. The folder itself may
-    be a link, because the user named it.
+    (`models--ORG--NAME/blobs/HASH`), which make up downloaded snapshots. The folder itself may be a
+    link, because the user named it.
 
     Raises:
         ModelError: a file is such a link.

@@ -1,4 +1,4 @@
-"""Where a model or a file is: a path on this machine, or what may be an id on the Hub."""
+"""Tell paths on this machine from ids on the Hub."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fp8calib.errors import ModelError, UsageError, shorten
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
-"""ORG/NAME; a name alone, or that of a file, is a path."""
+"""ORG/NAME; a name alone, or a file name, is a path."""
 
 
 def find_local_model(model: str) -> Path | None:
-    """Give the path that names a model; None for what may be a Hub id.
+    """Give the path of a model on this machine; None if the name may be a Hub id.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: it is neither a path nor a Hub id.
     """
     path = Path(model)
     try:
@@ -32,7 +32,7 @@ def find_local_model(model: str) -> Path | None:
 
 
 def may_be_on_hub(path: Path) -> bool:
-    """Whether a path that does not exist may be meant as a Hub id."""
+    """Tell whether a path does not exist and may be meant as a Hub id."""
     try:
         return not path.exists() and _HUB_NAME.fullmatch(str(path)) is not None
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def require_path(path: Path, *, option: str = "", hint: str = "") -> None:
 
 
 def suggest_path(path: Path) -> str:
-    """Suggest what lies in the same folder under the most similar name; empty without any."""
+    """Suggest the path with the most similar name in the same folder; empty if there is none."""
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 
 
 def list_inner_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in the subfolders of one that is none; empty for a checkpoint."""
+    """List the checkpoints in a folder's subfolders; empty if the folder is itself a checkpoint."""
     if not folder.is_dir() or (folder / CONFIG_NAME).exists():
         return []
     return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
@@ -37,9 +37,9 @@ def find_quantization_configs(
 def replace_quantization(
     config: Mapping[str, object], section: Mapping[str, object]
 ) -> dict[str, object]:
-    """Give the top-level entries that put a section in the place of a config's first one.
+    """Give the top-level entries that replace a config's first quantization section by `section`.
 
-    Empty where the config has no section that describes a quantization.
+    They are empty if the config has no such section.
     """
     for owner in ("", *_TEXT_KEYS):
         found = config.get(owner) if owner else config

@@ -45,7 +45,7 @@ def probe_output_files(paths: Collection[Path]) -> None:
 
 @contextmanager
 def _temporary_paths(paths: Collection[Path]) -> Iterator[Mapping[Path, Path]]:
-    """Give a path in a temporary folder beside each file; remove what is left there."""
+    """Give a path in a temporary folder beside each file; remove the folders at the end."""
     temporary: dict[Path, Path] = {}
     try:
         for path in paths:

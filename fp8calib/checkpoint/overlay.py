@@ -10,7 +10,7 @@ import errno
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,10 +61,11 @@ class OverlayPlan:
 
     Attributes:
         weights: the new name of each weight file -> its path in the source.
-        rewritten: the new names of those that are copied without some tensors.
+        rewritten: the new names of the weight files that are copied without some tensors.
         scales_name: the name of the file of extra tensors.
         side_files: the files copied unchanged, by their path below the folder.
         skipped: the entries of the source that are not copied, each with the reason.
+        copied: once it is written, the weight files that are not hard links, each with the reason.
     """
 
     weights: Mapping[str, Path]
@@ -72,25 +73,13 @@ class OverlayPlan:
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
     rewritten: frozenset[str] = frozenset()
+    copied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         """The names of all top-level entries of the overlay."""
         sides = {name.split("/")[0] for name in self.side_files}
         return frozenset({*self.weights, self.scales_name, INDEX_NAME, CONFIG_NAME, *sides})
-
-
-@dataclass(frozen=True)
-class WrittenOverlay:
-    """What a user should know about an overlay that was written.
-
-    Attributes:
-        skipped: the entries of the source that are not copied, each with the reason.
-        copied: the weight files that are not hard links, each with the reason.
-    """
-
-    skipped: Mapping[str, str]
-    copied: Mapping[str, str]
 
 
 def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
@@ -117,7 +106,7 @@ def write_overlay(
     metadata: Mapping[str, str] | None = None,
     without: Collection[str] = (),
     documents: Mapping[str, object] | None = None,
-) -> WrittenOverlay:
+) -> OverlayPlan:
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
@@ -130,8 +119,8 @@ def write_overlay(
         scales: the extra tensors.
         config_updates: top-level keys of config.json with their new values.
         metadata: entries for the header of the file of extra tensors.
-        without: names of tensors to leave out. A file that holds only such is left out, and one
-            that holds others too is copied without them.
+        without: names of tensors to leave out. A file with no other tensors is left out; any other
+            file with some of them is copied without them.
         documents: the new contents of other JSON files of the source, by name.
 
     Raises:
@@ -158,7 +147,7 @@ def write_overlay(
     written = {INDEX_NAME: index, CONFIG_NAME: {**config, **config_updates}, **(documents or {})}
     for name, document in written.items():
         write_file_atomic(destination / name, encode_json(document))
-    return WrittenOverlay(skipped=plan.skipped, copied=copied)
+    return replace(plan, copied=copied)
 
 
 def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:
@@ -208,7 +197,7 @@ def _choose_free_name(taken: Collection[str]) -> str:
 
 
 def _skip_reason(path: Path, *, is_indexed: bool) -> str:
-    """Give the reason why an entry is not copied; empty if it is copied or written anew."""
+    """Give the reason why an entry is not copied; empty if it is copied or rewritten."""
     reason = ""
     if path.name == INDEX_NAME:
         reason = "" if is_indexed else "model.safetensors takes precedence over it"
@@ -284,7 +273,7 @@ def _link_or_copy(files: Mapping[str, Path], destination: Path) -> dict[str, str
 
 
 def _copy_without(source: Path, target: Path, without: Collection[str]) -> str:
-    """Copy a safetensors file without some tensors; return why it is no hard link."""
+    """Copy a safetensors file without some tensors; return why it is not a hard link."""
     header = read_header(source)
     kept = [(name, entry) for name, entry in header.tensors.items() if name not in without]
     require_free_space(target.parent, sum(entry.size_bytes for _, entry in kept))

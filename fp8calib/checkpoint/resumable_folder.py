@@ -1,8 +1,8 @@
 """An output folder that a later run can continue to fill after an interruption.
 
 A run works in `DIR.partial`. Success renames it to `DIR`. An error removes it, unless only the
-renaming failed. An interruption keeps it if something is saved in it, the death of the process
-always. A lock prevents two runs from using the folder at the same time.
+renaming failed. After an interruption it stays if something is saved in it; if the process is
+killed, it always stays. A lock prevents two runs from using the folder at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
 
 PROGRESS_NAME = "fp8calib-partial.json"
-"""A file with a JSON object: `tag`, by which a later run recognises the folder, and the progress
+"""A file with a JSON object: `tag`, which identifies the run for a later one, and the progress
 that the run itself records. It is removed when the output is complete."""
 
 
@@ -90,7 +90,7 @@ class ResumableFolder(OutputFolder):
     def _check_old(self, staging: Path) -> None:
         """Refuse a folder that no interrupted run made, or that this run cannot continue."""
         progress = staging / PROGRESS_NAME
-        for path in staging.glob(f".{PROGRESS_NAME}.tmp-*"):  # of a run that was killed very early
+        for path in staging.glob(f".{PROGRESS_NAME}.tmp-*"):  # a run was killed very early
             path.unlink(missing_ok=True)
         if not progress.is_file() and any(staging.iterdir()):
             raise UsageError(
@@ -120,10 +120,10 @@ class ResumableFolder(OutputFolder):
             self._unlock()
 
     def _is_kept(self, exc: BaseException) -> bool:
-        """Tell whether there is something to continue with; a note on an interruption says so.
+        """Tell whether a later run can continue; if so, add a note to an interruption.
 
-        All progress of a run is in safetensors files: shards, codes, or checkpoints. Where other
-        processes use the folder, they may still save some.
+        All progress of a run is in safetensors files: shards, codes, or checkpoints. If other
+        processes use the folder, they may still save such files.
         """
         if not isinstance(exc, KeyboardInterrupt):
             return True
@@ -152,7 +152,7 @@ class ResumableFolder(OutputFolder):
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
-    except FileNotFoundError as error:  # of a parent that holds no folders, such as /proc
+    except FileNotFoundError as error:  # the parent, such as /proc, can hold no folders
         raise UsageError(
             f"{folder}: cannot be created: {error.strerror}", hint="name another output folder"
         ) from error

@@ -129,10 +129,9 @@ class TensorFile:
         if index >= count or rows.stop > height or columns.stop > width:
             message = f"{name} of shape {list(entry.shape)} has no [{index}, {rows}, {columns}]"
             raise IndexError(message)
-        if len(columns) == width:  # the rows are contiguous
-            first, lines, length = index * height + rows.start, 1, len(rows) * width
-        else:
-            first, lines, length = index * height + rows.start, len(rows), len(columns)
+        is_contiguous = len(columns) == width
+        lines, length = (1, len(rows) * width) if is_contiguous else (len(rows), len(columns))
+        first = index * height + rows.start
         start = entry.start + (first * width + columns.start) * dtype.itemsize
         flat = torch.empty(lines * length * dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._fill_lines(flat, start, count=lines, stride=width * dtype.itemsize)
@@ -149,13 +148,6 @@ class TensorFile:
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
         return self._read_flat(entry.start + start, stop - start)
-
-    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
-        entry = self._entry(name)
-        size_bytes = min(size_bytes, entry.size_bytes)
-        start = entry.start + (entry.size_bytes - size_bytes) // 2
-        return self._read_flat(start, size_bytes).numpy().tobytes()
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
@@ -238,13 +230,13 @@ def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Give every tensor a contiguous storage of its own, as the format requires."""
-    seen: set[int] = set()
+    taken: set[int] = set()
     separate: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
         storage = plain.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != plain.nbytes:
+        if storage.data_ptr() in taken or storage.nbytes() != plain.nbytes:
             plain = plain.clone()
-        seen.add(plain.untyped_storage().data_ptr())
+        taken.add(plain.untyped_storage().data_ptr())
         separate[name] = plain
     return separate

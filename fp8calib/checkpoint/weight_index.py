@@ -92,7 +92,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _is_shard_name(name: object) -> bool:
-    """Whether it is a plain file name: shards are in the folder itself, never outside it."""
+    """Tell whether it is a plain file name: shards are in the folder itself, never outside it."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")

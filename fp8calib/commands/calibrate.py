@@ -12,7 +12,7 @@ from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_f
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
-from fp8calib.dialects.dialect import Graft
+from fp8calib.dialects.dialect import Attachment
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import (
     check_export,
@@ -239,8 +239,12 @@ def _open_job(
         check_query(recipe)
         _check_excluded(recipe, prepared)
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
-        graft = Graft(replaces_scales=request.replace_scales)
-        check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)
+        check_overlay_source(
+            prepared.geometry,
+            recipe.formats,
+            checkpoint.stored,
+            replaces_scales=request.replace_scales,
+        )
         job = ResumableJob(
             **fields_of(model),
             resume=request.resume,
@@ -376,7 +380,7 @@ def _write_all(
         query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
         rule=recipe.scales.rule,
-        graft=Graft(replaces_scales=request.replace_scales),
+        attachment=Attachment(replaces_scales=request.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
     result = make_calibrate_result(

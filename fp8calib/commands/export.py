@@ -15,7 +15,7 @@ from fp8calib.dialects.write import check_export, check_replaced, list_outputs, 
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.jobs.export.graft import GraftOptions, require_server
+from fp8calib.jobs.export.attachment import AttachmentOptions, require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
@@ -63,7 +63,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
             model_name=str(model) if isinstance(model, str | Path) else "MODEL",
             out=out,
             with_weights=request.with_weights,
-            graft=GraftOptions(
+            attachment=AttachmentOptions(
                 base=None if request.base is None else str(request.base),
                 other_weights=request.other_weights,
                 replaces_scales=request.replace_scales,
@@ -87,7 +87,7 @@ def _export(
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
     query = decide_query(recipe, stats)
     with open_target(task, stats) as target:
-        source, stats, graft = target.source, target.stats, target.graft
+        source, stats, attachment = target.source, target.stats, target.attachment
         if source is not None:
             check_replaced(recipe.formats, task.out, source)
         with OutputFolder(
@@ -108,7 +108,7 @@ def _export(
                 fallback=recipe.scales.fallback,
                 rule=recipe.scales.rule,
                 quantized=None if weights is None else weights.tables,
-                graft=graft,
+                attachment=attachment,
             )
             served = _find_serving(task, target, folder)
             files = sorted([*written.files, *(weights.write(folder) if weights else ())])

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.dialect import Dialect, Graft
-from fp8calib.dialects.graft import QuantizedModel, find_quantized
+from fp8calib.dialects.dialect import Attachment, Dialect
 from fp8calib.dialects.metadata import Provenance
+from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
@@ -24,9 +24,9 @@ from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.jobs.export.graft import (
-    GraftOptions,
-    describe_graft,
+from fp8calib.jobs.export.attachment import (
+    AttachmentOptions,
+    describe_attachment,
     relate_to_quantized,
     require_server,
 )
@@ -66,7 +66,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
             source=checkpoint,
             geometry=_find_geometry(request, checkpoint, is_quantized=quantized is not None),
             quantized=quantized,
-            options=GraftOptions(
+            options=AttachmentOptions(
                 base=None if request.base is None else str(request.base),
                 other_weights=request.other_weights,
                 replaces_scales=request.replace_scales,
@@ -86,9 +86,9 @@ class _Target:
     geometry: ModelGeometry
     quantized: QuantizedModel | None
     """None for an unquantized model."""
-    options: GraftOptions
+    options: AttachmentOptions
 
-    def relate(self, name: str, origin: CalibrationOrigin | None) -> Graft:
+    def relate(self, name: str, origin: CalibrationOrigin | None) -> Attachment:
         """Check that scales belong to the model.
 
         Raises:
@@ -99,7 +99,7 @@ class _Target:
             return relate_to_quantized(name, origin, self.source, self.geometry, self.options)
         self.options.refuse()
         check_origin(name, origin, self.fingerprint)
-        return Graft(replaces_scales=self.options.replaces_scales)
+        return Attachment(replaces_scales=self.options.replaces_scales)
 
     @property
     def fingerprint(self) -> str:
@@ -112,12 +112,7 @@ def _find_geometry(
 ) -> ModelGeometry:
     if is_quantized:
         return read_geometry(checkpoint.folder, checkpoint.load_config())
-    source = open_source(
-        str(checkpoint.folder),
-        revision=None,
-        trust_remote_code=request.trust_remote_code,
-        if_quantized="--model must be the unquantized model",
-    )
+    source = open_source(str(checkpoint.folder), trust_remote_code=request.trust_remote_code)
     return prepare(build_skeleton(source), checkpoint).geometry
 
 
@@ -154,7 +149,7 @@ def _extract(
         needs_dtype=True,
         drops_bad_query=True,
     )
-    graft = target.relate(str(source), found.table.origin)
+    attachment = target.relate(str(source), found.table.origin)
     known = found.table.origin or CalibrationOrigin.of_model(target.fingerprint)
     tables = tuple(
         convert_table(
@@ -188,7 +183,7 @@ def _extract(
                 source=checkpoint,
                 shown=out / place.relative_to(folder),
                 provenance=provenance,
-                graft=graft,
+                attachment=attachment,
             )
         ]
         written = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -225,7 +220,7 @@ def _extract(
             dict.fromkeys(
                 [
                     *([provenance.describe()] if provenance else []),
-                    *describe_graft(graft, checkpoint, geometry),
+                    *describe_attachment(attachment, checkpoint, geometry),
                     *found.notes,
                     *(text for table in tables for text in _explain_table(found, table, dialect)),
                     *map(str, notes),

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
-from fp8calib.dialects.kv.rank_files import list_arrays, read_number
+from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.jobs.function import as_function
@@ -82,9 +82,9 @@ def _list_rows(path: Path) -> Iterator[ScaleRow]:
     elif path.suffix == ".json":
         yield from _list_json_rows(path)
     elif path.suffix == ".npz":
-        for name in list_arrays(path):
+        for name in list_npz_arrays(path):
             if name.endswith(list_scale_suffixes()):
-                yield name, read_number(path, name).flatten().tolist()
+                yield name, read_npz_number(path, name).flatten().tolist()
     else:
         kinds = ".safetensors, .npz or .json"
         hint = GGUF_HINT if path.suffix == ".gguf" else "name statistics or scales"

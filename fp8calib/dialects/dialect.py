@@ -54,7 +54,7 @@ class ScaleFiles:
     documents: Mapping[Path, dict[str, object]] = field(default_factory=dict)
     """The JSON files that have a dialect's `json_keys`; none if there are tensors of KV scales."""
     spellings: frozenset[Spelling] = frozenset()
-    """Of the KV scales, in the files and in the index."""
+    """The spellings of the KV scales in the files and in the index."""
     quant_method: str | None = None
     """The method in the `quantization_config` beside KV scales; None without a config.json."""
     drops_bad_query: bool = False
@@ -79,7 +79,7 @@ class ParsedScales:
     fmt: Fp8Format | None = None
     """The format that the file names; None if it names none."""
     origin: CalibrationOrigin | None = None
-    """None if it is not recorded."""
+    """The model and the text that they were calibrated on; None if it is not recorded."""
     has_weights: bool = False
     """FP8 weights are stored beside the scales."""
     files: tuple[Path, ...] = ()
@@ -88,22 +88,22 @@ class ParsedScales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graft:
+class Attachment:
     """How scales are added to a checkpoint that is quantized already, or has scales."""
 
     model: str = ""
-    """The checkpoint's fingerprint; empty where it is the model that the scales belong to."""
+    """The checkpoint's fingerprint; empty if the scales were calibrated on this checkpoint."""
     accepted: str = ""
-    """How its unquantized tensors differ from those of the calibrated model, or why this is
-    unknown; empty where they are equal."""
+    """How its unquantized tensors differ from the calibrated model's, or why this is unknown; empty
+    if they are equal."""
     unchecked: str = ""
-    """Why its projections of K and V were not compared; empty where they were."""
+    """Why its projections of K and V were not compared; empty if they were."""
     replaces_scales: bool = False
     """The KV scales that it has are replaced."""
 
 
 class QuantizedSource(Protocol):
-    """A checkpoint that is quantized already: `fp8calib.dialects.graft.QuantizedModel`."""
+    """A checkpoint that is quantized already: a `QuantizedModel`, which imports torch."""
 
     def merge(self, strategy: str) -> tuple[dict[str, object], dict[str, object]]:
         """Add the KV cache to its configs: entries of config.json, and other files by name."""
@@ -112,8 +112,8 @@ class QuantizedSource(Protocol):
         """Make the scale tensors under the names that engines read beside its weights."""
 
 
-NO_GRAFT = Graft()
-"""Of scales that are not added to a quantized checkpoint."""
+NO_ATTACHMENT = Attachment()
+"""The record of scales that are not added to a quantized checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class WriteJob:
     """The quantized model that the scales were read from; None if they were calibrated."""
     with_rank_weights: bool = False
     """The caller writes the quantized weights of each rank beside the scales."""
-    graft: Graft = NO_GRAFT
+    attachment: Attachment = NO_ATTACHMENT
     """How the scales are added to a model that is quantized already, or has scales."""
     quantized: QuantizedSource | None = None
     """The model, if it is quantized already."""
@@ -206,7 +206,7 @@ class WriteJob:
             provenance=self.provenance,
             geometry=self.table.geometry,
             per_head=self.table.per_head,
-            graft=asdict(self.graft) if self.graft.model else None,
+            attachment=asdict(self.attachment) if self.attachment.model else None,
         )
 
 
@@ -222,7 +222,7 @@ class Dialect:
     write: Callable[[WriteJob, Path], None] | None = None
     """Write to a path; None for a dialect that is only read."""
     recognise: Callable[[ScaleFiles], bool] | None = None
-    """Whether files are of this dialect; None if they are read as another dialect."""
+    """Tell whether files are of this dialect; None if they are read as another dialect."""
     read: Callable[[ScaleFiles, ModelGeometry], ParsedScales] | None = None
     """Read the scales of a model from recognised files; raise ModelError at any fault."""
     formats: tuple[Fp8Format, ...] = tuple(KV_FORMATS.values())
@@ -230,9 +230,9 @@ class Dialect:
     requires_dtype: bool = False
     """A file must name the FP8 format."""
     scale_suffixes: tuple[str, ...] = ("_scale",)
-    """Endings of its scale tensors' names, those of weights and inputs included."""
+    """Endings of the names of its scale tensors, including scales of weights and inputs."""
     json_keys: tuple[str, ...] = ()
-    """Keys by which its JSON files are found; the first is at the top level."""
+    """Keys that identify its JSON files; the first is at the top level."""
     needs_model: bool = False
     """It is a whole checkpoint, with the model's weights."""
     configures_quantization: bool = False

@@ -30,7 +30,7 @@ ORIGIN_KEY = "fp8calib.measured_on"
 PROVENANCE_KEY = "fp8calib.provenance"
 FITS_KEY = "fp8calib.fits"
 """Holds what binds the scales to models: attention, and hashes of norms and embeddings."""
-GRAFT_KEY = "fp8calib.grafted"
+ATTACHMENT_KEY = "fp8calib.grafted"
 """Holds the quantized checkpoint that the scales were added to."""
 _BIAS = (
     "k and v of a quantized model carry the errors of its weights and activations, and so do "
@@ -61,14 +61,14 @@ class Provenance:
 
 def make_metadata(
     *,
-    fmt: Fp8Format | None,
+    fmt: Fp8Format | None = None,
     origin: CalibrationOrigin | None,
-    provenance: Provenance | None,
+    provenance: Provenance | None = None,
     geometry: ModelGeometry | None = None,
     per_head: bool = False,
-    graft: Mapping[str, object] | None = None,
+    attachment: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
-    """Make the metadata of a file of scales, without what is None.
+    """Make the metadata of a file of scales; what is None is left out.
 
     Only scales of a known model record their granularity and the shapes of its attention.
     """
@@ -80,8 +80,8 @@ def make_metadata(
     if origin is not None and geometry is not None:
         fit = _describe_fit(origin, geometry, per_head=per_head)
         metadata[FITS_KEY] = json.dumps(fit, separators=(",", ":"))
-    if graft is not None:
-        metadata[GRAFT_KEY] = json.dumps(graft)
+    if attachment is not None:
+        metadata[ATTACHMENT_KEY] = json.dumps(attachment)
     return metadata
 
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import Dialect, ScaleFiles
-from fp8calib.dialects.kv.config import load_object, read_quant_method
+from fp8calib.dialects.kv.config import read_quant_method
 from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK, find_spelling
 from fp8calib.dialects.kv.rank_files import list_tensor_names
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales
@@ -103,7 +104,7 @@ def read_scales(
 def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) -> None:
     """Refuse scales that record another model; most tools record none.
 
-    `fingerprint` is that of the unquantized model that the scales are to be used for.
+    `fingerprint` belongs to the unquantized model that the scales are used for.
 
     Raises:
         ModelError: naming the difference.
@@ -157,7 +158,7 @@ def _look_into(path: Path) -> ScaleFiles:
     if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
         return _find_scales(path, path.parent, [path], [])
     if path.is_file() and path.suffix == ".json":
-        document = load_object(path)
+        document = load_json_object(path, parse=parse_unique_keys)
         is_scales = any(keys[0] in document for keys in list_json_keys())
         documents = {path: document} if is_scales else {}
         return ScaleFiles(place=path, tensor_names={}, documents=documents)
@@ -193,13 +194,13 @@ def _find_scales(
 
 
 def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Load the JSON files that have the keys of a dialect, without parsing the others."""
+    """Load the JSON files that have the keys of a dialect; other files are not parsed."""
     for path in json_files:
         raw = path.read_bytes()
         found = {
             keys for keys in list_json_keys() if all(f'"{key}"'.encode() in raw for key in keys)
         }
-        document = load_object(path) if found else {}
+        document = load_json_object(path, parse=parse_unique_keys) if found else {}
         if any(keys[0] in document for keys in found):
             yield path, document
 
@@ -222,15 +223,15 @@ def _agree_on_format(
     path: Path,
     dialect: Dialect,
     named: Fp8Format | None,
-    asked: Fp8Format | None,
+    given: Fp8Format | None,
     *,
     needs_dtype: bool,
 ) -> Fp8Format:
-    if named is not None and asked is not None and named is not asked:
-        fault = f"it states that its scales are for {named.name}, not {asked.name}"
+    if named is not None and given is not None and named is not given:
+        fault = f"it states that its scales are for {named.name}, not {given.name}"
         raise refusal(path, fault, hint="omit --source-dtype")
-    if named is not None or asked is not None:
-        return named or asked or E4M3FN
+    if named is not None or given is not None:
+        return named or given or E4M3FN
     if needs_dtype and len(dialect.formats) > 1:
         raise UsageError(
             f"{path}: the FP8 format of these scales ({dialect.name}) is not stated",

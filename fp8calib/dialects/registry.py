@@ -15,7 +15,7 @@ _dialects: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> None:
-    """Add a dialect; the last one registered is the first asked whether it recognises files.
+    """Add a dialect; the last one registered is the first to be tried on files.
 
     Raises:
         ValueError: the name is taken.
@@ -31,7 +31,7 @@ def list_written() -> tuple[Dialect, ...]:
 
 
 def list_read() -> tuple[Dialect, ...]:
-    """List the dialects that can be read, in the order in which they are asked."""
+    """List the dialects that can be read, in the order of recognition."""
     return tuple(
         dialect for dialect in reversed(_dialects.values()) if dialect.recognise is not None
     )
@@ -69,7 +69,7 @@ def list_scale_suffixes() -> tuple[str, ...]:
 
 
 def list_json_keys() -> frozenset[tuple[str, ...]]:
-    """List the keys by which JSON files of scales are found, each dialect's in one tuple."""
+    """List the keys that identify JSON files of scales, a tuple for each dialect."""
     return frozenset(dialect.json_keys for dialect in _dialects.values() if dialect.json_keys)
 
 

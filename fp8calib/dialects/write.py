@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict
 
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
-from fp8calib.dialects.dialect import NO_GRAFT, Dialect, Graft, WriteJob
-from fp8calib.dialects.graft import QuantizedModel, check_graft, find_quantized, list_kv_scales
+from fp8calib.dialects.dialect import NO_ATTACHMENT, Attachment, Dialect, WriteJob
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.dialects.metadata import Provenance
+from fp8calib.dialects.quantized_model import check_attachable, find_quantized, list_kv_scales
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.rules import AMAX, Fallback, Rule
@@ -34,8 +33,8 @@ WHY_NOT_OBSERVED = {
 """Why a scale was not computed from its site's statistics."""
 
 _KV_ALONE = (
-    "only its kv_cache section is written: it takes `fp8calib calibrate` to measure the scales of "
-    "weights and activations"
+    "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "
+    "activations"
 )
 
 
@@ -92,15 +91,16 @@ def check_overlay_source(
     formats: Iterable[str],
     source: Checkpoint | None,
     *,
-    graft: Graft = NO_GRAFT,
+    replaces_scales: bool = False,
 ) -> None:
-    """Refuse a model of which overlays in these formats cannot be made.
+    """Refuse a model that overlays in these formats cannot be made from.
 
     Raises:
-        UsageError: a format needs a model, and there is none; or it has no place for the scales.
+        UsageError: a format needs a model, and there is none; or the model has no place for the
+            scales.
         ModelError: the model's config.json is missing or broken.
         ExportError: the model does not have this geometry, has KV scales already, or is quantized
-            in a way to which such scales cannot be added.
+            in a way that does not allow these scales.
     """
     dialects = [dialect for dialect in map(find_dialect, formats) if dialect.needs_model]
     if not dialects:
@@ -110,11 +110,11 @@ def check_overlay_source(
         raise UsageError(f"--format {dialects[0].name} needs --model", hint=hint)
     _check_attentions(geometry, source)
     for dialect in dialects:
-        check_graft(
+        check_attachable(
             source,
             geometry,
             per_head=dialect.per_head,
-            replaces_scales=graft.replaces_scales,
+            replaces_scales=replaces_scales,
             is_configured=dialect.configures_quantization,
         )
 
@@ -154,21 +154,23 @@ def write_formats(
     fallback: Fallback | None,
     rule: Rule = AMAX,
     quantized: Mapping[int, ScaleTable] | None = None,
-    graft: Graft = NO_GRAFT,
+    attachment: Attachment = NO_ATTACHMENT,
 ) -> WrittenFormats:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
     `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
     rank weights that the caller writes beside these files; `rfc` contains them and names the
-    weights' files. `graft` records how the scales belong to a model that is quantized already.
+    weights' files. `attachment` records how the scales belong to a model that is quantized already.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
         ExportError: a scale cannot be computed, or a file not written.
     """
     check_export(stats.geometry, formats, tps, fmt)
-    check_overlay_source(stats.geometry, formats, source, graft=graft)
+    check_overlay_source(
+        stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
+    )
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
     written: list[Path] = []
@@ -183,8 +185,8 @@ def write_formats(
                 table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
                 linears=linears,
                 with_rank_weights=quantized is not None,
-                **_describe_source(dialect, stats.geometry, source, graft),
             )
+            job = _add_model(job, dialect, source, attachment)
             written.append(out / dialect.path(tp))
             notes += _write(dialect, job, written[-1], Path(dialect.path(tp)))
         if dialect.has_linears:
@@ -205,13 +207,13 @@ def write_table(
     source: Checkpoint,
     shown: Path | None = None,
     provenance: Provenance | None = None,
-    graft: Graft = NO_GRAFT,
+    attachment: Attachment = NO_ATTACHMENT,
 ) -> tuple[Note, ...]:
     """Write a table of KV scales, for the ranks or heads that the dialect has.
 
-    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is where it
-    will be, if not there. `provenance` is the quantized model that the scales were read from. What
-    a user should know is returned: layers without own scales, skipped files.
+    The target is a file, or an overlay's folder, empty or not yet existing; `shown` is its final
+    path, if that is another one. `provenance` is the quantized model that the scales were read
+    from. What a user should know is returned: layers without their own scales, skipped files.
 
     Raises:
         UsageError: the format is not known.
@@ -219,37 +221,26 @@ def write_table(
     """
     dialect = find_dialect(format_name)
     check_export(table.geometry, [format_name], [], table.fmt)
-    check_overlay_source(table.geometry, [format_name], source, graft=graft)
-    job = WriteJob(
-        table=table,
-        provenance=provenance,
-        **_describe_source(dialect, table.geometry, source, graft),
+    check_overlay_source(
+        table.geometry, [format_name], source, replaces_scales=attachment.replaces_scales
     )
+    job = _add_model(WriteJob(table=table, provenance=provenance), dialect, source, attachment)
     return tuple(_write(dialect, job, target, shown or target))
 
 
-class _SourceFields(TypedDict):
-    """The fields of a `WriteJob` that describe the model."""
-
-    source: Checkpoint | None
-    graft: Graft
-    quantized: QuantizedModel | None
-    replaced: frozenset[str]
-
-
-def _describe_source(
-    dialect: Dialect, geometry: ModelGeometry, source: Checkpoint | None, graft: Graft
-) -> _SourceFields:
-    """Describe the model of a job; a dialect that is no checkpoint does not depend on it."""
-    is_copied = source is not None and dialect.needs_model
-    return {
-        "source": source,
-        "graft": graft if is_copied else NO_GRAFT,
-        "quantized": find_quantized(source) if source is not None and is_copied else None,
-        "replaced": list_kv_scales(source, geometry)
-        if source is not None and is_copied
-        else frozenset(),
-    }
+def _add_model(
+    job: WriteJob, dialect: Dialect, source: Checkpoint | None, attachment: Attachment
+) -> WriteJob:
+    """Add the model to a job, if the dialect copies it."""
+    if source is None or not dialect.needs_model:
+        return job
+    return replace(
+        job,
+        source=source,
+        attachment=attachment,
+        quantized=find_quantized(source),
+        replaced=list_kv_scales(source, job.table.geometry),
+    )
 
 
 def _write(dialect: Dialect, job: WriteJob, target: Path, shown: Path) -> list[Note]:
@@ -286,8 +277,7 @@ def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
 
 
 def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
-    parents = {name.rpartition(".")[0] for name in source.tensors}
-    modules = {path for name in parents for path in accumulate(name.split("."), "{}.{}".format)}
+    modules = {path for name in source.tensors for path in list_paths(name)}
     for layer, attention in geometry.attentions():
         if attention.checkpoint_module not in modules:
             raise ExportError(

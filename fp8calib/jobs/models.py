@@ -20,15 +20,14 @@ from fp8calib.model.live_model import (
     LiveCheckpoint,
     borrowed,
     check_live_model,
-    make_live_source,
 )
 from fp8calib.model.load import (
     LoadedModel,
     ModelSource,
+    as_unquantized,
     build_skeleton,
     load_model,
     open_source,
-    without_quantization,
 )
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.quantization.sources.decoded import open_model
@@ -198,12 +197,10 @@ def _open_path(
 ) -> Iterator[RunModel]:
     placement.check()
     device = choose_device(placement.device)
-    source = open_source(
-        model, revision=revision, trust_remote_code=trust_remote_code, if_quantized=None
-    )
+    source = open_source(model, revision=revision, trust_remote_code=trust_remote_code)
     with open_model(source.folder, if_quantized=if_quantized) as checkpoint:
         if checkpoint.form:
-            source = without_quantization(source)
+            source = as_unquantized(source)
         dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         if recipe is None or recipe.observe.needs_forward:
@@ -227,7 +224,12 @@ def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunMod
         check_runnable(model)
         yield RunModel(
             name=str(checkpoint.folder),
-            source=make_live_source(model, checkpoint),
+            source=ModelSource(
+                folder=checkpoint.folder,
+                config=model.config,
+                raw_config=checkpoint.load_config(),
+                trust_remote_code=False,
+            ),
             checkpoint=checkpoint,
             prepared=prepare(model, checkpoint, recipe),
             placement=Placement(),

@@ -26,7 +26,7 @@ from fp8calib.model.weight_source import WeightSource
 
 
 class UnusableConfigError(ModelError):
-    """No model can be built from a config.json, whose model type is known."""
+    """The model type of a config.json is known, but no model can be built from it."""
 
 
 _MAX_SIZE = 1 << 31
@@ -38,7 +38,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     """Find the geometry of the model that a config describes.
 
     Tensor names are read from the files of the folder; a parameter that is not found there has the
-    name under which transformers would store it.
+    name that transformers would store it under.
 
     Raises:
         UnusableConfigError: transformers cannot build a model from the config.
@@ -47,18 +47,20 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     source = _make_source(folder, config)
     skeleton = _build(source)
     checkpoint = _open_leniently(folder)
-    weights = _map_weights(skeleton, checkpoint)
-    names = _find_names(skeleton, weights)
     dtype = _find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
+        weights = WeightSource(skeleton, checkpoint)
+        names = _find_names(skeleton, weights)
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
         shapes: dict[str, object] = {
             "matrices": _list_matrices(skeleton, names),
             "tied": _list_tied(skeleton, names),
             "parameters": _list_parameters(skeleton, names),
         }
-        if type(skeleton).__name__ in str(config.get("architectures")) or not _is_wrapped(source):
+        # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
+        is_wrapped = source.config.get_text_config() is not source.config
+        if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
             shapes["leftovers"] = tuple(find_leftovers(skeleton, weights))
             shapes["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=shapes)
@@ -68,23 +70,18 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         raise _unusable(folder, error, kind=ModelError) from error
 
 
-def _is_wrapped(source: ModelSource) -> bool:
-    """Check whether a checkpoint may hold towers and names that the text model does not have."""
-    return source.config.get_text_config() is not source.config
-
-
 def _build(source: ModelSource) -> LoadedModel:
     try:
         return build_skeleton(source)
     except ModelError as error:
-        # Without a cause it is no decoder-only model; packages that a class needs may be missing.
+        # no cause: the model is not decoder-only; ImportError: its class needs another package
         if error.__cause__ is None or isinstance(error.__cause__, ImportError):
             raise
         raise UnusableConfigError(error.message, hint=error.hint) from error
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Whether transformers itself has the model type, so that its layers are known."""
+    """Tell whether transformers knows the model type, and so its layers."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
@@ -177,20 +174,10 @@ def _open_leniently(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files=files, index=None)
 
 
-def _map_weights(skeleton: LoadedModel, checkpoint: Checkpoint) -> WeightSource:
-    try:
-        return WeightSource(skeleton, checkpoint)
-    except Exception as error:
-        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
-
-
 def _find_names(skeleton: LoadedModel, weights: WeightSource) -> dict[str, str]:
     """Name the tensor of each parameter that is one whole tensor, or that no tensor fills."""
-    try:
-        absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
-        return absent | dict(weights.single_tensors)
-    except Exception as error:
-        raise _unusable(weights.source.folder, error, kind=ModelError) from error
+    absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
+    return absent | dict(weights.single_tensors)
 
 
 def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A model that is in memory already: its tensors as a checkpoint, and its state kept as it was."""
+"""A model in memory: read its tensors as a checkpoint, and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.load import ModelSource, attend_causally
+from fp8calib.model.load import attend_causally
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_linear
 
@@ -31,8 +31,8 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class LiveCheckpoint(Checkpoint):
     """The checkpoint that `save_pretrained` would write of a model, without writing it.
 
-    Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies,
-    which later changes of the parameters do not reach.
+    Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies, and
+    later changes of the parameters have no effect on them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -80,19 +80,9 @@ class LiveCheckpoint(Checkpoint):
         part = tensor.reshape(-1)[first : -(-stop // item)].cpu().contiguous().view(torch.uint8)
         return part[start - first * item : stop - first * item]
 
-    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
-        total = self.tensors[name].size_bytes
-        size_bytes = min(size_bytes, total)
-        start = (total - size_bytes) // 2
-        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
         return self._find(name).dtype
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._live
 
     def _find(self, name: str) -> torch.Tensor:
         if name not in self._live:
@@ -113,22 +103,12 @@ def _make_config(model: PreTrainedModel) -> dict[str, object]:
     return made
 
 
-def make_live_source(model: PreTrainedModel, checkpoint: LiveCheckpoint) -> ModelSource:
-    """Describe a model in memory as `open_source` describes a folder."""
-    return ModelSource(
-        folder=checkpoint.folder,
-        config=model.config,
-        raw_config=checkpoint.load_config(),
-        trust_remote_code=False,
-    )
-
-
 def check_live_model(model: PreTrainedModel) -> None:
-    """Refuse a model in memory whose parameters are not all here, as they were trained.
+    """Refuse a loaded model that is quantized, sharded, offloaded or has adapters.
 
     Raises:
-        UsageError: it is no model of transformers.
-        ModelError: it is quantized, sharded, offloaded or has adapters.
+        UsageError: it is not a model of transformers.
+        ModelError: naming the reason.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):

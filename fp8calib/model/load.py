@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import (
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
-from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
@@ -59,10 +58,10 @@ class ModelSource:
 
     @property
     def longest_padded(self) -> int | None:
-        """The longest sequence that may be padded; None: any.
+        """The longest sequence that may be padded; None if any may be.
 
-        Rotary angles that depend on the length of a batch (longrope, dynamic NTK) are those of its
-        longest sequence, padding included (transformers 5.23 `dynamic_rope_update`).
+        Some rotary angles (longrope, dynamic NTK) depend on the longest sequence of a batch,
+        padding included (transformers 5.23 `dynamic_rope_update`).
         """
         config = self.text_config
         found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
@@ -83,11 +82,7 @@ def _depends_on_length(rope: Mapping[str, object]) -> bool:
 
 
 def open_source(
-    model: str,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    if_quantized: str | None,
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelSource:
     """Find the model's folder, downloading it for a hub id, and read its config.
 
@@ -95,18 +90,14 @@ def open_source(
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run the Python code of the checkpoint.
-        if_quantized: the hint of the error if the model is quantized already; None accepts one.
 
     Raises:
-        ModelError: there is no model, its config cannot be used, it is quantized already, or it is
-            not a decoder-only model.
+        ModelError: there is no model, its config cannot be used, or it is not a decoder-only model.
     """
     folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
         refuse_duplicate_tensors(checkpoint)
-    if if_quantized is not None:
-        _refuse_quantized(raw, folder, if_quantized)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
     source = ModelSource(
         folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
@@ -116,7 +107,7 @@ def open_source(
 
 
 def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the folder of a model: the path itself, or the download of a hub id.
+    """Return the folder of a model: the path itself, or a hub id's download, which is made first.
 
     Args:
         model: a folder or hub id.
@@ -124,13 +115,13 @@ def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_
         files: patterns of the files to download; the folder may hold others from earlier.
 
     Raises:
-        ModelError: there is no such folder, or the Hub does not give it.
+        ModelError: there is no such folder, or the download failed.
     """
     return find_local_model(model) or _fetch(model, revision, files)
 
 
 def fetch_hub_id(path: Path) -> Path:
-    """Download a checkpoint or its scales where `path` is a hub id; else give the path itself.
+    """Download a checkpoint or its scales if `path` is a hub id; else return the path itself.
 
     Raises:
         ModelError: the hub has no such repository, or cannot be reached.
@@ -158,13 +149,6 @@ def _explain_load_error(error: BaseException) -> str:
     if "`CONVERSION` entries" in line:  # it refers to a report that is not printed
         return "tensors that it joins (experts, fused weights) are missing or differ in shape"
     return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
-
-
-def _refuse_quantized(raw: Mapping[str, object], folder: Path, hint: str) -> None:
-    for _, section in find_quantization_configs(raw):
-        if section:
-            method = section.get("quant_method", "unnamed")
-            raise ModelError(f"{folder} is already quantized (quant_method {method})", hint=hint)
 
 
 def _load_config(
@@ -224,7 +208,7 @@ def _model_class(source: ModelSource) -> Any:
 
 
 def _config_of(model_class: Any, config: PreTrainedConfig) -> Any:
-    """Choose the config of a model class: some are built from the text decoder's alone."""
+    """Choose the config for a model class: some classes take only the text decoder's config."""
     text = config.sub_configs.get("text_config")
     is_text_only = text is not None and getattr(model_class, "config_class", None) is text
     return config.get_text_config(decoder=True) if is_text_only else config
@@ -239,10 +223,10 @@ def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
     return not is_generative and getattr(config, "is_decoder", None) is False
 
 
-def without_quantization(source: ModelSource) -> ModelSource:
-    """Give the model without the sections of its config that describe a quantization.
+def as_unquantized(source: ModelSource) -> ModelSource:
+    """Remove the sections on quantization from the config of a model, but not from `raw_config`.
 
-    The weights are then read from a checkpoint that decodes them. `raw_config` stays.
+    The weights are then read from a checkpoint that decodes them.
     """
     config = deepcopy(source.config)
     for part in (config, config.get_text_config(decoder=True)):
@@ -267,7 +251,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     """Load the tokenizer.
 
     Raises:
-        ModelError: it is missing or cannot be read, or has more tokens than the embedding has rows.
+        ModelError: it is missing, cannot be read, or has more tokens than the embedding has rows.
     """
     has_files = any((source.folder / name).is_file() for name in _TOKENIZER_FILES) or any(
         source.folder.glob("*.tiktoken")
@@ -307,8 +291,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights and put the model into evaluation mode.
 
-    Stacks of experts that transformers does not join are joined from `checkpoint`. If it decodes
-    quantized weights while they are read, the `source` is `without_quantization`.
+    Stacks of experts that transformers does not join are joined from `checkpoint`. If `checkpoint`
+    decodes quantized weights, `source` comes from `as_unquantized`.
 
     Raises:
         CalibrationError: the memory of the device, or of all devices, is too small.
@@ -370,7 +354,7 @@ def _check_loading(
 def _join_experts(
     model: PreTrainedModel, missing: Sequence[str], weights: WeightSource
 ) -> list[str]:
-    """Fill parameters that transformers does not make from these tensors; list the others."""
+    """Fill missing parameters that transformers does not join; list those that cannot be filled."""
     made = weights.parameters
     parameters = dict(model.named_parameters())
     left = [name for name in missing if name not in made or parameters[name].is_meta]
@@ -385,7 +369,7 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
 
     Args:
         source: the model.
-        dtype: the dtype it computes in; None means that of its config.
+        dtype: the dtype it computes in; None means the config's.
 
     Raises:
         ModelError: transformers cannot build the class from this config.
@@ -410,10 +394,10 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
 
 
 def attend_causally(model: PreTrainedModel) -> None:
-    """Let tokens see only those before them, as engines do with text, whatever the config says.
+    """Let tokens attend only to earlier tokens, as engines do with text, whatever the config says.
 
-    Where a config asks for attention in both directions (PaliGemma, EmbeddingGemma), transformers
-    5.23 gives it to some batches, depending on their padding.
+    Some configs ask for attention in both directions (PaliGemma, EmbeddingGemma). Transformers 5.23
+    then applies it to some batches only, depending on their padding.
     """
     decoder: Any = find_text_decoder(model)[1]
     for config in (decoder.config, model.config.get_text_config(decoder=True)):

@@ -1,8 +1,8 @@
-"""A model matched with its checkpoint, and the list of weights and sites that are not observed."""
+"""Match a model with its checkpoint, and list the weights and sites that are not observed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,7 +20,7 @@ from fp8calib.model.stored_parameters import (
 )
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.topology.linears import is_experts
-from fp8calib.model.topology.search import UnobservedWeight, is_linear, is_matrix
+from fp8calib.model.topology.search import is_linear, is_matrix
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
@@ -33,11 +33,12 @@ _ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """A model, with or without weights, and where to find them."""
+    """A model, with or without weights, and the source of its weights."""
 
     model: PreTrainedModel
     geometry: ModelGeometry
-    unobserved: tuple[UnobservedWeight, ...]
+    unobserved: Mapping[str, str]
+    """The modules whose weights no hook can observe, with the reason."""
     weights: WeightSource
     ignored: frozenset[str]
     """The modules that the recipe excludes from calibration."""
@@ -72,7 +73,9 @@ def list_skipped(
     prepared: PreparedModel, recipe: Recipe, observed: Collection[Site]
 ) -> list[Skipped]:
     """List the sites and weights that were not observed, each with the reason."""
-    skipped = [Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved]
+    skipped = [
+        Skipped(site=f"{module}.weight", why=why) for module, why in prepared.unobserved.items()
+    ]
     for layer, attention in prepared.geometry.attentions():
         site = attention.site(Role.Q)
         if (
@@ -127,7 +130,7 @@ def _between_layers(prepared: PreparedModel) -> Iterator[Skipped]:
 
 
 def _uncalled(prepared: PreparedModel, observed: Collection[Site]) -> Iterator[Skipped]:
-    """List the linears whose weights the module around them uses itself, or not at all."""
+    """List the linears that the model does not call."""
     for _, linear in prepared.geometry.linears():
         site = Site(linear.module, Role.INPUT)
         if linear.runner not in prepared.ignored and site not in observed:
@@ -137,13 +140,12 @@ def _uncalled(prepared: PreparedModel, observed: Collection[Site]) -> Iterator[S
 def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
     """List the matrices of the text decoder that belong to no linear, embedding or norm.
 
-    Those of routers, hyper-connections and so on; experts are observed or in `unobserved`.
+    They belong to routers, hyper-connections and the like; experts are observed or in `unobserved`.
     """
     path, decoder = find_text_decoder(prepared.model)
-    known = {item.module for item in prepared.unobserved}
     found: dict[str, str] = {}
     for name, module in decoder.named_modules(prefix=path):
-        if name in known or is_experts(module) or not _applies_matrices(module):
+        if name in prepared.unobserved or is_experts(module) or not _applies_matrices(module):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if is_matrix(parameter) and not leaf.endswith("bias"):
@@ -154,7 +156,7 @@ def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
 
 
 def _applies_matrices(module: nn.Module) -> bool:
-    """Whether it may multiply by parameters of its own, and is neither a linear nor a norm."""
+    """Tell whether a module other than a linear or norm may multiply by its own parameters."""
     is_depthwise = getattr(module, "groups", 1) > 1
     known = is_linear(module) or isinstance(module, nn.Embedding) or is_depthwise
     return not known and "norm" not in type(module).__name__.lower()

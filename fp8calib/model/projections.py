@@ -24,7 +24,7 @@ class LinearWeight:
     linear: Linear
     expert: int | None
     values: torch.Tensor
-    """[out, in], in the checkpoint's dtype; its rows are those that `linear.parts` describe."""
+    """[out, in], in the checkpoint's dtype; `linear.parts` describe its rows."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class LinearWeight:
 def read_linears(
     model: PreTrainedModel, linears: Sequence[Linear], source: WeightSource
 ) -> Iterator[LinearWeight]:
-    """Read the weights of linears, each parameter once; those of stacked experts one by one.
+    """Read the weights of linears, each parameter once, and stacked experts one by one.
 
     Only the modules of `model` are used; it may be without weights.
 

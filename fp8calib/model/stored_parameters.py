@@ -1,6 +1,6 @@
 """Compare the parameters of a model with the tensors of its checkpoint.
 
-Whole and streamed models are compared alike, before any weight is loaded.
+Whole and streamed models are compared in the same way, before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
     """Refuse a checkpoint that does not hold the model that its config describes.
 
     Raises:
-        UnfilledModelError: the checkpoint lacks a parameter of the text decoder or the lm_head, has
-            shape for a parameter, stores integers for one, or has values for a parameter that the
-            config switches off.
+        UnfilledModelError: the checkpoint lacks a parameter of the text decoder or the lm_head,
+            holds one in another shape, or has values for one that the config switches off.
+        ModelError: the checkpoint holds integers for a parameter.
     """
     stored = weights.source
     runs = is_run(model)
@@ -50,14 +50,14 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
             )
     if unused := list(_find_switched_off(model, weights)):
         raise UnfilledModelError(
-            f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, and by its config the "
-            "model has no such parameter",
+            f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, but its config gives "
+            "the model no such parameter",
             hint="use the config.json that the weights were saved with",
         )
 
 
 def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Make the test whether a parameter belongs to the text decoder or the lm_head."""
+    """Make a function that tells whether a parameter belongs to the text decoder or the lm_head."""
     path, _ = find_text_decoder(model)
     head = model.get_output_embeddings()
     in_head = set() if head is None else set(head.modules())
@@ -74,7 +74,8 @@ def list_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
 def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     """List the tensors that the model has no parameter for; numbers that differ are `*`.
 
-    Without those below the paths of `weights.unused`, and without buffers that models now compute.
+    Tensors below the paths of `weights.unused`, and buffers that models now compute, are not
+    listed.
     """
     covered = set(weights.unused)
     names = find_leftovers(model, weights)
@@ -88,7 +89,7 @@ def find_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Find, for each tied parameter, the others that share its memory."""
+    """Find, for each tied parameter, the other parameters that share its memory."""
     groups: dict[str, list[str]] = {}
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         groups.setdefault(source, [source]).append(target)
@@ -107,7 +108,7 @@ def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
 def mismatch_error(
     folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
 ) -> ModelError:
-    """Make the error for a parameter whose shape in the checkpoint is not that of the config."""
+    """Make the error for a parameter whose shapes in checkpoint and config differ."""
     return UnfilledModelError(
         f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
         hint="config.json and weights belong to two models; download both again",
@@ -115,7 +116,7 @@ def mismatch_error(
 
 
 def find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
-    """Find the parameters that no tensor fills, without transformers' own exceptions."""
+    """Find the parameters that no tensor fills, except those that transformers ignores."""
     stored = {made for group in weights.parameters.values() for made in group}
     known = model.state_dict(keep_vars=True)
     filled = {id(known[name]) for name in stored if name in known}  # one object with two names
@@ -154,7 +155,7 @@ def _filter(
 
 
 def _find_switched_off(model: PreTrainedModel, weights: WeightSource) -> Iterator[str]:
-    """Find tensors, with an effect, for parameters that the config switches off."""
+    """Find tensors for parameters that the config switches off, if their values have an effect."""
     runs = is_run(model)
     for name in _find_unexpected(model, weights):
         leaf = name.rpartition(".")[2]
@@ -168,12 +169,12 @@ def _find_switched_off(model: PreTrainedModel, weights: WeightSource) -> Iterato
 
 
 def _is_switched_off(owner: nn.Module, leaf: str) -> bool:
-    """Whether a module could have a parameter, such as a bias, and is built without it."""
+    """Tell whether a module is built without a parameter, such as a bias, that it could have."""
     return leaf in owner._parameters and owner._parameters[leaf] is None
 
 
 def _spellings(model: PreTrainedModel, name: str) -> tuple[str, str]:
-    """Give a name, and the name as a checkpoint of the bare decoder means it."""
+    """Give a name, and the name that it has in a checkpoint of the bare decoder."""
     return name, f"{model.base_model_prefix}.{name}"
 
 

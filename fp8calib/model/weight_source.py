@@ -84,12 +84,12 @@ class WeightSource:
 
     @property
     def source(self) -> TensorSource:
-        """Where the tensors are read from."""
+        """The checkpoint that tensors are read from."""
         return self._checkpoint
 
     @property
     def unmatched(self) -> Mapping[str, tuple[str, ...]]:
-        """Names that the model has no parameter for -> the tensors that would be loaded there."""
+        """Name that the model has no parameter for -> the tensors that would be loaded into it."""
         return {
             target: tuple(name for name, _ in parts)
             for target, parts in self._parts.items()
@@ -107,7 +107,7 @@ class WeightSource:
 
     @property
     def unused(self) -> list[str]:
-        """The shortest paths of the checkpoint below which no matrix belongs to the model.
+        """The shortest paths in the checkpoint that contain matrices, but none of the model.
 
         Vectors are ignored: old checkpoints hold buffers that models now compute.
         """
@@ -124,13 +124,13 @@ class WeightSource:
         return sorted(set(outside), key=dot_natural_key)
 
     def spell(self, parameter: str) -> str:
-        """Give the name under which a checkpoint with these names would store a parameter."""
+        """Give the name that a checkpoint with these names would store a parameter under."""
         return str(rename_source_key(parameter, self._renamings, [], reverse=True)[0])
 
     def find_renamed(self) -> list[str]:
-        """Find the tensors whose names are not those that `save_pretrained` gives them.
+        """Find the tensors whose names differ from those that `save_pretrained` writes.
 
-        Of a tensor that fills a part of a parameter, such as an expert's, the path is compared.
+        If a tensor fills only a part of a parameter, such as one expert, only the path is compared.
         """
         renamings = [each.reverse_transform() for each in self._plain_renamings[::-1]]
         found = []
@@ -147,12 +147,12 @@ class WeightSource:
         return found
 
     def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
-        """Name the tensors of the checkpoint from which `parameters` are made."""
+        """List the tensors of the checkpoint that `parameters` are made from."""
         parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
 
     def reading_from(self, source: TensorSource) -> WeightSource:
-        """Copy this object, reading from `source`, which must have the same tensor names."""
+        """Copy this object to read from `source`, which must have the same tensor names."""
         other = copy(self)
         other._checkpoint = source
         return other
@@ -246,7 +246,7 @@ def _map_names(
 
 
 def _reverse_renamings(conversions: list[Any]) -> list[WeightRenaming]:
-    """Reverse the renamings, except those of a prefix that the checkpoint does not have."""
+    """Reverse the renamings, except changes of a prefix that the checkpoint does not have."""
     used = (
         entry
         for entry in conversions
@@ -277,7 +277,7 @@ def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, 
 
 
 def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
-    """List the converters that stack experts with one tensor each into 3-D parameters, if any."""
+    """List the converters that stack experts, one tensor each, into 3-D parameters, if any."""
     experts = next((m for name, m in model.named_modules() if _is_stack(name, m)), None)
     if experts is None:
         return
@@ -295,7 +295,7 @@ def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]
 
 
 def _is_stack(name: str, module: nn.Module) -> bool:
-    """Whether a module holds stacked experts, gate and up concatenated, without biases."""
+    """Tell whether a module holds stacked experts, gate and up concatenated, without biases."""
     weight = getattr(module, "gate_up_proj", None)
     return (
         name.rpartition(".")[2] == "experts"
@@ -307,7 +307,7 @@ def _is_stack(name: str, module: nn.Module) -> bool:
 
 
 def _is_transposed(model: PreTrainedModel, experts: nn.Module) -> bool:
-    """Whether stacked experts are stored [in, out]; those of Llama 4 lack the attribute."""
+    """Tell whether stacked experts are stored [in, out]; Llama 4's lack the attribute."""
     layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
     is_known = layout is not None and layout.order is Order.IN_OUT
     return bool(getattr(experts, "is_transposed", is_known))

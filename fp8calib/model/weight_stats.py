@@ -1,4 +1,4 @@
-"""Compute the amax of weights as they are read from the shards, without a forward pass."""
+"""Compute the amax of weights from the shards, without a forward pass."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
 
 
 def _blocks(stats: SiteStats, linear: Linear) -> torch.Tensor:
-    """Reduce the axis that tensor parallelism cuts to blocks: [blocks]."""
+    """Reduce the axis that tensor parallelism cuts to the amax of blocks: [blocks]."""
     cut = stats.amax_in if linear.shard == "row" else stats.amax
     assert cut is not None  # noqa: S101 -- a weight's stats always hold both axes
     return group_amax(cut.unsqueeze(0), linear.expert_block)[0]

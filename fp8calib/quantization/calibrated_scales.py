@@ -1,25 +1,27 @@
 """Compute scales of inputs, K and V from statistics, by the checkpoint's own names.
 
-Statistics name modules of the loaded model; a checkpoint may use other names, and may have one
-tensor per expert where the model stacks them. No model is built to translate the names: for most
-linears the statistics name the tensor that the weight was read from, and the other tensors of a
-layer have the same prefix.
+Statistics name modules of the loaded model. A checkpoint may use other names, and may have one
+tensor per expert if the model stacks them. No model is built to translate the names: for most
+linears the statistics name the tensor that the weight was read from, and other tensors of the layer
+have the same prefix.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
+from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.dialects.write import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.fp8.schemes import list_without_calibration
-from fp8calib.geometry.model_geometry import Layer, Linear
+from fp8calib.geometry.model_geometry import Attention, Layer, Linear
 from fp8calib.geometry.module_paths import list_paths, span_experts, split_expert
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
@@ -35,7 +37,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's names of projections -> those of all other families."""
+"""Mixtral's names of projections -> the names in all other families."""
 
 
 _DEFAULTS = ScaleOptions()
@@ -63,23 +65,21 @@ def find_kv_scales(
     dialect: Fp8Dialect,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute the scales of K and V; none where the statistics do not have them.
+    """Compute the scales of K and V; none if the statistics do not have them.
 
     Raises:
         ExportError: no token reached a site.
     """
-    pairs = [attention for _, attention in stats.geometry.attentions()]
-    if not any(pair.site(Role.K) in stats.sites for pair in pairs):
+    if not any(each.site(Role.K) in stats.sites for _, each in stats.geometry.attentions()):
         return NO_SCALES
     table = compute_kv_scales(stats, E4M3FN, rule=options.rule, fallback=options.fallback)
-    named: dict[str, torch.Tensor] = {}
-    for pair in pairs:
-        has_projections = f"{pair.checkpoint_module}.k_proj.weight" in checkpoint
-        for role in (Role.K, Role.V):
-            value = table.scales[pair.site(role)].values[0]
-            names = dialect.name_kv(pair, role, has_projections)
-            named |= dict.fromkeys(names, value)
-    return CalibratedScales(inputs={}, kv=named, notes=tuple(_explain_substitutes(table)))
+
+    def name(attention: Attention, role: Role) -> tuple[str, ...]:
+        has_projections = f"{attention.checkpoint_module}.k_proj.weight" in checkpoint
+        return dialect.name_kv(attention, role, has_projections)
+
+    kv = make_scale_tensors(table, name=name)
+    return CalibratedScales(inputs={}, kv=kv, notes=tuple(_explain_substitutes(table)))
 
 
 def find_scales(
@@ -89,25 +89,21 @@ def find_scales(
     selection: Selection,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
-    """Compute all scales that a checkpoint takes from statistics: of K and V, and of static inputs.
+    """Compute the scales of K, V and static inputs of a checkpoint from statistics.
 
     Raises:
         ExportError: the statistics have no data for a site.
     """
-    kv = find_kv_scales(stats, checkpoint, settings.dialect, options)
-    inputs = NO_SCALES
+    found = find_kv_scales(stats, checkpoint, settings.dialect, options)
     static, others = split_static(settings, selection)
     if static:
         inputs = find_input_scales(
             stats, static, others=others, shares_scales=settings.shares_scales, options=options
         )
-    return CalibratedScales(
-        inputs=inputs.inputs,
-        kv=kv.kv,
-        origin=stats.origin if inputs.inputs or kv.kv else None,
-        geometry=stats.geometry,
-        notes=(*inputs.notes, *kv.notes),
-    )
+        notes = (*inputs.notes, *found.notes)
+        found = replace(found, inputs=inputs.inputs, notes=notes)
+    origin = stats.origin if found.inputs or found.kv else None
+    return replace(found, origin=origin, geometry=stats.geometry)
 
 
 def find_input_scales(
@@ -121,7 +117,7 @@ def find_input_scales(
     """Compute a static scale for the input of every linear that has one.
 
     Args:
-        stats: of the same model.
+        stats: the statistics of the same model.
         quantized: the weights of these linears.
         others: the weights of linears without a static scale.
         shares_scales: use one scale per fused projection for all experts of a layer, as engines
@@ -157,9 +153,9 @@ def split_static(settings: PlanSettings, selection: Selection) -> tuple[list[Mat
 def list_unmeasured(
     stats: CalibrationStats, quantized: Collection[Matrix], others: Collection[Matrix] = ()
 ) -> list[str]:
-    """Name the linears outside the decoder layers by the outermost modules that hold only such.
+    """Name the outermost modules that hold only linears outside the decoder layers.
 
-    Calibration measures inputs in decoder layers alone. `others` need no measurement.
+    Calibration measures inputs only in decoder layers. `others` need no measurement.
     """
     layers = {prefix for layer in stats.geometry.layers for prefix in _find_prefixes(layer)}
     measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
@@ -196,7 +192,7 @@ class InputScales:
     def of(self, linear: Linear, *, expert: int | None = None) -> torch.Tensor:
         """Give the scale of a linear's input: fp32 [].
 
-        Of stacked experts it is the largest, unless one `expert` is named.
+        For stacked experts it is their largest scale, unless one `expert` is named.
 
         Raises:
             ExportError: the statistics have no data for it.
@@ -216,10 +212,10 @@ class InputScales:
                 f"the stats have no data for {site}",
                 hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
             )
-        seen = self._stats.sites[site]
-        amax = seen.amax.max()
+        measured = self._stats.sites[site]
+        amax = measured.amax.max()
         clip_range = find_clip_range(
-            self._rule, amax=float(amax), histogram=seen.histogram, fmt=self._fmt
+            self._rule, amax=float(amax), histogram=measured.histogram, fmt=self._fmt
         )
         if float(amax) <= 0:
             return torch.tensor(1.0)

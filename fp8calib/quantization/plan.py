@@ -1,4 +1,4 @@
-"""Plan what `quantize` writes: every file and its layout, from headers and config alone."""
+"""Plan what `quantize` writes, every file and its layout, from headers and config alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PlanSettings:
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
     rounding: str = NEAREST
-    """How weights are rounded; a `RoundingRecord` says the rest of what is not to nearest."""
+    """How weights are rounded; if not to nearest, a `RoundingRecord` has the details."""
 
     def group(self, matrix: Matrix) -> str:
         """Name the group of weights that share one per-tensor scale with this one."""
@@ -67,13 +67,13 @@ class CalibratedScales:
     """Scales that come from calibration, each fp32 []."""
 
     inputs: Mapping[str, torch.Tensor]
-    """By the path of the linear in the checkpoint."""
+    """Path of the linear in the checkpoint -> scale of its input."""
     kv: Mapping[str, torch.Tensor]
-    """By the name of the tensor."""
+    """Name of the tensor -> scale of K or V."""
     origin: CalibrationOrigin | None = None
-    """The model and the text they come from; None where unknown, or where there are no scales."""
+    """The model and the text they come from; None if unknown, or if there are no scales."""
     geometry: ModelGeometry | None = None
-    """Of that model."""
+    """The geometry of that model."""
     notes: tuple[str, ...] = ()
     """What a user should know about them."""
 
@@ -90,7 +90,7 @@ class RoundingRecord:
     """Fingerprint of the calibration text."""
     sequences: int
     held_back: int
-    """Every such sequence is left out of the Hessians; the better rounding is chosen on these."""
+    """One sequence of this many is not in the Hessians; the better rounding is chosen on these."""
     damping: float
     order: str
     tokens: str
@@ -98,7 +98,7 @@ class RoundingRecord:
     scales: str
     """How the scales of weights are chosen."""
     measures_inputs: bool = False
-    """The scales of inputs were measured on the same text, from which they follow."""
+    """The scales of inputs were measured on the same text, which determines them."""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -116,7 +116,7 @@ class QuantizePlan:
     config: Mapping[str, object]
     """The config.json to write."""
     json_files: Mapping[str, Mapping[str, object]]
-    """Other JSON files by name: the index, and those of the checkpoint dialect."""
+    """Other JSON files by name: the index and the dialect's own files."""
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
     """Files and tensors of the source that are not copied, with the reason."""
@@ -166,8 +166,8 @@ def make_plan(
     Args:
         checkpoint: an unquantized checkpoint (`check_unquantized`).
         settings: the options.
-        selection: from `select_linears`, with the same settings.
-        scales: of inputs and of the KV cache; linears of a static scheme need that of their input.
+        selection: the result of `select_linears` with the same settings.
+        scales: of inputs and of the KV cache; a linear of a static scheme needs an input scale.
         rounding: how weights are rounded; None means to nearest.
 
     Raises:
@@ -240,7 +240,7 @@ def _make_tag(
     scales: CalibratedScales,
     rounding: RoundingRecord | None,
 ) -> str:
-    asked = [
+    fields = [
         _VERSION,
         settings.schemes.default.name,
         settings.dialect.name,
@@ -256,7 +256,7 @@ def _make_tag(
         scales.origin and scales.origin.to_fields(),
         *([] if rounding is None else [asdict(rounding)]),
     ]
-    text = fingerprint_model(config, checkpoint) + json.dumps(asked)
+    text = fingerprint_model(config, checkpoint) + json.dumps(fields)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -61,11 +61,11 @@ def quantize(
         checkpoint: the source the plan was made for.
         plan: what to write.
         out: the folder, which appears only when it is complete; until then it is `OUT.partial`.
-        device: where to compute.
-        advance: called with numbers of bytes that are written.
+        device: the device to compute on.
+        advance: called with the number of bytes that were written.
         resume: continue an interrupted run of the same plan.
         force: replace an existing output.
-        inputs: other files that are read, which the output must not replace.
+        inputs: other files that are read, and that the output must not replace.
         rounded: the codes of weights that are not rounded to nearest.
 
     Raises:
@@ -151,7 +151,7 @@ class _Journal:
         return known is not None and _is_shard(path, shard) and self._sum_up(path) == known
 
     def add(self, shard: ShardLayout, path: Path, all_zero: list[AllZeroWeight]) -> None:
-        """Record a shard that is written, but has not its name yet."""
+        """Record a shard that is written, but does not have its final name yet."""
         self._all_zero[shard.name] = all_zero
         self._checksums[shard.name] = self._sum_up(path)
         items = {name: [asdict(item) for item in items] for name, items in self._all_zero.items()}
@@ -184,7 +184,7 @@ def _count_threads() -> int:
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Open a pool with a thread per core, in which torch starts no threads of its own."""
+    """Open a pool with a thread per core; torch starts no threads of its own in it."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -195,7 +195,7 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
-    """Write all files but the shards, and remove unfinished ones of an interrupted run."""
+    """Write all files except shards, and remove an interrupted run's unfinished files."""
     for path in folder.iterdir():
         if path.name not in {*plan.names, PROGRESS_NAME}:
             path.unlink()

@@ -41,7 +41,7 @@ class RoundedLinear:
     """Tokens in its Hessian."""
     held_tokens: int = 0
     gptq_db: float | None = None
-    """Signal to error of its output on held-back tokens, in dB, if rounded by GPTQ."""
+    """The signal-to-error ratio of its output on held-back tokens, in dB, if rounded by GPTQ."""
     nearest_db: float | None = None
     damping: float | None = None
     """The share of the Hessian's mean diagonal that was added to it."""
@@ -59,7 +59,7 @@ class RoundedCodes:
         write_file_atomic(self._folder / _OPTIONS, json.dumps(options).encode())
 
     def is_of(self, options: Mapping[str, object]) -> bool:
-        """Tell whether a run with these options may continue: no codes are of others."""
+        """Tell whether a run with these options may continue: the codes have the same options."""
         path = self._folder / _OPTIONS
         return not path.is_file() or path.read_text() == json.dumps(options)
 
@@ -139,7 +139,7 @@ class RoundedCodes:
 
 
 def _shape_parts(matrix: Matrix, scheme: Scheme) -> tuple[int, ...]:
-    """Give the shape of the scales of a weight: none, rows or blocks."""
+    """Give the shape of the scales of a weight: (), rows or blocks."""
     if scheme.weights is Granularity.BLOCK:
         return count_blocks(matrix.shape, scheme.block)
     return matrix.shape[:1] if scheme.weights is Granularity.CHANNEL else ()

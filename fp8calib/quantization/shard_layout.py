@@ -1,4 +1,4 @@
-"""Lay out an output file: where the data of each tensor begin, before any weight is read."""
+"""Lay out an output file, with the offset of each tensor, before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _OfMatrix:
 
 
 class SlicedMatrix(_OfMatrix):
-    """An unquantized matrix that is cut out of a stack, [out, in]."""
+    """An unquantized matrix [out, in] that is cut out of a stack."""
 
 
 class Codes(_OfMatrix):
@@ -49,10 +49,10 @@ class OutputTensor:
 
     name: str
     dtype: str
-    """In the spelling of safetensors."""
+    """The dtype, as safetensors spells it."""
     shape: tuple[int, ...]
     content: Content | None = None
-    """None where the writer does not need it."""
+    """The source of its data; None if the writer does not need it."""
 
     @property
     def size_bytes(self) -> int:
@@ -68,7 +68,7 @@ class ShardLayout:
     head: bytes
     """Everything before the data of the first tensor."""
     tensors: tuple[OutputTensor, ...]
-    """In the order of their data."""
+    """The tensors, in the order of their data."""
     starts: Mapping[str, int]
     """Offset in the file, by the tensor's name."""
 
@@ -89,9 +89,9 @@ def lay_out(
     """Lay out tensors one after another, those with wider numbers first, so that all are aligned.
 
     Args:
-        name: of the file.
-        tensors: in their order among equally wide ones.
-        metadata: of the header, beside `format`.
+        name: the name of the file.
+        tensors: the tensors; those of equal width keep their order.
+        metadata: entries for the header, beside `format`.
     """
     ordered = sorted(tensors, key=lambda tensor: -ITEM_SIZE_BYTES[tensor.dtype])
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.encode import encode_blocks, encode_rows
@@ -37,7 +38,6 @@ from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, par
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
-_FLOATS = ("F16", "BF16", "F32")
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""
 
@@ -65,7 +65,7 @@ class ShardWriter:
         schemes: LayerSchemes,
         rounded: RoundedCodes | None = None,
     ) -> None:
-        """Write a shard; weights with `rounded` codes get these, and others the nearest."""
+        """Write a shard; weights without `rounded` codes are rounded to nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
@@ -81,7 +81,7 @@ class ShardWriter:
     def write(self, path: Path, advance: Callable[[int], None]) -> list[AllZeroWeight]:
         """Write the file, and list the weights that are all zeros, whole or in part.
 
-        `advance` is called with numbers of bytes that are written.
+        `advance` is called with the number of bytes that were written.
 
         Raises:
             ModelError: a weight cannot be read, or holds NaN or infinity.
@@ -122,7 +122,7 @@ class ShardWriter:
         def copy(offset: int) -> None:
             stop = min(offset + step, tensor.size_bytes)
             span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
-            if len(tensor.shape) == 1 and tensor.dtype in _FLOATS:
+            if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
                 _require_numbers(tensor, span.view(TORCH_DTYPES[tensor.dtype]), offset)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 
@@ -220,7 +220,7 @@ class ShardWriter:
 
 
 def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) -> None:
-    """Refuse a norm or a bias that holds NaN; it can hold infinity, to mask."""
+    """Refuse a norm or a bias that holds NaN; infinity is allowed, because it can be a mask."""
     if bool((found := values.isnan()).any()):
         index = offset // values.element_size() + int(found.nonzero()[0])
         raise ModelError(f"{tensor.name} holds nan at [{index}]", hint=DAMAGED)

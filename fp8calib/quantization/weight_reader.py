@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import BLOCK
@@ -21,8 +22,7 @@ CHUNK_BYTES = 1 << 20
 PINNED_BYTES = NUM_BUFFERS * CHUNK_BYTES
 """Pinned memory of each thread that copies chunks to a GPU."""
 _TRANSPOSED_ROWS = 2048
-"""How many rows are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
-_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+"""The rows that are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
 
 
 class WeightReader:
@@ -91,7 +91,7 @@ def split_rows(matrix: Matrix, block_rows: int = BLOCK[0]) -> list[range]:
     Chunks of a weight stored [in, out] are larger: one of its inputs is read at a time.
     """
     rows, columns = matrix.shape
-    step = CHUNK_BYTES // (columns * _BYTES[matrix.dtype])
+    step = CHUNK_BYTES // (columns * ITEM_SIZE_BYTES[matrix.dtype])
     if matrix.position is not None and matrix.position.is_transposed:
         step = max(step, _TRANSPOSED_ROWS)
     step = max(1, step // block_rows) * block_rows
@@ -104,7 +104,7 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
     Args:
         amax: magnitudes that cover all of `values`.
         matrix: the weight.
-        rows: the rows of the weight that `values` are.
+        rows: the rows of the weight that are in `values`.
         values: [len(rows), columns].
 
     Raises:

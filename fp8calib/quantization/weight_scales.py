@@ -1,4 +1,4 @@
-"""Compute the scales of weights from their magnitudes, and substitutes for zero magnitudes."""
+"""Compute the scales of weights from their magnitudes, with substitutes for zero magnitudes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class WeightScales:
     """Computes scales from magnitudes.
 
     A row or block of zeros takes the largest scale of its weight. A weight of zeros takes the scale
-    of its group, else the largest of the same projection in other experts, else the largest of its
-    layer, else 1.
+    of its group; else the largest scale of the same projection in other experts; else the largest
+    scale of its layer; else 1.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.overview import WithOverview
+from fp8calib.results import SCHEMA_VERSION
 
 
 class Record(BaseModel):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.selection.ends import find_ends
@@ -21,7 +21,6 @@ from fp8calib.selection.patterns import (
     spell_options,
 )
 
-_FLOATS = frozenset({"BF16", "F16", "F32"})
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 )
@@ -170,7 +169,7 @@ def _make_reason_finder(
         module = name.removesuffix(SUFFIX)
         if module in ignored:
             return Reason(f"--ignore {ignored[module]}")
-        if entry.dtype not in _FLOATS:
+        if entry.dtype not in FLOATS:
             return Reason(f"stored in {entry.dtype}")
         known = find_default(module, rows=entry.shape[0], vocab_sizes=sizes)
         if reason := known or _find_reason_of_experts(name, inside, ignored):

@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, shorten
 from fp8calib.stats.matrix_sketch import (
     decode_sketch,
@@ -31,7 +31,6 @@ _WHOLE_DIGITS = 32
 """Of the hash of a whole embedding, which is told from the hash of a sample by its length."""
 _ELEMENTS_AT_ONCE = 2**18
 _SKETCH = "sketch:"
-_DTYPES = frozenset({"BF16", "F16", "F32"})
 _NORM = re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE)
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)\.weight$")
 _KV_PROJECTION = re.compile(
@@ -145,14 +144,14 @@ def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
 
 
 def _is_kept(name: str, entry: TensorEntry) -> bool:
-    if entry.dtype not in _DTYPES:
+    if entry.dtype not in FLOATS:
         return False
     pattern = {1: _NORM, 2: _EMBEDDING}.get(len(entry.shape))
     return pattern is not None and pattern.search(name) is not None
 
 
 def _is_projection(name: str, entry: TensorEntry) -> bool:
-    is_matrix = entry.dtype in _DTYPES and len(entry.shape) == 2
+    is_matrix = entry.dtype in FLOATS and len(entry.shape) == 2
     return is_matrix and _KV_PROJECTION.search(name) is not None
 
 

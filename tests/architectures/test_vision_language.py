@@ -185,7 +185,7 @@ def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path
     text, vision, _, _ = MODELS[family]
     config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(tmp_path))
     loaded = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     found, expected = (
         {name: tuple(value.shape) for name, value in model.named_parameters()}

@@ -37,7 +37,8 @@ def test_one_file_is_a_checkpoint(tmp_path: Path) -> None:
         assert checkpoint.total_size_bytes == 29
         assert checkpoint.read("a").tolist() == [1.0, -2.5, 448.0]
         assert checkpoint.read_rows("b", 1, 2).tolist() == [[2.0, 0.5]]
-        assert checkpoint.sample_bytes("bytes", 1) == bytes([30])
+        for size_bytes, expected in ((0, []), (1, [30]), (2, [20, 30]), (9, [10, 20, 30, 40, 50])):
+            assert checkpoint.sample_bytes("bytes", size_bytes) == bytes(expected)
         assert (checkpoint.dtype("b"), checkpoint.tensors["b"].shape) == (torch.bfloat16, (2, 2))
         assert "a" in checkpoint
         assert "z" not in checkpoint

@@ -115,17 +115,6 @@ def test_a_slab_that_a_tensor_does_not_have_is_an_index_error(
         file.read_block("x", index, rows, columns)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "expected"),
-    [(0, b""), (1, bytes([30])), (2, bytes([20, 30])), (99, bytes([10, 20, 30, 40, 50]))],
-)
-def test_a_sample_lies_in_the_middle_of_the_tensor(
-    golden_path: Path, size_bytes: int, expected: bytes
-) -> None:
-    with TensorFile(golden_path) as file:
-        assert file.sample_bytes("bytes", size_bytes) == expected
-
-
 def test_a_tensor_larger_than_one_read_call_is_read_in_pieces(
     golden_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ({"weight_zero_point": torch.zeros(128, 1)}, "is F32 [128, 1] for scales [128, 1]"),
         ({"weight_g_idx": torch.zeros(32, dtype=torch.int32)}, "groups of reordered columns"),
         ({"weight_scale": torch.ones(128, 3)}, "has shape [128, 3] for a weight [128, 32]"),
-        ({"weight_scale": torch.ones(128, 1, dtype=torch.int8)}, "is missing, or is no float"),
+        ({"weight_scale": torch.ones(128, 1, dtype=torch.int8)}, "is missing, or is not a float"),
         ({"weight_scale": torch.full((128, 1), torch.nan)}, "holds what is not a scale"),
         ({"weight_scale": None}, "weight_scale is missing"),
         ({"weight_shape": None}, "there is no model.layers.0.self_attn.q_proj.weight_shape"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.dialects.dialect import Graft
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import (
     Note,
@@ -359,6 +358,5 @@ def test_an_overlay_of_a_quantized_model_refuses_its_scales_and_its_other_scheme
         check_overlay_source(stats.geometry, ["kv-overlay"], source)
     with pytest.raises(UsageError, match="beside quant_method fp8 engines read one KV scale"):
         check_overlay_source(stats.geometry, ["kv-overlay-head"], source)
-    replaced = Graft(replaces_scales=True)
-    check_overlay_source(stats.geometry, ["kv-overlay"], source, graft=replaced)
+    check_overlay_source(stats.geometry, ["kv-overlay"], source, replaces_scales=True)
     check_overlay_source(stats.geometry, ["tgi"], source)

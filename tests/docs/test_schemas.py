@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from fp8calib.checkpoint.json_files import SCHEMA_VERSION
 from fp8calib.cli.app import app
 from fp8calib.recipe import recipe_files
+from fp8calib.results import SCHEMA_VERSION
 from scripts.json_schemas import make_schemas
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows

@@ -104,7 +104,7 @@ def test_values_of_a_parameter_that_the_config_switches_off_are_refused(
 ) -> None:
     zoo.save("llama", tmp_path / "m")
     add_tensors(tmp_path / "m", **{f"{LAYER}.q_proj.bias": torch.full((32,), 0.5)})
-    with pytest.raises(ModelError, match=rf"holds {LAYER}.q_proj.bias, and by its config the"):
+    with pytest.raises(ModelError, match=rf"holds {LAYER}.q_proj.bias, but its config gives the"):
         calibrate(tmp_path / "m", streamed=streamed)
 
 

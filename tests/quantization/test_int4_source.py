@@ -141,7 +141,7 @@ SHAPE, SCALE, WORDS, ZERO = (
         ({SHAPE: torch.tensor([5.0, 13.0])}, "weight_shape is not the two sizes"),
         ({WORDS: torch.zeros(5, 2)}, "describes int4 weights, but there are none"),
         ({SCALE: torch.ones(5, 1)}, "weight_scale is [5, 1] F32, where one scale is expected"),
-        ({SCALE: torch.ones(1, dtype=torch.int32)}, "weight_scale is missing, or is no float"),
+        ({SCALE: torch.ones(1, dtype=torch.int32)}, "weight_scale is missing, or is not a float"),
         ({SCALE: torch.tensor([-1.0])}, "weight_scale: -1 is not a scale"),
         ({SCALE: torch.tensor([float("nan")])}, "weight_scale: nan is not a scale"),
         ({SCALE: torch.tensor([float("inf")])}, "weight_scale: inf is not a scale"),

@@ -64,7 +64,7 @@ def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
 @contextmanager
 def opened(folder: Path, *, streamed: bool = False) -> Iterator[Subject]:
     """Open a model folder in fp32."""
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     streaming = None
     if streamed:
         model = build_skeleton(source, dtype=torch.float32)

@@ -42,7 +42,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(name="subject")
 def _subject(folder: Path) -> Iterator[PlanInputs]:
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     model = build_skeleton(source, dtype=torch.float32)
     with Checkpoint.open(folder) as checkpoint:
         weights = WeightSource(model, checkpoint)
@@ -238,7 +238,7 @@ def test_joined_experts_exist_twice_while_they_are_loaded(
     family: str, expected: int, tmp_path: Path
 ) -> None:
     zoo.save(family, tmp_path)
-    source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(tmp_path))
     model = build_skeleton(source)
     with Checkpoint.open(tmp_path) as checkpoint:
         weights = WeightSource(model, checkpoint)

@@ -51,7 +51,7 @@ def stats_bytes(
 ) -> bytes:
     """Calibrate a folder, whole or streamed, and give the bytes of the statistics."""
     recipe = Recipe(name="test", observe=observe or Observe(weights=True))
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     if streamed:
         model = build_skeleton(source, dtype=dtype)
         streaming = Streaming(

@@ -88,7 +88,7 @@ def test_what_is_no_decoder_is_refused_by_name(family: str, tmp_path: Path) -> N
     torch.save({}, tmp_path / "empty")
     _write_one_tensor(tmp_path)
     with pytest.raises(ModelError, match=f"{family.title()}Model .* is not a decoder-only"):
-        open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+        open_source(str(tmp_path))
 
 
 def _write_one_tensor(folder: Path) -> None:

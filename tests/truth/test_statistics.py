@@ -87,7 +87,7 @@ def run_calibration(
 ) -> tuple[PreparedModel, CalibrationStats]:
     """Open, load and calibrate a folder in fp32, with every observation on unless told."""
     recipe = Recipe(name="test", observe=Observe(weights=weights))
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
         prepared = prepare(model, checkpoint, recipe)

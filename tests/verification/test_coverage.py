@@ -166,7 +166,7 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
 ) -> None:
     """Experts that are no linears, and linears of the decoder itself; routers nobody quantizes."""
     families.save(family, {**families.FAMILIES, "llama": {}}[family], tmp_path)
-    source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(tmp_path))
     with Checkpoint.open(tmp_path) as checkpoint:
         subject = make_subject(build_skeleton(source), checkpoint)
     blocks = plan_scheme(subject, find_scheme("fp8-block"))

@@ -180,9 +180,7 @@ def test_weights_come_back_in_the_dtype_the_model_was_loaded_in(
 ) -> None:
     """The checkpoint is fp32, so what is read again is rounded as it was while loading."""
     zoo.save(family, tmp_path / "m")
-    source = open_source(
-        str(tmp_path / "m"), revision=None, trust_remote_code=False, if_quantized="-"
-    )
+    source = open_source(str(tmp_path / "m"))
     model = load_model(source, dtype=dtype, device="cpu", device_map=None)
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         subject = make_subject(model, checkpoint)

@@ -57,7 +57,7 @@ def opened(
     family = STACKED[request.param]
     folder = tmp_path_factory.mktemp(request.param) / request.param
     family.save(family.build(request.param), folder)
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
         subject = make_subject(model, checkpoint)

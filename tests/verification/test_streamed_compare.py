@@ -83,7 +83,7 @@ def compare(
     choose: Callable[[dict[str, Emulation]], Mapping[str, Emulation]] = lambda found: found,
 ) -> tuple[ComparisonResult, MeasurementHooks]:
     """Compare a folder's model with candidates of every kind, whole or streamed."""
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     with Checkpoint.open(folder) as checkpoint:
         stats, geometry = _measure(folder, plan, checkpoint)
         if streamed:
@@ -115,7 +115,7 @@ def compare(
 def _measure(
     folder: Path, plan: DataPlan, checkpoint: Checkpoint
 ) -> tuple[CalibrationStats, ModelGeometry]:
-    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     prepared = prepare(model, checkpoint, RECIPE)
     stats = calibrate(

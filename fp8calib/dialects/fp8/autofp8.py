@@ -71,19 +71,14 @@ def _make_config(job: ConfigJob) -> Config:
     return config
 
 
-def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
-    """Add what AutoFP8 writes. Engines read the scales of `quant_method: fp8` without it."""
-    del path, strategy
-    return {**config, "kv_cache_scheme": "static"}
-
-
 AUTOFP8 = Fp8Dialect(
     name="autofp8",
     description="what AutoFP8 writes; with blocks, DeepSeek's and transformers' fine-grained FP8",
     method="fp8",
     make_finder=_make_finder,
     make_config=_make_config,
-    add_kv=_add_kv,
+    # as AutoFP8 does; engines read the scales of `quant_method: fp8` without it
+    add_kv=lambda _path, config, _strategy: {**config, "kv_cache_scheme": "static"},
     expressible=tuple(_ACTIVATION_SCHEMES),
     block_scale_name="weight_scale_inv",
 )

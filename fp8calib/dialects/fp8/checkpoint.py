@@ -36,12 +36,12 @@ class Fp8Checkpoint:
     Made by `Fp8Checkpoint.open`; as a context manager it closes its files.
 
     Attributes:
-        folder: of the checkpoint.
-        tensors: all tensors as stored, but for scales and zero points.
-        quantized: the names of those that are FP8.
+        folder: the folder of the checkpoint.
+        tensors: all tensors as stored, except scales and zero points.
+        quantized: the names of the FP8 weights.
         dialect: how it is stored.
         fmt: the format of all FP8 weights.
-        origin: the model and the text its scales come from; None where it does not say.
+        origin: the model and the text its scales come from; None if they are not recorded.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Fp8Checkpoint:
         checkpoint: Checkpoint,
         *,
         fuse: bool,
-        through_float16: bool,
-        keeps_equal_scales: bool,
+        through_float16: bool = False,
+        keeps_equal_scales: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self.folder = checkpoint.folder
         dialect, find_scheme = load_finder(self.folder, self.load_config())
         pairing = pair_tensors(checkpoint, find_scheme)
-        self._weights, self._schemes = pairing.weights, pairing.schemes
+        self._weights = pairing.weights
         self.quantized = frozenset(pairing.weights)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
         self.fmt = pairing.fmt
@@ -94,8 +94,8 @@ class Fp8Checkpoint:
                 The shared scale is the largest; weights are rounded again with it.
             through_float16: with `fuse`, dequantize per-tensor weights to fp16 before they are
                 rounded again, fused or not, as vLLM does; not the down projections of experts.
-            keeps_equal_scales: with `through_float16`, but not linears of ModelOpt's dialect whose
-                fused projections have equal scales.
+            keeps_equal_scales: with `through_float16`, leave out linears of ModelOpt's dialect
+                whose fused projections have equal scales.
 
         Raises:
             ModelError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
@@ -153,7 +153,7 @@ class Fp8Checkpoint:
         added.
 
         Args:
-            name: of an FP8 weight.
+            name: the name of an FP8 weight.
             start: the first row.
             stop: the row after the last; None for all.
 
@@ -166,18 +166,18 @@ class Fp8Checkpoint:
         scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
         columns = weight.shape[-1]
         if scale.shape[-1] not in (1, columns):
-            scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
+            scale = scale.repeat_interleave(weight.scheme.block[1], -1)[..., :columns]
         limits = scale * (self.fmt.max * (1 + max(torch.finfo(stored).eps, 2.0**-20)))
         return limits.expand(scale.shape[0], *weight.shape[1:])
 
     def granularity(self, name: str) -> Granularity:
         """Give the granularity of the scales of the FP8 weight `name`."""
-        return self._find(name).granularity
+        return self._find(name).scheme.weights
 
     def weight_scale(self, name: str) -> torch.Tensor:
         """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
 
-        Where weights share a scale, it is the shared one, which `read` uses too.
+        If weights share a scale, it is the shared one, which `read` uses too.
 
         Raises:
             ModelError: `name` is not an FP8 weight, or its scale cannot be read.
@@ -192,8 +192,7 @@ class Fp8Checkpoint:
         Raises:
             ModelError: `name` is not an FP8 weight.
         """
-        self._find(name)
-        scheme = self._schemes[name]
+        scheme = self._find(name).scheme
         return Activation(
             kind=scheme.inputs,
             scale=self._input_scales.get(name),
@@ -211,7 +210,7 @@ class Fp8Checkpoint:
         self.close()
 
     def _refine(self, dialect: Fp8Dialect) -> Fp8Dialect:
-        scales = {each.scale_name: each.granularity for each in self._weights.values()}
+        scales = {each.scale_name: each.scheme.weights for each in self._weights.values()}
         for name in scales:
             if not any(dialect.gives_name(name, granularity) for granularity in Granularity):
                 fault = f"there is {name}, but quant_method is {dialect.method}"
@@ -233,7 +232,7 @@ class Fp8Checkpoint:
         scale = spread_scale(weight, self._read_scale(weight.scale_name))
         if scale.shape[0] > 1:
             scale = scale[start : start + codes.shape[0]]
-        values = dequantize(codes, scale, weight.block[1])
+        values = dequantize(codes, scale, weight.scheme.block[1])
         if not _is_finite(values):
             hint = "FP8 has codes for NaN; quantizers write them when a scale is wrong"
             path = self._checkpoint.file_of(name)
@@ -259,7 +258,7 @@ class Fp8Checkpoint:
         kept: dict[str, float] = {}
         for name, weight in self._weights.items():
             scale = self._read_scale(weight.scale_name)
-            if weight.granularity is Granularity.TENSOR and len(weight.shape) == 2:
+            if weight.scheme.weights is Granularity.TENSOR and len(weight.shape) == 2:
                 kept[name] = scale.item()
         return kept
 

@@ -69,7 +69,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
 
 
 def require_format(path: Path, config: Mapping[str, object]) -> None:
-    """Refuse a config.json where a group of weights has no format, its own or that of all.
+    """Refuse a config.json where a group of weights has no format, and the config has none either.
 
     vLLM 0.32.0 (run) and SGLang 0.5.23 (read) have no scheme for such weights; transformers does
     not ask for the format.
@@ -89,7 +89,7 @@ def require_format(path: Path, config: Mapping[str, object]) -> None:
 
 
 def _check(path: Path, config: Fields) -> None:
-    """Refuse what concerns no single linear, and stops vLLM.
+    """Refuse what stops vLLM, whatever the linears are.
 
     Raises:
         ModelError: the scheme of the KV cache is not FP8, or weights are sparse.
@@ -139,25 +139,25 @@ def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
     )
 
 
-def _make_quantizer(strategy: Config, *, dynamic: bool) -> Config:
-    """Make the arguments of one quantizer, as compressed-tensors spells them."""
-    return {**NUMBER, **strategy, "symmetric": True, "dynamic": dynamic}
+def _make_quantizer(strategy: str, *, dynamic: bool = False, **sizes: object) -> Config:
+    """Make the arguments of one FP8 quantizer, as compressed-tensors spells them."""
+    return {**NUMBER, "strategy": strategy, **sizes, "symmetric": True, "dynamic": dynamic}
 
 
 def _make_weight_quantizer(scheme: Scheme) -> Config:
     has_blocks = scheme.weights is Granularity.BLOCK
     sizes: Config = {"block_structure": list(scheme.block)} if has_blocks else {}
-    return _make_quantizer({"strategy": scheme.weights.value, **sizes}, dynamic=False)
+    return _make_quantizer(scheme.weights.value, dynamic=False, **sizes)
 
 
 def _make_input_quantizer(scheme: Scheme) -> Config | None:
     if scheme.inputs is InputScaling.NONE:
         return None
     if scheme.has_static_inputs:
-        return _make_quantizer({"strategy": "tensor"}, dynamic=False)
+        return _make_quantizer("tensor")
     has_groups = scheme.inputs is InputScaling.GROUP
     sizes: Config = {"group_size": GROUP_SIZE} if has_groups else {}
-    return _make_quantizer({"strategy": scheme.inputs.value, **sizes}, dynamic=True)
+    return _make_quantizer(scheme.inputs.value, dynamic=True, **sizes)
 
 
 def _name_format(scheme: Scheme) -> str:
@@ -175,7 +175,7 @@ def _make_group(targets: list[str], scheme: Scheme) -> Config:
 
 
 def _make_config(job: ConfigJob) -> Config:
-    """Make the config; its format is that of the first group, because TGI reads no other."""
+    """Make the config; its format is that of the first group, because TGI reads only that one."""
     groups = [_make_group(["Linear"], job.scheme)]
     for scheme, modules in job.groups.items():
         if scheme != job.scheme:
@@ -191,13 +191,8 @@ def _make_config(job: ConfigJob) -> Config:
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
     }
     if job.has_kv:
-        config["kv_cache_scheme"] = make_cache_scheme("tensor")
+        config["kv_cache_scheme"] = _make_quantizer("tensor")
     return config
-
-
-def make_cache_scheme(strategy: str) -> Config:
-    """Make the `kv_cache_scheme` of FP8 scales per `tensor` or `attn_head`."""
-    return _make_quantizer({"strategy": strategy}, dynamic=False)
 
 
 def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
@@ -207,16 +202,16 @@ def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
             f"{path}: config_groups is {config.get('config_groups')!a:.60}, and engines refuse it",
             hint="config_groups is an object of groups; restore the config of the quantized model",
         )
-    return {**config, "kv_cache_scheme": make_cache_scheme(strategy)}
+    return {**config, "kv_cache_scheme": _make_quantizer(strategy)}
 
 
 def _list_excluded(job: ConfigJob) -> list[str]:
-    """Name what is not quantized: `ConfigJob.excluded`, so that it matches under any prefix too.
+    """Name what is not quantized: `ConfigJob.excluded`, with matches under any prefix.
 
-    A tower or projector is one expression for all its linears; linears in numbered layers are
-    matched by the end of their paths too. Projections that engines join are named as one as well:
-    SGLang asks for `qkv_proj` where the model's class does not say what it joins. The expressions
-    have no quantifier after a bracket, because `check` does not evaluate such expressions.
+    A tower or projector has one expression for all its linears. Linears in numbered layers also
+    have an expression for the end of their paths. Projections that engines join are also named as
+    one: SGLang asks for `qkv_proj` if the model's class does not say what it joins. No expression
+    has a quantifier after a bracket, because `check` does not evaluate those.
     """
     joined = {name_fused_path(module) for module in job.quantized}
     names = [HEAD]
@@ -229,7 +224,7 @@ def _list_excluded(job: ConfigJob) -> list[str]:
 
 
 def _add_joined(paths: Iterable[str], quantized: Collection[str]) -> Iterator[str]:
-    """Add the weights that engines join linears into, but for those with a quantized part."""
+    """Add the weights that engines join linears into, except weights with a quantized part."""
     for path in paths:
         yield path
         whole = name_fused_path(path)

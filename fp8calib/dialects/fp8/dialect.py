@@ -40,10 +40,10 @@ class UnquantizedMatrix:
     tree: str = ""
     """The part of its path that names the tower or projector that holds it."""
     experts: tuple[str, ...] = ()
-    """For a stack of experts, the names of its linears in engines."""
+    """The names that engines give the linears of a stack of experts."""
     ends: tuple[str, ...] = ()
     """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
-    They match under any prefix an engine uses; the path of no quantized linear ends like them."""
+    They match under any prefix that an engine uses. No quantized linear's path has such an end."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class ConfigJob:
     """What a quantization config has to express."""
 
     scheme: Scheme
-    """Of all linears that are not in the group of another."""
+    """The scheme of all linears that are in no other group."""
     groups: Mapping[Scheme, Collection[str]]
     """The paths of the linears of each scheme, and of the weights that engines fuse them into."""
     unquantized: Sequence[UnquantizedMatrix]
@@ -73,7 +73,7 @@ class ConfigJob:
 
     @property
     def excluded(self) -> list[str]:
-        """Name the linears that have no scales, and the output head even where it is tied."""
+        """Name the linears that have no scales, and the output head even if it is tied."""
         names = (name for each in self.unquantized for name in (*each.linears, *each.renamed))
         return list(dict.fromkeys([HEAD, *names]))
 
@@ -88,7 +88,7 @@ class ConfigJob:
 
     @property
     def excluded_ends(self) -> list[str]:
-        """List the ends of their paths, for engines that give them another prefix."""
+        """List the ends of the paths of excluded linears, for engines with other prefixes."""
         return list(dict.fromkeys(end for each in self.unquantized for end in each.ends))
 
 
@@ -104,7 +104,7 @@ class Fp8Dialect:
     has_variants: bool = False
     """A method that begins with `method` is the dialect's too: `modelopt_mixed`."""
     own_file: str = ""
-    """The file that has its config where config.json has none."""
+    """The file that has its config if config.json has none."""
     make_finder: Callable[[Path, Fields], FindScheme]
     """Read a config; raise ModelError at any fault."""
     make_config: Callable[[ConfigJob], Config] | None = None
@@ -116,21 +116,21 @@ class Fp8Dialect:
     has_groups: bool = False
     """The config that is written can give linears different schemes."""
     scale_name: str = "weight_scale"
-    """Of a linear's weight."""
+    """The name of the scale of a linear's weight."""
     block_scale_name: str = "weight_scale"
-    """The same, where the weight has a scale per block."""
+    """The same for a weight that has a scale per block."""
     input_scale_name: str = "input_scale"
     scalar_shape: Shape = ()
-    """Of a scale that covers a whole tensor: a weight, an input, K or V."""
+    """The shape of a scale that covers a whole tensor: a weight, an input, K or V."""
     add_kv: Callable[[Path, Fields, str], Config] | None = None
     """Add the KV cache to a `quantization_config`, given its file and the strategy of the scales;
-    None where the config does not change. Raise ExportError where engines refuse the config."""
+    None if the config does not change. Raise ExportError if engines refuse the config."""
     add_kv_to_file: Callable[[Path, Fields, str], Config] | None = None
     """The same for the dialect's own file."""
     kv_strategies: Sequence[str] = ("tensor",)
     """The strategies that engines know for KV scales beside its weights: `tensor`, `attn_head`."""
     names_kv_by_projection: bool = False
-    """The scales of K and V are beside those of k_proj and v_proj, where there are such."""
+    """The scales of K and V are stored under k_proj and v_proj, if the model has these."""
 
     @property
     def schemes(self) -> list[str]:
@@ -138,7 +138,7 @@ class Fp8Dialect:
         return [name for name in SCHEMES if self.expressible is None or name in self.expressible]
 
     def has_method(self, method: object) -> bool:
-        """Tell whether a `quant_method` is that of its configs."""
+        """Tell whether its configs have this `quant_method`."""
         is_variant = self.has_variants and isinstance(method, str)
         return method == self.method or (is_variant and str(method).startswith(self.method))
 
@@ -153,7 +153,7 @@ class Fp8Dialect:
         return self.block_scale_name if granularity is Granularity.BLOCK else self.scale_name
 
     def gives_name(self, name: str, granularity: Granularity) -> bool:
-        """Tell whether it names a scale so; that of a stacked parameter `X` is `X_scale`."""
+        """Tell whether it gives a scale this name; a stacked parameter `X` has `X_scale`."""
         return name.endswith(self.name_scale(granularity).removeprefix("weight"))
 
     def shape_scale(self, shape: tuple[int, int], scheme: Scheme) -> Shape:

@@ -34,7 +34,7 @@ _PRODUCER = {"name": "fp8calib", "version": __version__}
 
 
 def read_algorithm(name: object) -> StoredScheme | None:
-    """Find the scheme of a ModelOpt `quant_algo`; None where it is not FP8."""
+    """Find the scheme of a ModelOpt `quant_algo`; None if it is not FP8."""
     found = _READ_ALGORITHMS.get(str(name).upper())
     if found is None:
         return None

@@ -36,12 +36,10 @@ class Pairing:
     """The FP8 weights of a checkpoint with their scales."""
 
     weights: Mapping[str, Fp8Weight]
-    schemes: Mapping[str, StoredScheme]
-    """The scheme in the config, by the weight's name."""
     fmt: Fp8Format
     zero_points: tuple[str, ...]
     others: Mapping[str, TensorEntry]
-    """All tensors but scales and zero points."""
+    """All tensors except scales and zero points."""
 
 
 def is_fp8_checkpoint(folder: Path) -> bool:
@@ -70,7 +68,7 @@ def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
     fmt = _find_format(checkpoint, names)
     schemes = {name: find_scheme(item.module) for name, item in names.items()}
     weights = {
-        name: _find_scales(checkpoint, name, item, schemes[name]) for name, item in names.items()
+        name: _pair_weight(checkpoint, name, item, schemes[name]) for name, item in names.items()
     }
     paired = {part for item in names.values() for part in item.all}
     _refuse_orphans(checkpoint, paired)
@@ -82,9 +80,7 @@ def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
     zero_points = tuple(
         part for item in names.values() for part in item.zero_points if part in checkpoint
     )
-    return Pairing(
-        weights=weights, schemes=schemes, fmt=fmt, zero_points=zero_points, others=others
-    )
+    return Pairing(weights=weights, fmt=fmt, zero_points=zero_points, others=others)
 
 
 def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -115,7 +111,7 @@ def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
     return WEIGHT_FORMATS[dtype]
 
 
-def _find_scales(
+def _pair_weight(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> Fp8Weight:
     scale_name = _find_one(checkpoint, name, names.scales)
@@ -124,21 +120,19 @@ def _find_scales(
         raise refusal(
             checkpoint.file_of(name), fault, hint=_explain_missing(checkpoint, names.scales)
         )
-    shape = checkpoint.tensors[name].shape
     _check_shape(checkpoint, name, scale_name, scheme)
     return Fp8Weight(
         name=name,
         module=names.module,
-        shape=shape,
+        shape=checkpoint.tensors[name].shape,
         scale_name=scale_name,
         input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
-        granularity=scheme.weights,
-        block=scheme.block,
+        scheme=scheme,
     )
 
 
 def _find_one(checkpoint: Checkpoint, name: str, candidates: Collection[str]) -> str | None:
-    """Find which of several names exists; None where none does."""
+    """Find the one of several names that exists; None if there is none."""
     found = [candidate for candidate in candidates if candidate in checkpoint]
     if len(found) > 1:
         fault = f"{name} has several scales: {', '.join(found)}"

@@ -43,7 +43,7 @@ class StoredScheme:
 
 
 FindScheme = Callable[[str], StoredScheme]
-"""From a linear's path to its scheme; raises ModelError where the config has none."""
+"""Gives a linear's scheme by its path; raises ModelError if the config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def contradiction(path: Path, fault: str) -> ContradictionError:
 
 
 def weight_contradiction(path: Path, module: str, says: str) -> ContradictionError:
-    """Make the error for a config by which the FP8 weight of `module` is not FP8."""
+    """Make the error for a config that says otherwise of the FP8 weight of `module`."""
     return contradiction(path, f"{module}: its weight is FP8, but {says}")
 
 
@@ -98,7 +98,7 @@ def read_list(path: Path, config: Fields, key: str) -> list[object]:
 
 
 def read_names(path: Path, config: Fields, key: str) -> list[str]:
-    """Read a list of modules from a config; engines stop at one that holds anything but texts."""
+    """Read a list of modules from a config; engines refuse a list of anything but strings."""
     value = config.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list of names")
@@ -147,7 +147,7 @@ def refuse_ignored(
         path: the config.
         module: the weight's linear.
         ignored: entries of the config's list: paths, or `re:` and an expression.
-        is_covered: takes the module and an entry, and tells whether the method matches them too.
+        is_covered: given the module and an entry, tells whether the method also matches them.
 
     Raises:
         ModelError: `module` is listed.

@@ -53,7 +53,7 @@ _QUARK_STRATEGIES = {
 
 
 def _read_spec(path: Path, module: str, spec: object) -> Arguments | None:
-    """Read Quark's spec of one tensor; None where the tensor is not quantized."""
+    """Read Quark's spec of one tensor; None if the tensor is not quantized."""
     fields = spec[0] if isinstance(spec, list) and len(spec) == 1 else spec
     if fields is None:
         return None
@@ -73,7 +73,7 @@ def _read_spec(path: Path, module: str, spec: object) -> Arguments | None:
 
 
 def names_outputs(config: Fields) -> bool:
-    """Tell whether Quark looks for `k_proj.output_scale`: its config quantizes these outputs.
+    """Tell whether Quark reads `k_proj.output_scale`: if its config quantizes these outputs.
 
     vLLM and SGLang read `self_attn.k_scale` whatever the config says, because every attention layer
     gets a KV cache method (their `quark.py`), and they do so in more architectures.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.dialects.fp8.autofp8 import AUTOFP8, FINEGRAINED
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -21,7 +22,7 @@ FP8_DIALECTS: dict[str, Fp8Dialect] = {
     dialect.name: dialect
     for dialect in (COMPRESSED_TENSORS, AUTOFP8, FINEGRAINED, MODELOPT, QUARK, FBGEMM)
 }
-"""By name; of those with one method, the first is the one that `load_finder` gives."""
+"""All dialects by name; of several with one method, `load_finder` gives the first."""
 
 
 def list_written() -> tuple[Fp8Dialect, ...]:
@@ -78,10 +79,9 @@ def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:
     section = next((section for _, section in find_quantization_configs(config)), None)
     owners = (each for each in dialects if each.own_file and (folder / each.own_file).is_file())
     if section is None and (owner := next(owners, None)) is not None:
-        from fp8calib.dialects.kv.config import load_object  # noqa: PLC0415 -- imports torch
-
         path = folder / owner.own_file
-        section = {**load_object(path), "quant_method": owner.method}
+        document = load_json_object(path, parse=parse_unique_keys)
+        section = {**document, "quant_method": owner.method}
     if section is None:
         hint = "engines learn from it how inputs are quantized; copy the checkpoint's config"
         raise refusal(path, "the weights are FP8, but there is no quantization_config", hint=hint)
@@ -103,7 +103,7 @@ def refine_dialect(dialect: Fp8Dialect, scales: Mapping[str, Granularity]) -> Fp
         scales: the granularities of the weights' scales, by the scales' names.
 
     Returns:
-        Another one, where a scale has a name that this one gives it and the first does not.
+        The dialect that gives a scale its name, if `dialect` does not; else `dialect`.
     """
     others = (each for each in FP8_DIALECTS.values() if each.method == dialect.method)
     unknown = [item for item in scales.items() if not dialect.gives_name(*item)]

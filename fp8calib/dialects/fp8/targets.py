@@ -11,16 +11,16 @@ from fp8calib.geometry.module_paths import split_expert
 _ANY = r"\d+"
 _EVERY = ".*"
 _MOST_NUMBERS = 100
-"""Of layers in one expression; `check` does not evaluate expressions of over 1000 characters."""
+"""The most layer numbers in one expression; `check` evaluates at most 1000 characters."""
 
 
 def make_targets(modules: Collection[str], others: Collection[str]) -> list[str]:
     """Make targets that match all of `modules` and none of `others`, the other quantized linears.
 
-    They are expressions for the ends of paths, because engines give models other prefixes. All
-    experts of a layer are in one of both, and match by the path before their projections: SGLang
+    Expressions match the ends of paths, because engines use other prefixes. All experts of a layer
+    are either in `modules` or in `others`. They match by the path before their projections: SGLang
     0.5.23 looks for `gate_proj` whatever the projections are called (`get_moe_scheme`). No
-    expression has a quantifier after a bracket, because `check` does not evaluate such.
+    expression has a quantifier after a bracket, because `check` does not evaluate those.
     """
     rivals = {".".join("0" if part == _ANY else part for part in _split(each)) for each in others}
     by_shape: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
@@ -38,7 +38,7 @@ def make_targets(modules: Collection[str], others: Collection[str]) -> list[str]
 
 
 def _split(module: str) -> tuple[str, ...]:
-    """Split a path into its parts; an expert's projection and number stand for all of them."""
+    """Split a path into its parts; for an expert, the last two match any number and projection."""
     expert = split_expert(module)
     return (*expert[0].split("."), _ANY, _EVERY) if expert else tuple(module.split("."))
 
@@ -49,8 +49,8 @@ def _find_ends(
     """Find the shortest ends that match these paths and no rival, as expressions for each part.
 
     Args:
-        shape: of all paths: their parts, with an expression for every number.
-        paths: their parts.
+        shape: the parts that all paths have, with an expression for every number.
+        paths: the parts of each path.
         rivals: paths that must not match.
     """
     number = shape.index(_ANY) if _ANY in shape else None

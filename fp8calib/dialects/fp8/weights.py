@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.registry import list_input_scale_names, list_scale_names
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.fp8.schemes import BLOCK, Granularity, count_blocks
+from fp8calib.fp8.schemes import Granularity, count_blocks
 from fp8calib.geometry.module_paths import name_fused_group, span_experts
 
 WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
@@ -27,7 +28,7 @@ _OUTPUT_SCALES = ("output_scale", "prob_output_scale")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weight:
-    """An FP8 weight and the names of its scales."""
+    """An FP8 weight, its scheme in the config, and the names of its scales."""
 
     name: str
     module: str
@@ -36,9 +37,7 @@ class Fp8Weight:
     """[out, in]; for stacked experts [experts, ., .]."""
     scale_name: str
     input_scale_name: str | None
-    granularity: Granularity
-    block: tuple[int, int] = BLOCK
-    """Rows and columns that share a scale, where the granularity is `BLOCK`."""
+    scheme: StoredScheme
 
     @property
     def fused_group(self) -> str:
@@ -47,7 +46,7 @@ class Fp8Weight:
 
     @property
     def input_group(self) -> str:
-        """Name what shares one static input scale: the fused group of all experts of a layer."""
+        """Name the group that shares one static input scale: fused, over all experts of a layer."""
         return span_experts(self.fused_group)
 
 
@@ -125,15 +124,15 @@ def list_scale_shapes(
 def spread_scale(weight: Fp8Weight, scale: torch.Tensor) -> torch.Tensor:
     """Reshape a stored fp32 scale to the axes of its weight.
 
-    The last axis has length 1, that of the weight, or the number of blocks; every other has length
-    1 or that of the weight.
+    The last axis has length 1, the weight's length, or the number of blocks; every other axis has
+    length 1 or the weight's length.
     """
     if scale.numel() == 1:
         return scale.reshape((1,) * len(weight.shape))
-    if weight.granularity is Granularity.BLOCK:
-        blocks = scale.reshape(count_blocks(weight.shape, weight.block))
-        num_rows = weight.shape[-2]
-        return blocks.repeat_interleave(min(weight.block[0], num_rows), dim=-2)[..., :num_rows, :]
+    if weight.scheme.weights is Granularity.BLOCK:
+        block, num_rows = weight.scheme.block, weight.shape[-2]
+        blocks = scale.reshape(count_blocks(weight.shape, block))
+        return blocks.repeat_interleave(min(block[0], num_rows), dim=-2)[..., :num_rows, :]
     if scale.dim() == 1:
         return scale.reshape(-1, *(1,) * (len(weight.shape) - 1))
     return scale
@@ -143,8 +142,8 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> 
     """Multiply codes by their scales in fp32; torch converts every FP8 code to its exact value.
 
     Args:
-        codes: of any FP8 dtype; some or all rows of a weight.
-        scale: from `spread_scale`, for these rows.
+        codes: some or all rows of a weight, of any FP8 dtype.
+        scale: the result of `spread_scale` for these rows.
         block_columns: columns of a block.
     """
     values = codes.to(torch.float32)

@@ -67,18 +67,9 @@ def read_quant_method(folder: Path) -> str | None:
     return method if isinstance(method, str) else ""
 
 
-def load_object(path: Path) -> dict[str, object]:
-    """Load a JSON object in which no key occurs twice.
-
-    Raises:
-        ModelError: the file cannot be read, or is not such an object.
-    """
-    return load_json_object(path, parse=parse_unique_keys)
-
-
 def _load(path: Path) -> dict[str, object] | None:
     refuse_external_link(path)
-    return load_object(path) if path.is_file() else None
+    return load_json_object(path, parse=parse_unique_keys) if path.is_file() else None
 
 
 def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -87,13 +78,13 @@ def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 def _check_model_type(path: Path, config: Mapping[str, object], geometry: ModelGeometry) -> None:
-    """Compare the model types, unless the config wraps that of the decoder."""
+    """Compare the model types, unless the config contains the decoder's config."""
     if not any(key.endswith("_config") and key != "quantization_config" for key in config):
         check_model_type(path, config.get("model_type"), geometry)
 
 
 def find_scheme_fault(scheme: object) -> str:
-    """Find by which entry a `kv_cache_scheme` of compressed-tensors is not one of an FP8 cache.
+    """Find an entry of compressed-tensors' `kv_cache_scheme` that rules out an FP8 cache.
 
     vLLM 0.32.0 `compressed_tensors/compressed_tensors.py` (validate_kv_cache_scheme), run.
     """
@@ -112,9 +103,9 @@ def find_scheme_fault(scheme: object) -> str:
 
 
 def check_scheme(path: Path, scheme: object) -> None:
-    """Refuse a `kv_cache_scheme` of compressed-tensors by which the cache is not FP8.
+    """Refuse a `kv_cache_scheme` of compressed-tensors that rules out an FP8 cache.
 
-    Missing entries count as right: only some engines need them.
+    Missing entries are accepted: only some engines need them.
 
     Raises:
         ModelError: naming the entry.

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from fp8calib.scales.scale_table import ScaleTable
 
 NO_CACHE_SCALE = 1.0
-"""For layers without K and V: readers require every layer's index."""
+"""The scale of layers without K and V: readers require every layer's index."""
 
 
-def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
+def list_layer_scales(table: ScaleTable, rank: int) -> dict[str, float]:
     """List the scale of every layer on `rank`, by the layer's index."""
     return {
         str(layer.index): table.kv(layer.attention, rank) if layer.attention else NO_CACHE_SCALE
@@ -31,7 +31,7 @@ def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
 def _write(job: WriteJob, path: Path) -> None:
     """Write one scale per layer, for k and v, and for each rank."""
     table = job.table
-    factors = {str(rank): list_kv_scales(table, rank) for rank in range(table.tp)}
+    factors = {str(rank): list_layer_scales(table, rank) for rank in range(table.tp)}
     kv_cache = {"dtype": table.fmt.dtype_name, "scaling_factor": factors}
     job.save_json(path, {"model_type": table.geometry.model_type, "kv_cache": kv_cache})
 

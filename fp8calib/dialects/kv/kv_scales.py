@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,21 +34,20 @@ def make_scale_tensors(
     table: ScaleTable,
     *,
     scalar_shape: tuple[int, ...] = (),
-    roles: tuple[Role, ...] = (Role.K, Role.V, Role.Q),
+    name: Callable[[Attention, Role], tuple[str, ...]] = name_scales,
 ) -> dict[str, torch.Tensor]:
     """Make the scale tensors of every layer that reads a KV cache, and of q if the table has it.
 
-    A per-tensor scale, which is that of the first rank, has the shape `scalar_shape`; per-head
-    scales are [heads, 1, 1].
+    A per-tensor scale is the scale of the first rank and has the shape `scalar_shape`; per-head
+    scales are [heads, 1, 1]. `name` gives the names of the tensors of a layer.
     """
     shape = (-1, 1, 1) if table.per_head else scalar_shape
     tensors: dict[str, torch.Tensor] = {}
     for _, attention in table.geometry.attentions():
-        for role in roles:
+        for role in (Role.K, Role.V, Role.Q):
             scale = table.scales.get(attention.site(role))
             if scale is not None:
-                values = scale.values[0].reshape(shape)
-                tensors |= dict.fromkeys(name_scales(attention, role), values)
+                tensors |= dict.fromkeys(name(attention, role), scale.values[0].reshape(shape))
     return tensors
 
 

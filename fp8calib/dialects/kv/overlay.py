@@ -1,11 +1,11 @@
 """`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
 
-The weights are unchanged. If the model is quantized already, its config is merged (`graft.py`).
-Otherwise the `quantization_config` has one group that matches no module: without any group,
-transformers fails on MoE models; without `ignore`, TGI looks for a target. The format is
-`naive-quantized` because TGI knows no float group in the format `dense`
+The weights are unchanged. If the model is quantized already, its config is merged
+(`quantized_model.py`). Otherwise the `quantization_config` has one group that matches no module:
+without any group, transformers fails on MoE models; without `ignore`, TGI looks for a target. The
+format is `naive-quantized` because TGI knows no float group in the format `dense`
 (`layers/compressed_tensors/loader.py`). `ignore` matches no attention layer of vLLM, because vLLM
-on TPUs gives an ignored one no scales (`IGNORED`).
+on TPUs gives an ignored layer no scales (`IGNORED`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import Dialect, WriteJob
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors
@@ -21,8 +21,6 @@ from fp8calib.fp8.formats import E4M3FN
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
-
-Strategy = Literal["tensor", "attn_head"]
 
 SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
@@ -44,7 +42,7 @@ def _write(job: WriteJob, folder: Path) -> None:
 
     The methods of quantization imply e4m3fn; another format is recorded in the scales' file.
     """
-    strategy: Strategy = "attn_head" if job.table.per_head else "tensor"
+    strategy = "attn_head" if job.table.per_head else "tensor"
     fmt = None if job.table.fmt is E4M3FN else job.table.fmt
     documents: dict[str, object] = {}
     updates: dict[str, object] = {"quantization_config": make_quantization_config(strategy)}
@@ -66,8 +64,11 @@ def list_unlisted(geometry: ModelGeometry, names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
 
 
-def make_quantization_config(strategy: Strategy) -> dict[str, object]:
-    """Make the `quantization_config` under which only the KV cache is quantized."""
+def make_quantization_config(strategy: str) -> dict[str, object]:
+    """Make the `quantization_config` of a model whose KV cache alone is quantized.
+
+    `strategy` is that of the scales: `tensor` or `attn_head`.
+    """
     number = {"num_bits": 8, "type": "float"}
     fixed = {"symmetric": True, "dynamic": False}
     return {

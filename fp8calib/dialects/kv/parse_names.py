@@ -22,7 +22,7 @@ RANK_FILE_MARK = "kv_cache_scaling_factor"
 
 @dataclass(frozen=True, slots=True)
 class ScaleName:
-    """A parsed tensor name; `path` is that of the attention module, as the file spells it."""
+    """A parsed tensor name; `path` is the attention module's path, as the file spells it."""
 
     full: str
     path: str
@@ -67,7 +67,7 @@ def parse_name(name: str) -> ScaleName | None:
 
 
 def is_probability_scale(name: str) -> bool:
-    """Tell whether a name is that of a scale of attention probabilities (Quark)."""
+    """Tell whether a name belongs to a scale of attention probabilities (Quark)."""
     return name.endswith((".prob_scale", ".prob_output_scale"))
 
 
@@ -118,14 +118,14 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
 
 def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:
     """Tell whether a module is in one of the draft layers after the model's own."""
-    index = _split(path.partition(".experts.")[0])[1]  # an expert's number is no layer's
+    index = _split(path.partition(".experts.")[0])[1]  # an expert's number is not a layer's
     first = len(geometry.layers)
     drafts = range(first, first + geometry.num_draft_layers)
     return 0 < len(index) < _MOST_DIGITS and int(index) in drafts
 
 
 def _split(path: str) -> tuple[str, str, str]:
-    """Split a path into that of the layers, the layer's index, and the path within the layer."""
+    """Split a path into the path of the layers, the layer's index, and the path in the layer."""
     match = _LAYER.fullmatch(path)
     return (match["root"] or "", match["index"], match["rest"]) if match else ("", "", path)
 
@@ -133,7 +133,7 @@ def _split(path: str) -> tuple[str, str, str]:
 def _choose_roots(
     path: Path, geometry: ModelGeometry, known: frozenset[str], names: Collection[ScaleName]
 ) -> frozenset[str]:
-    """Choose the paths of layers under which the names are those of this model."""
+    """Choose the paths of layers whose names belong to this model."""
     roots = dict.fromkeys(_split(name.path)[0] for name in names)
     fitting = _find_fitting(known, roots)
     if not fitting:

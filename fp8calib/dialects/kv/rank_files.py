@@ -16,12 +16,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles
 from fp8calib.dialects.kv.config import read_config
 from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
-from fp8calib.dialects.kv.validate import (
-    ONE_FILLS_BOTH,
-    check_precision,
-    check_scales,
-    join_ranks,
-)
+from fp8calib.dialects.kv.validate import check_precision, check_scales, join_ranks
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -33,7 +28,7 @@ _LAYER = re.compile(r"\d+", re.ASCII)
 def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry) -> ParsedScales:
     """Read the scales of rank files; each file holds every layer.
 
-    `found` is what the user named, and `files` those of its files that have scales. A single file
+    `found` is the place that the user named, and `files` are its files with scales. A single file
     needs no rank in its name.
 
     Raises:
@@ -54,15 +49,7 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
         raise refusal(
             place, fault, hint="config.json states the number of ranks; copy all rank files"
         )
-    values = join_ranks(place, geometry, ranks)
-    return ParsedScales(
-        values=values,
-        joint=frozenset(values),
-        tp=len(ranks),
-        fmt=config.fmt,
-        files=tuple(files),
-        notes=(ONE_FILLS_BOTH,),
-    )
+    return join_ranks(place, geometry, ranks, files=files, fmt=config.fmt)
 
 
 def list_tensor_names(path: Path) -> Collection[str]:
@@ -72,7 +59,7 @@ def list_tensor_names(path: Path) -> Collection[str]:
         ModelError: the file is damaged.
     """
     if path.suffix == ".npz":
-        return list_arrays(path)
+        return list_npz_arrays(path)
     return TensorFile(path).tensors
 
 
@@ -102,7 +89,7 @@ def _read_layers(path: Path) -> dict[int, torch.Tensor]:
 def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     names = [name for name in list_tensor_names(path) if RANK_FILE_MARK in name]
     if path.suffix == ".npz":
-        yield from ((name, read_number(path, name)) for name in names)
+        yield from ((name, read_npz_number(path, name)) for name in names)
         return
     with TensorFile(path) as file:
         for name in names:
@@ -133,7 +120,7 @@ _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _READ_HEADER = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-def list_arrays(path: Path) -> list[str]:
+def list_npz_arrays(path: Path) -> list[str]:
     """List the names of the arrays in an archive.
 
     Raises:
@@ -147,7 +134,7 @@ def list_arrays(path: Path) -> list[str]:
     return [name.removesuffix(".npy") for name in names]
 
 
-def read_number(path: Path, name: str) -> torch.Tensor:
+def read_npz_number(path: Path, name: str) -> torch.Tensor:
     """Read the one number of an array as fp32 0-dim.
 
     Raises:

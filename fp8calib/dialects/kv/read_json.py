@@ -10,7 +10,6 @@ import torch
 
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles
 from fp8calib.dialects.kv.validate import (
-    ONE_FILLS_BOTH,
     OTHER_MODEL,
     check_model_type,
     check_scales,
@@ -58,18 +57,10 @@ def read_json(
     check_model_type(path, document.get("model_type"), geometry)
     _check_counts(path, factors, geometry)
     ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
-    values = join_ranks(path, geometry, ranks)
-    return ParsedScales(
-        values=values,
-        joint=frozenset(values),
-        tp=len(ranks),
-        fmt=fmt,
-        origin=parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
-        if JSON_ORIGIN_KEY in document
-        else None,
-        files=(path,),
-        notes=(ONE_FILLS_BOTH,),
-    )
+    origin = None
+    if JSON_ORIGIN_KEY in document:
+        origin = parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
+    return join_ranks(path, geometry, ranks, files=[path], fmt=fmt, origin=origin)
 
 
 def _number_ranks(path: Path, factors: Mapping[str, object], prefix: str) -> dict[str, int]:

@@ -174,7 +174,7 @@ def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
 def _merge(
     place: Path, scales: Sequence[tuple[Attention, _Stored]]
 ) -> tuple[dict[Site, torch.Tensor], frozenset[Site]]:
-    """Merge the spellings of each scale; list the sites without any but `kv_scale`."""
+    """Merge the spellings of each scale; list the sites that have only `kv_scale`."""
     merged: dict[Site, _Stored] = {}
     singles: dict[Site, _Stored] = {}
     for attention, stored in scales:
@@ -224,7 +224,7 @@ def _check_complete(
 
 
 def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]) -> None:
-    """Check that shared layers have both scales or none, and q is in all layers or none."""
+    """Check that shared layers have both scales or none, and that all layers have q or none."""
     attentions = list(geometry.attentions())
     halves = [
         layer.index

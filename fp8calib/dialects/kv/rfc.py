@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles, WriteJob
-from fp8calib.dialects.kv.json import VLLM_JSON, list_kv_scales
+from fp8calib.dialects.kv.json import VLLM_JSON, list_layer_scales
 from fp8calib.geometry.sites import Role, Site
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _RANK = "rank"
 def _write(job: WriteJob, path: Path) -> None:
     """Write KV, MLP and attention scales for each rank, as far as they are known."""
     kv, linears = job.table, job.linears
-    factors = {f"{_RANK}{rank}": list_kv_scales(kv, rank) for rank in range(kv.tp)}
+    factors = {f"{_RANK}{rank}": list_layer_scales(kv, rank) for rank in range(kv.tp)}
     sections: tuple[Section, ...] = ("mlp", "attention")
     document: dict[str, object] = {
         "model_type": kv.geometry.model_type,

@@ -11,9 +11,11 @@ import torch
 from fp8calib.dialects.dialect import ParsedScales
 from fp8calib.dialects.refusals import name_layers, refusal
 from fp8calib.errors import ModelError, cut_list
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.scale_table import SMALLEST_SCALE
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times the smallest fp16 number."""
@@ -71,20 +73,35 @@ def missing_layers(path: Path, missing: Sequence[int], *, of: int) -> ModelError
 
 
 def join_ranks(
-    path: Path, geometry: ModelGeometry, ranks: Mapping[int, Mapping[int, torch.Tensor]]
-) -> dict[Site, torch.Tensor]:
+    path: Path,
+    geometry: ModelGeometry,
+    ranks: Mapping[int, Mapping[int, torch.Tensor]],
+    *,
+    files: Sequence[Path],
+    fmt: Fp8Format | None,
+    origin: CalibrationOrigin | None = None,
+) -> ParsedScales:
     """Join one scale per rank and layer into [tp] for k and v of every layer.
 
     `ranks` maps rank -> layer index -> fp32 0-dim; layers without a KV cache are left out.
     """
     _check_ranks(path, ranks)
     _check_layers(path, geometry, ranks[0])
-    return {
+    values = {
         attention.site(role): torch.stack([ranks[rank][layer.index] for rank in range(len(ranks))])
         for layer, attention in geometry.attentions()
         if layer.index in ranks[0]
         for role in KV_ROLES
     }
+    return ParsedScales(
+        values=values,
+        joint=frozenset(values),
+        tp=len(ranks),
+        fmt=fmt,
+        origin=origin,
+        files=tuple(files),
+        notes=(ONE_FILLS_BOTH,),
+    )
 
 
 def fill_shared(

@@ -148,10 +148,10 @@ def _describe_weights(folder: Path) -> str:
     with Checkpoint.open(folder) as checkpoint:
         try:
             config = load_json_object(folder / CONFIG_NAME)
-            schemes = pair_tensors(checkpoint, load_finder(folder, config)[1]).schemes
+            weights = pair_tensors(checkpoint, load_finder(folder, config)[1]).weights
         except ModelError:  # `check`, whose verdict is in the card, says what is wrong
             return "FP8 weights"
-    counts = Counter(map(_describe_scheme, schemes.values()))
+    counts = Counter(_describe_scheme(weight.scheme) for weight in weights.values())
     if len(counts) == 1:
         return f"FP8 weights ({next(iter(counts))})"
     parts = (f"{count} linears {scheme}" for scheme, count in counts.most_common())

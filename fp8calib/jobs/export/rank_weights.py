@@ -63,16 +63,7 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
         ExportError: a scale cannot be computed.
     """
     is_int4 = is_int4_source(source)
-    skeleton = build_skeleton(
-        open_source(
-            str(source.folder),
-            revision=None,
-            trust_remote_code=False,
-            if_quantized=None
-            if is_int4
-            else "--model must be the unquantized model that was calibrated",
-        )
-    )
+    skeleton = build_skeleton(open_source(str(source.folder)))
     tables = {tp: _compute_scales(stats, recipe, tp) for tp in dict.fromkeys(recipe.tp)}
     if not is_int4:
         weights = WeightSource(skeleton, source)

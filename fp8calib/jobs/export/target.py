@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.dialect import NO_GRAFT, Graft
-from fp8calib.dialects.graft import QuantizedModel, find_quantized
+from fp8calib.dialects.dialect import NO_ATTACHMENT, Attachment
 from fp8calib.dialects.metadata import describe_attention, explain_other_attention
+from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.model_geometry import find_difference
-from fp8calib.jobs.export.graft import GraftOptions, describe_graft, relate_to_quantized
+from fp8calib.jobs.export.attachment import (
+    AttachmentOptions,
+    describe_attachment,
+    relate_to_quantized,
+)
 from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
@@ -33,7 +37,7 @@ class ExportTask:
     """The model as the user named it."""
     out: Path
     with_weights: bool
-    graft: GraftOptions
+    attachment: AttachmentOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +48,13 @@ class ExportTarget:
     """None without --model."""
     stats: CalibrationStats
     """For a quantized model, with its own names of tensors."""
-    graft: Graft = NO_GRAFT
+    attachment: Attachment = NO_ATTACHMENT
     quantized: QuantizedModel | None = None
 
     def describe(self) -> Iterator[str]:
         """Describe what a user should know about how the scales are added."""
         if self.source is not None:
-            yield from describe_graft(self.graft, self.source, self.stats.geometry)
+            yield from describe_attachment(self.attachment, self.source, self.stats.geometry)
 
 
 @contextmanager
@@ -61,7 +65,7 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTar
         UsageError: options are of no use, or contradict the model.
         ModelError: the model cannot be read, or is another one.
     """
-    options = task.graft
+    options = task.attachment
     if task.model is None:
         options.refuse()
         yield ExportTarget(source=None, stats=stats)
@@ -79,15 +83,15 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTar
             if task.with_weights:
                 check_unquantized(checkpoint)
             check_stats_model(stats, checkpoint)
-            graft = Graft(replaces_scales=options.replaces_scales)
-            yield ExportTarget(source=checkpoint, stats=stats, graft=graft)
+            attachment = Attachment(replaces_scales=options.replaces_scales)
+            yield ExportTarget(source=checkpoint, stats=stats, attachment=attachment)
             return
         stats = _adopt_names(stats, checkpoint)
         yield ExportTarget(
             source=checkpoint,
             stats=stats,
             quantized=quantized,
-            graft=relate_to_quantized(
+            attachment=relate_to_quantized(
                 task.stats_name,
                 stats.origin,
                 checkpoint,

@@ -28,7 +28,7 @@ from fp8calib.jobs.quantization.planned import (
 from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_schemes
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.recipe_options import apply_request, resolve_text
-from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
+from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.memory import choose_calibration_mode
 from fp8calib.jobs.resumable.rounding import (
     check_rounding_data,
@@ -91,18 +91,27 @@ def open_gptq(task: QuantizeTask) -> Iterator[GptqJob]:
         DataError: the text cannot be read.
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
-    with _open_job(task) as job:
+    request = task.request
+    placement = place(
+        replace(request, device=choose_rank_device(request.device, task.process_rank))
+    )
+    placement.check()
+    folder = find_folder(task.model, request.revision)
+    with Checkpoint.open(folder, require_config=True) as checkpoint:
+        check_unquantized(checkpoint)
+        selection = select_linears(checkpoint, task.asked)
+        recipe, rows = resolve_text(_make_recipe(task), request.data)
+        job = _make_job(task, checkpoint, recipe, placement)
+        job = replace(job, plan=plan_recipe_text(job, recipe, rows, tokenizer=request.tokenizer))
+        check_rounding_data(job.plan)
         for text in job.plan.warnings if job.plan else ():
             task.reporter.warn(text)
         if task.stats is not None:
-            check_stats_model(task.stats, job.checkpoint)
-        selection = select_matrices(job, task.asked)
-        if task.stats is None:
+            check_stats_model(task.stats, checkpoint)
+        else:
             _check_measured(job, split_static(task.asked, selection)[0])
         expected = _plan_checkpoint(job, task.asked, selection, task.stats, None)
-        if not task.request.allow_unservable and (
-            note := require_servable(expected, job.checkpoint.folder)
-        ):
+        if not request.allow_unservable and (note := require_servable(expected, folder)):
             task.reporter.warn(note)
         yield GptqJob(task=task, job=job, selection=selection, expected=expected)
 
@@ -169,23 +178,6 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
 # --- before the run -------------------------------------------------------------------------------
 
 
-@contextmanager
-def _open_job(task: QuantizeTask) -> Iterator[ResumableJob]:
-    device = choose_rank_device(task.request.device, task.process_rank)
-    placement = place(replace(task.request, device=device))
-    placement.check()
-    folder = find_folder(task.model, task.request.revision)
-    with Checkpoint.open(folder, require_config=True) as checkpoint:
-        check_unquantized(checkpoint)
-        select_linears(checkpoint, task.asked)
-        recipe, rows = resolve_text(_make_recipe(task), task.request.data)
-        job = _make_job(task, checkpoint, recipe, placement)
-        plan = plan_recipe_text(job, recipe, rows, tokenizer=task.request.tokenizer)
-        job = replace(job, plan=plan)
-        check_rounding_data(job.plan)
-        yield job
-
-
 def _make_job(
     task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, placement: Placement
 ) -> ResumableJob:
@@ -203,7 +195,6 @@ def _make_job(
             task.model,
             revision=request.revision,
             trust_remote_code=request.trust_remote_code,
-            if_quantized=None,
         )
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         check_runnable(prepared.model)

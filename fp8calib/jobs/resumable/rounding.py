@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
-from fp8calib.quantization.gptq.core import DAMPING
+from fp8calib.quantization.gptq.core import DAMPING, SCALE_STEPS, searches_scales
 from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.quantization.gptq.input_map import map_inputs
-from fp8calib.quantization.gptq.layer_rounding import (
-    LayerRounding,
-    estimate_rounding_bytes,
-    estimate_rounding_s,
-)
-from fp8calib.quantization.gptq.scale_search import STEPS, searches_scales
+from fp8calib.quantization.gptq.layer_rounding import LayerRounding, RoundingTask
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.run.distributed.group import ProcessGroup
@@ -33,7 +26,7 @@ from fp8calib.selection.select import Selection
 _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 _SMALLEST = "the smallest that saturate nothing"
-_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {STEPS} for each row"
+_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {SCALE_STEPS} for each row"
 
 
 def check_rounding_data(plan: DataPlan | None) -> None:
@@ -51,21 +44,32 @@ def check_rounding_data(plan: DataPlan | None) -> None:
         )
 
 
+def find_rounding(job: ResumableJob) -> RoundingTask | None:
+    """Find the weights that a job rounds; None if it rounds nothing."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return None
+    matrices = select_matrices(job, job.quantization).quantized
+    return RoundingTask(
+        settings=job.quantization, matrices=matrices, inputs=map_inputs(job.prepared, matrices)
+    )
+
+
 def open_rounding(
-    job: ResumableJob, settings: PlanSettings, folder: Path, group: ProcessGroup | None
-) -> LayerRounding:
-    """Make what rounds the weights of each layer, into the working folder of the run.
+    job: ResumableJob, folder: Path, group: ProcessGroup | None
+) -> LayerRounding | None:
+    """Make what rounds the weights of each layer into the working folder of a run.
 
     Raises:
         ExportError: the disk cannot hold the codes.
     """
-    matrices = select_matrices(job, settings).quantized
+    task = find_rounding(job)
+    if task is None:
+        return None
     codes = RoundedCodes(folder / _CODES)
     if group is None or group.is_first:
-        require_free_space(folder, count_code_bytes(matrices))
-        codes.begin(_list_options(settings))
-    inputs = map_inputs(job.prepared, matrices)
-    return LayerRounding(job.checkpoint, matrices, settings, inputs, codes, group=group)
+        require_free_space(folder, count_code_bytes(task.matrices))
+        codes.begin(_list_options(task.settings))
+    return LayerRounding(job.checkpoint, task, codes, group=group)
 
 
 def check_same_rounding(job: ResumableJob, folder: Path) -> None:
@@ -93,40 +97,18 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
         "ignore": sorted(settings.ignore),
         "damping": DAMPING,
         "length_power": LENGTH_POWER,
-        "scale_steps": STEPS,
+        "scale_steps": SCALE_STEPS,
     }
 
 
-def make_rounding_probe(job: ResumableJob) -> LayerRounding | None:
-    """Make what only collects Hessians, to measure a layer; None where nothing is rounded."""
-    if job.quantization is None or not job.rounds_by_gptq:
-        return None
-    matrices = select_matrices(job, job.quantization).quantized
-    inputs = map_inputs(job.prepared, matrices)
-    nowhere = RoundedCodes(job.folder / _CODES)
-    return LayerRounding(job.checkpoint, matrices, job.quantization, inputs, nowhere)
+def make_rounding_probe(job: ResumableJob, task: RoundingTask) -> LayerRounding:
+    """Make what collects the Hessians of a layer, to measure their cost; it writes nothing."""
+    return LayerRounding(job.checkpoint, task, RoundedCodes(job.folder / _CODES))
 
 
-def count_code_bytes(matrices: Sequence[Matrix]) -> int:
+def count_code_bytes(matrices: Collection[Matrix]) -> int:
     """Count the bytes of the codes of weights, which the disk holds twice until the end."""
     return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
-
-
-def plan_rounding(job: ResumableJob) -> Mapping[str, int]:
-    """Estimate the memory that rounding needs beside the batches; nothing if it does not round."""
-    if job.quantization is None or not job.rounds_by_gptq:
-        return {}
-    matrices = select_matrices(job, job.quantization).quantized
-    return {"rounding": estimate_rounding_bytes(matrices, map_inputs(job.prepared, matrices))}
-
-
-def expect_rounding_s(job: ResumableJob) -> float:
-    """Estimate the seconds that rounding takes after the batches; 0 if the job does not round."""
-    if job.quantization is None or not job.rounds_by_gptq:
-        return 0.0
-    matrices = select_matrices(job, job.quantization).quantized
-    inputs = map_inputs(job.prepared, matrices)
-    return estimate_rounding_s(matrices, inputs, torch.device(job.device))
 
 
 @contextmanager

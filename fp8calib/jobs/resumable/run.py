@@ -58,9 +58,7 @@ def run_job(
         progress.say(_describe_group(group))
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
-    rounding = None
-    if job.rounds_by_gptq and job.quantization is not None and work is not None:
-        rounding = open_rounding(job, job.quantization, work.path, group)
+    rounding = None if work is None else open_rounding(job, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
             load_prepared(job, mode, progress),

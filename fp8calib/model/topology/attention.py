@@ -74,7 +74,7 @@ def _layer_type(config: Any, index: int) -> str | None:
 
 
 def _cacheless_mixer(search: GeometrySearch, block: nn.Module) -> str:
-    """Find the class of a mixer without K and V; the family's name decides where no class does."""
+    """Find the class of a mixer without K and V, first by class names without the family's name."""
     for name_of in (search.class_name, lambda module: type(module).__name__):
         for module in block.modules():
             if any(part in name_of(module).lower() for part in CACHELESS_MIXERS):

@@ -16,14 +16,14 @@ from fp8calib.errors import Fp8CalibError, ModelError, first_line
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.topology.attention import find_mixer
 from fp8calib.model.topology.linears import find_linears
-from fp8calib.model.topology.search import GeometrySearch, UnobservedWeight
+from fp8calib.model.topology.search import GeometrySearch
 
 
 def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """Find the module that computes the last hidden state from tokens, with its path.
 
     Raises:
-        ModelError: the decoder that the model names is not one of its modules.
+        ModelError: the model's `get_decoder()` is not one of its modules.
     """
     decoder = _without_head(model.get_decoder())
     for name, module in model.named_modules():
@@ -41,16 +41,17 @@ def _without_head(decoder: nn.Module) -> nn.Module:
 
 def find_geometry(
     model: PreTrainedModel, checkpoint_names: Mapping[str, str], *, checkpoint_dtype: str
-) -> tuple[ModelGeometry, tuple[UnobservedWeight, ...]]:
+) -> tuple[ModelGeometry, Mapping[str, str]]:
     """Describe the decoder layers of `model`.
 
     Args:
         model: the model, with or without weights (meta tensors suffice).
-        checkpoint_names: parameter -> name of its tensor, where it is one whole tensor.
+        checkpoint_names: parameter -> name of its tensor, if it is one whole tensor.
         checkpoint_dtype: the dtype of the stored weights, such as `bfloat16`.
 
     Returns:
-        The geometry, and the weights in decoder layers that calibration cannot observe.
+        The geometry, and the modules in decoder layers whose weights calibration cannot observe,
+        with the reason.
 
     Raises:
         ModelError: there are no decoder layers, a layer has neither attention nor a known other
@@ -84,7 +85,7 @@ def find_geometry(
         layers=tuple(layers),
         num_draft_layers=_count_draft_layers(config),
     )
-    return geometry, tuple(search.unobserved)
+    return geometry, search.unobserved
 
 
 def _count_draft_layers(config: Any) -> int:
@@ -102,7 +103,7 @@ def _find_layers(search: GeometrySearch, prefix: str, decoder: nn.Module) -> lis
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Find the list of the decoder layers; lists inside the elements of a list are not meant."""
+    """Find the list of the decoder layers; lists inside the elements of a list do not count."""
     lists: list[str] = []
     for name, module in decoder.named_modules():
         if not isinstance(module, nn.ModuleList) or name.startswith(tuple(lists)):

@@ -1,4 +1,4 @@
-"""How projections are sharded, by name, and how fused weights are laid out, by family.
+"""State how projections are sharded, by name, and how fused weights are laid out, by family.
 
 The facts are from transformers' modeling files. The order of rows in a fused q/k/v weight differs
 between families and cannot be derived from its shape.
@@ -51,7 +51,7 @@ CACHELESS_MIXERS = (
 )
 """Substrings of lower-case class names of token mixers that have a state instead of K and V.
 
-A family's own name is not searched: KimiLinearAttention and RecurrentGemmaAttention cache both.
+A family's own name is not searched: KimiLinearAttention and RecurrentGemmaAttention cache K and V.
 """
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
@@ -92,7 +92,7 @@ def contiguous_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Pa
 
 
 def grouped_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
-    """Describe [q heads; k; v] per KV head; with one q head each it is GPT-NeoX's layout."""
+    """Describe [q heads; k; v] per KV head; with one q head per KV head it is GPT-NeoX's layout."""
     num_q = num_heads // num_kv_heads
     parts = (("q_proj", num_q, 0), ("k_proj", 1, num_q), ("v_proj", 1, num_q + 1))
     return tuple(

@@ -24,7 +24,6 @@ from fp8calib.model.topology.layouts import (
 )
 from fp8calib.model.topology.search import (
     GeometrySearch,
-    UnobservedWeight,
     is_linear,
     is_matrix,
     linear_features,
@@ -49,11 +48,11 @@ def find_linears(
         elif is_linear(module):
             yield _linear(search, attention, path, name, module)
         elif why := _explain_unobservable(module, search.config.hidden_size):
-            search.unobserved.append(UnobservedWeight(module=full, why=why))
+            search.unobserved[full] = why
 
 
 def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
-    """Whether it may hold stacked experts (3-D, or 2-D with all rows): no router or norm."""
+    """Tell whether it may hold stacked experts (3-D, or 2-D with all rows), unlike a router."""
     return is_matrix(parameter) and (parameter.dim() >= 3 or min(parameter.shape) >= hidden_size)
 
 
@@ -140,7 +139,7 @@ def _fused_qkv(search: GeometrySearch, attention: Attention, suffix: str) -> tup
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers runs this module by its experts interface."""
+    """Tell whether transformers runs this module by its experts interface."""
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "down_proj"))
 
 
@@ -175,7 +174,7 @@ def expert_block(intermediate: int) -> int:
     """Choose how many channels share one stored amax per expert.
 
     The number of blocks divides the intermediate size and is at most 256. Of these numbers, the one
-    that most tensor-parallel degrees divide is chosen, and of several the largest.
+    that most tensor-parallel degrees divide is chosen; of several such, the largest.
     """
     counts = [
         n for n in range(1, min(intermediate, MAX_EXPERT_BLOCKS) + 1) if intermediate % n == 0

@@ -10,32 +10,25 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnobservedWeight:
-    """A weight of a decoder layer that no hook can observe, and why."""
-
-    module: str
-    why: str
-
-
 @dataclass(slots=True, kw_only=True)
 class GeometrySearch:
-    """What is known about the model, and the weights found so far that cannot be observed."""
+    """The known facts about the model, and the weights found so far that cannot be observed."""
 
     config: Any
     """The config of the text decoder."""
     checkpoint_names: Mapping[str, str]
     family: str = ""
-    """What the names of the model's classes begin with, such as `KimiLinear`."""
-    unobserved: list[UnobservedWeight] = field(default_factory=list)
+    """The prefix of the names of the model's classes, such as `KimiLinear`."""
+    unobserved: dict[str, str] = field(default_factory=dict)
+    """Paths of modules whose weights no hook can observe, with the reason."""
 
     def class_name(self, module: nn.Module) -> str:
-        """Give the name of a module's class without that of its family."""
+        """Give the name of a module's class without the name of its family."""
         return type(module).__name__.removeprefix(self.family)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear projection: nn.Linear, or GPT-2's Conv1D."""
+    """Tell whether the module is a linear projection: nn.Linear, or GPT-2's Conv1D."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
@@ -47,10 +40,10 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the module's weight is stored [in, out]."""
+    """Tell whether the module's weight is stored [in, out]."""
     return isinstance(module, Conv1D)
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether at least two of its dimensions hold more than one element."""
+    """Tell whether at least two of its dimensions hold more than one element."""
     return sum(size > 1 for size in parameter.shape) > 1

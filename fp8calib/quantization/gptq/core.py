@@ -1,8 +1,12 @@
-"""Round weights to e4m3fn so that later columns make up for the errors of earlier ones.
+"""Round weights to e4m3fn so that later columns compensate for the errors of earlier ones.
 
 GPTQ (Frantar et al., arXiv 2210.17323): a column is rounded, then the columns not yet rounded move
 so that the output error, weighted by the Hessian H of the inputs, is smallest. Arrays in, arrays
 out; no model.
+
+The scale of a row may be up to twice the smallest one that saturates nothing. Floats of 3 mantissa
+bits step by 1/8 of a number just above a power of two, and by 1/15 of one just below the next; a
+larger scale can move the large numbers of a row to where the steps are small.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Granularity, Scheme
 
 DAMPING = 0.01
+SCALE_STEPS = 8
+"""The number of scales that are tried; each is 2^(1/8) times the one before."""
 _RAISE = 10.0
 """The factor by which damping grows until the Hessian can be factorised."""
 _MAX = E4M3FN.max
@@ -27,26 +35,24 @@ class HessianFactor:
     """A Hessian, prepared to round any weight that reads its inputs."""
 
     order: torch.Tensor
-    """The inputs in the order in which their columns are rounded: int64 [in]."""
+    """The inputs, in the order of rounding their columns: int64 [in]."""
     upper: torch.Tensor
     """U with U^T U = H^-1, inputs in `order`, upper triangular: float64 [in, in]."""
     damping: float
-    """What was added to the diagonal, as a share of its mean; more than asked for where H was not
+    """The share of its mean that was added to the diagonal; more than asked for if H was not
     positive definite."""
 
 
-def factorise(
-    hessian: torch.Tensor, *, damping: float = DAMPING, by_diagonal: bool = True
-) -> HessianFactor:
+def factorise(hessian: torch.Tensor, *, damping: float = DAMPING) -> HessianFactor:
     """Prepare a Hessian [in, in] for `round_compensated`, in float64.
+
+    Columns are rounded by falling diagonal. Inputs that were always zero cause no error; their
+    columns are rounded to nearest.
 
     Args:
         hessian: the weighted sum of x x^T over inputs x, finite.
-        damping: share of the mean of the diagonal that is added to it. Where the sum is not
-            positive definite, ten times as much is tried, and so on.
-        by_diagonal: round columns by falling diagonal; otherwise in their own order.
-
-    Inputs that were always zero have no part in any error; their columns are rounded to nearest.
+        damping: share of the mean of the diagonal that is added to it. While the sum is not
+            positive definite, ten times as much is tried.
 
     Raises:
         ValueError: the Hessian is not finite.
@@ -55,9 +61,7 @@ def factorise(
     mean = float(diagonal.mean())
     if not math.isfinite(mean):
         raise ValueError("the Hessian is not finite")
-    order = torch.arange(len(diagonal), device=hessian.device)
-    if by_diagonal:
-        order = torch.argsort(diagonal, descending=True, stable=True)
+    order = torch.argsort(diagonal, descending=True, stable=True)
     eye = torch.eye(len(diagonal), dtype=torch.float64, device=hessian.device)
     if mean <= 0:
         return HessianFactor(order=order, upper=eye, damping=damping)
@@ -83,7 +87,7 @@ def round_compensated(
     Args:
         weight: finite. It is computed in float32, or in float64 if that is its dtype.
         scale: multiplies codes to dequantize; broadcasts to [out, in].
-        factor: from `factorise`, with the same inputs.
+        factor: the result of `factorise` for the same inputs.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.T.to(dtype)[factor.order].contiguous()
@@ -109,7 +113,7 @@ class _Rounding:
         self._diagonal = upper.diagonal().tolist()
 
     def run(self, start: int, stop: int) -> None:
-        """Round columns `start` to `stop`; the errors of all before are applied to them."""
+        """Round columns `start` to `stop`, to which all earlier errors have been applied."""
         if stop - start <= _LEAF:
             for index in range(start, stop):
                 self._round(index, stop)
@@ -133,3 +137,41 @@ class _Rounding:
 def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
     """Compute tr(D H D^T), the squared output error of a change D [out, in], in the dtype of D."""
     return float((difference @ hessian.to(difference.dtype)).mul_(difference).sum())
+
+
+def searches_scales(scheme: Scheme) -> bool:
+    """Tell whether each row of a weight has its own scale, which engines use unchanged.
+
+    A scale per tensor is shared by the weights that engines fuse, and covers too many numbers.
+    vLLM's DeepGEMM rounds scales of blocks to powers of two, which undoes the choice.
+    """
+    return scheme.weights is Granularity.CHANNEL
+
+
+def search_scales(
+    weight: torch.Tensor, scales: torch.Tensor, importance: torch.Tensor
+) -> torch.Tensor:
+    """Find the scales with the least squared error of rounding to nearest: fp32 [R].
+
+    Args:
+        weight: [R, C].
+        scales: the smallest that saturate nothing: fp32 [R].
+        importance: the factor on the errors of each column: fp32 [C].
+    """
+    wide = weight.to(torch.float32)
+    best, least = scales, _sum_errors(wide, scales, importance)
+    for step in range(1, SCALE_STEPS):
+        tried = scales * 2 ** (step / SCALE_STEPS)
+        errors = _sum_errors(wide, tried, importance)
+        best = torch.where(errors < least, tried, best)
+        least = torch.minimum(errors, least)
+    return best
+
+
+def _sum_errors(
+    weight: torch.Tensor, scales: torch.Tensor, importance: torch.Tensor
+) -> torch.Tensor:
+    """Sum the squared errors of each row: fp32 [R]."""
+    spread = scales.unsqueeze(1)
+    errors = round_to_format_(weight / spread, E4M3FN).mul_(spread).sub_(weight)
+    return errors.square_() @ importance

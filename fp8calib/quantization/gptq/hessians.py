@@ -1,4 +1,4 @@
-"""Sum up the Hessians of linears' inputs, batch by batch: of used tokens, and of held-back ones."""
+"""Sum up the Hessians of linears' inputs, batch by batch, apart for used and held-back tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
 
 HELD_EVERY = 8
-"""Every such sequence is held back: the error of a rounding is measured on it."""
+"""One sequence of this many is held back, to measure the error of a rounding on it."""
 LENGTH_POWER = 0.25
-"""Tokens enter a Hessian with this power of their length: 0 makes them units, 1 leaves them."""
+"""Tokens enter a Hessian with this power of their length; 0 would make all lengths 1."""
 _BLOCK = 192
 """Rows of a Hessian that are added at once, from the diagonal on."""
 _REMEMBERED = 4
@@ -26,7 +26,7 @@ def weigh_tokens(rows: torch.Tensor) -> torch.Tensor:
     """Weigh tokens [N, C] before they enter a Hessian: the factors [N, 1] that shrink lengths.
 
     A length becomes its fourth root. The first token of a sequence can be a thousand times as long
-    as the others, and would be all that the Hessian is made of.
+    as other tokens, and would dominate the Hessian.
     """
     lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return lengths.clamp_min(torch.finfo(rows.dtype).tiny).pow(LENGTH_POWER - 1)
@@ -82,7 +82,7 @@ class LayerHessians:
     """The Hessians of a layer's inputs."""
 
     sums: dict[str, HessianSums] = field(default_factory=dict)
-    """By input: the path of the first linear that reads it, or `expert_key`."""
+    """Input -> its sums. An input is named by its first linear, or by `expert_key`."""
     owners: dict[str, str] = field(default_factory=dict)
     """Linear -> input."""
     changing: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ class LayerHessians:
 
 
 class HessianCollector:
-    """Receives the inputs of linears, and sums up their Hessians; linears share equal inputs."""
+    """Receives the inputs of linears, and sums up a Hessian for each distinct input."""
 
     def __init__(self, wanted: Collection[str]) -> None:
         """Collect for linears and modules of experts with these paths."""
@@ -101,7 +101,7 @@ class HessianCollector:
         self._recent: list[tuple[torch.Tensor, int, str]] = []
 
     def take(self) -> LayerHessians:
-        """Give what was collected, and start anew."""
+        """Return the collected Hessians, and start a new collection."""
         taken, self._layer = self._layer, LayerHessians()
         self._batch = None
         self._recent.clear()
@@ -148,7 +148,7 @@ class HessianCollector:
             self._recent.clear()
 
     def _is_shared(self, module: str, x: torch.Tensor) -> bool:
-        """Whether another linear has added the same tensor already."""
+        """Tell whether another linear has added the same tensor already."""
         found = next((o for t, v, o in self._recent if t is x and v == x._version), None)
         owner = self._layer.owners.setdefault(module, found or module)
         if owner != module:
@@ -160,7 +160,7 @@ class HessianCollector:
         return False
 
     def _status_of(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """Give the status of `count` tokens; of other than the batch's, only if all are alike."""
+        """Give the status of `count` tokens, or padding if they do not match those of the batch."""
         statuses = self._statuses.to(rows.device)
         if count == len(statuses):
             return statuses

@@ -31,17 +31,12 @@ class MappedInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputMap:
-    """Which input each weight multiplies."""
+    """The input that each weight multiplies, if it is known."""
 
     inputs: Mapping[str, MappedInput]
-    """By the module of the matrix."""
+    """Module of the matrix -> its input."""
     unreached: Mapping[str, str]
     """Modules of matrices without a known input, with the reason."""
-
-    @property
-    def runners(self) -> frozenset[str]:
-        """Paths of the modules whose inputs are needed."""
-        return frozenset(found.runner for found in self.inputs.values())
 
 
 def map_inputs(prepared: PreparedModel, matrices: Collection[Matrix]) -> InputMap:

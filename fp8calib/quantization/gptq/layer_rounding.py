@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,10 +21,11 @@ from fp8calib.quantization.gptq.core import (
     factorise,
     output_error,
     round_compensated,
+    search_scales,
+    searches_scales,
 )
 from fp8calib.quantization.gptq.hessians import HessianCollector, HessianSums, LayerHessians
 from fp8calib.quantization.gptq.input_map import InputMap
-from fp8calib.quantization.gptq.scale_search import search_scales, searches_scales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.weight_reader import WeightReader
@@ -33,7 +34,7 @@ from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.selection.matrices import Matrix
 
 MIN_TOKENS = 256
-"""With fewer tokens in the Hessian of a weight it is rounded to nearest."""
+"""A weight with fewer tokens in its Hessian is rounded to nearest."""
 
 _FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
 _FACTOR_COPIES = 5
@@ -43,36 +44,79 @@ _WEIGHT_COPIES = 7
 """Copies of a weight in float32 while it is rounded and its errors are measured."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingTask:
+    """The weights to round, and the inputs that they multiply."""
+
+    settings: PlanSettings
+    matrices: Collection[Matrix]
+    inputs: InputMap
+
+    def estimate_bytes(self) -> int:
+        """Estimate the memory of a layer's Hessians, and of rounding a weight, at their largest.
+
+        Linears that engines fuse read one input.
+        """
+        sums: dict[int, dict[str, int]] = defaultdict(dict)
+        largest = 0
+        for matrix in self.matrices:
+            mapped = self.inputs.inputs.get(matrix.module)
+            if mapped is None:
+                continue
+            size = matrix.shape[1]
+            sums[mapped.layer][matrix.fused_group] = 2 * _FLOAT32_BYTES * size * size
+            weight = matrix.shape[0] * size * _WEIGHT_COPIES * _FLOAT32_BYTES
+            largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
+        return largest + max((sum(found.values()) for found in sums.values()), default=0)
+
+    def estimate_s(self, device: torch.device) -> float:
+        """Estimate the seconds that rounding takes, from rounding a small weight on the device."""
+        size = _PROBE_SIZE
+        rows = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0)).to(device)
+        started = time.monotonic()
+        factor = factorise(rows.T @ rows)
+        factor_s = time.monotonic() - started
+        scales = torch.ones(size, device=device)
+        scales = search_scales(rows[:size], scales, scales)
+        round_compensated(rows[:size], scales.unsqueeze(1), factor)
+        output_error(rows[:size], rows.T @ rows)
+        round_s = time.monotonic() - started - factor_s
+        factors: dict[str, float] = {}
+        rounds = 0.0
+        for matrix in self.matrices:
+            if matrix.module in self.inputs.inputs:
+                outputs, width = matrix.shape
+                factors[matrix.fused_group] = factor_s * (width / size) ** 3
+                rounds += round_s * (outputs / size) * (width / size) ** 2
+        return sum(factors.values()) + rounds
+
+
 class LayerRounding(HessianCollector):
     """Collects the Hessians of each layer and rounds its weights (a `LayerWork`).
 
-    Of several processes the Hessians are summed, and the first one rounds.
+    Several processes sum their Hessians, and the first process rounds.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        matrices: Collection[Matrix],
-        settings: PlanSettings,
-        inputs: InputMap,
+        task: RoundingTask,
         codes: RoundedCodes,
         *,
         group: ProcessGroup | None = None,
     ) -> None:
+        inputs = task.inputs.inputs
         by_layer: dict[int, list[Matrix]] = defaultdict(list)
-        for matrix in matrices:
-            if matrix.module in inputs.inputs:
-                by_layer[inputs.inputs[matrix.module].layer].append(matrix)
+        for matrix in task.matrices:
+            if matrix.module in inputs:
+                by_layer[inputs[matrix.module].layer].append(matrix)
         done = [index for index in by_layer if codes.has_layer(index)]
         if group is not None:
             done = group.broadcast(lambda: done)
         self._todo = {index: found for index, found in by_layer.items() if index not in done}
-        super().__init__(
-            {inputs.inputs[m.module].runner for found in self._todo.values() for m in found}
-        )
+        super().__init__({inputs[m.module].runner for found in self._todo.values() for m in found})
         self._checkpoint = checkpoint
-        self._matrices = matrices
-        self._settings = settings
+        self._task = task
         self._inputs = inputs
         self._codes = codes
         self._group = group
@@ -89,7 +133,7 @@ class LayerRounding(HessianCollector):
             with ThreadPoolExecutor(1) as pool:
                 self._round_layer(layer.index, matrices, hessians, pool)
         if self._group is not None:
-            self._group.broadcast(lambda: True)  # nobody saves a state after an unwritten layer
+            self._group.broadcast(lambda: True)  # no process saves a state after an unwritten layer
 
     def forget(self) -> None:
         """Drop the Hessians of the open layer; finished layers stay."""
@@ -104,15 +148,16 @@ class LayerRounding(HessianCollector):
     ) -> None:
         device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
         reader = WeightReader(self._checkpoint, pool, device=device)
-        scales = WeightScales(self._matrices, self._settings, reader)
-        with self._codes.written_layer(index, matrices, self._settings.schemes) as put:
+        schemes = self._task.settings.schemes
+        scales = WeightScales(self._task.matrices, self._task.settings, reader)
+        with self._codes.written_layer(index, matrices, schemes) as put:
             for sums, group in self._group_by_input(matrices, hessians):
                 rounding = _InputRounding(sums, hessians.changing)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
                     scale = scales.of_weight(matrix, weight)
-                    key = self._inputs.inputs[matrix.module].key
-                    scheme = self._settings.schemes.of(matrix.module)
+                    key = self._inputs[matrix.module].key
+                    scheme = schemes.of(matrix.module)
                     put(matrix, *rounding.round(matrix, key, weight, scale, scheme))
 
     def _group_by_input(
@@ -121,7 +166,7 @@ class LayerRounding(HessianCollector):
         """Group matrices that share a Hessian, which is dropped after its group."""
         groups: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in matrices:
-            key = self._inputs.inputs[matrix.module].key
+            key = self._inputs[matrix.module].key
             groups[hessians.owners.get(key, key)].append(matrix)
         for owner, group in groups.items():
             yield hessians.sums.pop(owner, None), group
@@ -138,10 +183,11 @@ class _InputRounding:
     def round(
         self, matrix: Matrix, key: str, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
     ) -> tuple[torch.Tensor, torch.Tensor, RoundedLinear]:
-        """Round a weight [out, in] with the better of both roundings on the held-back tokens.
+        """Round a weight [out, in] both ways and keep the one with the smaller held-out error.
 
         Returns:
-            Codes, their scales (as `scale`, which rounding to nearest uses), and the report.
+            Codes, their scales (in the shape of `scale`, which rounding to nearest uses), and the
+            report.
         """
         shape = tuple(weight.shape)
         spread = spread_scales(scale, shape, scheme)
@@ -191,54 +237,15 @@ class _InputRounding:
         return "" if self._sums.num_held else "no held-back token reached it"
 
 
-def estimate_rounding_bytes(matrices: Collection[Matrix], inputs: InputMap) -> int:
-    """Estimate the memory of the Hessians of the largest layer, and of rounding its largest weight.
-
-    Linears that engines fuse read one input.
-    """
-    sums: dict[int, dict[str, int]] = defaultdict(dict)
-    largest = 0
-    for matrix in matrices:
-        mapped = inputs.inputs.get(matrix.module)
-        if mapped is None:
-            continue
-        size = matrix.shape[1]
-        sums[mapped.layer][matrix.fused_group] = 2 * _FLOAT32_BYTES * size * size
-        weight = matrix.shape[0] * size * _WEIGHT_COPIES * _FLOAT32_BYTES
-        largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
-    return largest + max((sum(found.values()) for found in sums.values()), default=0)
-
-
-def estimate_rounding_s(
-    matrices: Collection[Matrix], inputs: InputMap, device: torch.device
-) -> float:
-    """Estimate the seconds of rounding all weights, from those of a small one on the device."""
-    size = _PROBE_SIZE
-    rows = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0)).to(device)
-    started = time.monotonic()
-    factor = factorise(rows.T @ rows)
-    factor_s = time.monotonic() - started
-    scales = torch.ones(size, device=device)
-    scales = search_scales(rows[:size], scales, scales)
-    round_compensated(rows[:size], scales.unsqueeze(1), factor)
-    output_error(rows[:size], rows.T @ rows)
-    round_s = time.monotonic() - started - factor_s
-    factors: dict[str, float] = {}
-    rounds = 0.0
-    for matrix in matrices:
-        if matrix.module in inputs.inputs:
-            outputs, width = matrix.shape
-            factors[matrix.fused_group] = factor_s * (width / size) ** 3
-            rounds += round_s * (outputs / size) * (width / size) ** 2
-    return sum(factors.values()) + rounds
-
-
 def _to_db(signal: float, error: float) -> float | None:
     return 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
 
 
 def _sum_ranks(own: LayerHessians, group: ProcessGroup) -> LayerHessians:
-    """Sum the Hessians of all processes; a linear that shares its input in one only changes it."""
+    """Sum the Hessians of all processes.
+
+    A linear that shares its input with others in some processes only is added to `changing`.
+    """
     owners: dict[str, str] = {}
     changing: set[str] = set()
     counts: Mapping[str, list[int]] = {k: [s.num_used, s.num_held] for k, s in own.sums.items()}

@@ -30,18 +30,18 @@ def adopt_scales(
 ) -> ScaleTable:
     """Replace the scale of every weight by the compound scale of its int4 source.
 
-    An unquantized weight of the source gets a scale from its amax; where it is all zeros on a rank,
+    An unquantized weight of the source gets a scale from its amax; if it is all zeros on a rank,
     it keeps the scale of the table.
 
     Args:
         table: scales of all projections.
         weights: all weights of the table, in real numbers.
-        spread: the int4 scale of every element of these weights, in the same order; 0 where the
-            weight is not quantized (`ScaleSpread`).
+        spread: the int4 scale of every element of these weights, in the same order; 0 if the weight
+            is not quantized (`ScaleSpread`).
 
     Raises:
         ModelError: a weight has another shape than in the table's model.
-        ExportError: one is joined from parts with several scales, or is not finite.
+        ExportError: a weight is joined from parts with several scales, or is not finite.
     """
     scales = dict(table.scales)
     for weight, shared in zip(weights, spread, strict=True):
@@ -69,7 +69,7 @@ def _check_shape(weight: LinearWeight) -> None:
 
 
 def _find_scale(site: Site, part: Part, spread: torch.Tensor) -> torch.Tensor:
-    """Find the int4 scale of a projection: fp32 [], 0 where it is not quantized."""
+    """Find the int4 scale of a projection: fp32 [], 0 if it is not quantized."""
     is_one_number = not any(spread.stride())
     own = spread[:1] if is_one_number else spread[part.rows(range(part.count))]
     low, high = torch.aminmax(own)

@@ -85,7 +85,7 @@ def _lay_out_rank(table: ScaleTable, rank: int, name: str) -> ShardLayout:
             OutputTensor(name=f"{module}.{role}_scale", dtype="F32", shape=())
             for role in (Role.WEIGHT, Role.INPUT)
         ]
-    measured = make_metadata(fmt=None, origin=table.origin, provenance=None)
+    measured = make_metadata(origin=table.origin)
     return lay_out(name, tensors, metadata={"fp8calib.rank": f"{rank} of {table.tp}", **measured})
 
 

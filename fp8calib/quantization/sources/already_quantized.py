@@ -50,7 +50,7 @@ def _describe_method(section: Mapping[str, object]) -> str:
 
 
 def describe_weights(section: Mapping[str, object]) -> str:
-    """Say what a config says about weights: algorithm, bits, type, granularity; empty if none."""
+    """Repeat what a config says about weights: algorithm, bits, type, granularity."""
     algorithm = section.get("quant_algo")
     named = [str(algorithm)[:40]] if isinstance(algorithm, str) else []
     facts = (fact for weights in _find_weights(section) for fact in _describe_weights(weights))

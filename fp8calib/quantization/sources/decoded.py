@@ -1,6 +1,6 @@
-"""Read a checkpoint that is quantized already as the model that it holds: codes times scales.
+"""Decode a checkpoint that is quantized already: codes times scales.
 
-`calibrate` and `verify` run such a model where no unquantized one is published; `quantize
+`calibrate` and `verify` run such a model if no unquantized one is published; `quantize
 --dequantize` and the RFC's export quantize it in another way. Weights are decoded one at a time.
 """
 
@@ -16,20 +16,19 @@ from typing import Protocol
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry
+from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.weights import is_companion
-from fp8calib.dialects.graft import QuantizedModel, find_quantized
+from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.errors import ModelError, shorten
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.fp4 import find_fp4
 from fp8calib.quantization.sources.integers import find_integers
 
 FP8 = "FP8"
-_FLOATS = frozenset({"BF16", "F16", "F32"})
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _READ = (
     "calibrate and verify read FP8 checkpoints, INT4 and INT8 weights of compressed-tensors, "
@@ -42,7 +41,7 @@ class StoredWeight(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the decoded weight."""
+        """The shape of the decoded weight."""
 
     @property
     def form(self) -> str:
@@ -57,11 +56,11 @@ class StoredWeight(Protocol):
 
 
 def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
-    """Open the checkpoint of a model to run; a quantized one is decoded while it is read.
+    """Open the checkpoint of a model to run; reading decodes a quantized one.
 
     Args:
         folder: the checkpoint.
-        if_quantized: what to do instead, in the error for one that cannot be decoded.
+        if_quantized: the hint of the error for a checkpoint that cannot be decoded.
 
     Raises:
         ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
@@ -109,11 +108,11 @@ class DecodedCheckpoint(Checkpoint):
     """A quantized checkpoint whose weights are read as codes times scales.
 
     In `tensors` every weight has the dtype that config.json names. Its weights may have several
-    forms, and `form` is empty where none of them can be decoded.
+    forms; `form` is empty if none of them can be decoded.
 
     Attributes:
         weights: the quantized weights, by the names that they have unquantized.
-        is_rounded: whether rows are rounded to the dtype of `tensors`. If not, they are fp32, so
+        is_rounded: whether rows are rounded to the dtype of `tensors`. Otherwise they are fp32, so
             that another quantization rounds only once.
     """
 
@@ -125,7 +124,7 @@ class DecodedCheckpoint(Checkpoint):
         super().__init__(folder, files=files, index=index)
         self._stored = Checkpoint(folder, files=files, index=index)
         quantized = find_quantized(self._stored)
-        assert quantized is not None  # noqa: S101 -- all who open one have asked
+        assert quantized is not None  # noqa: S101 -- every caller has checked it
         self.weights: dict[str, StoredWeight] = dict(_find_weights(self._stored, quantized))
         parts = {part for weight in self.weights.values() for part in weight.parts}
         self._fp8 = _open_fp8(self._stored, files, parts)
@@ -164,7 +163,7 @@ class DecodedCheckpoint(Checkpoint):
                 continue
             if leaf == "weight_g_idx":
                 fault = f"{shorten(name)}: groups of reordered columns are not read"
-            elif entry.dtype not in _FLOATS and leaf.startswith("weight"):
+            elif entry.dtype not in FLOATS and leaf.startswith("weight"):
                 fault = f"{shorten(name)} is stored in {entry.dtype}, beside {self.form}"
             else:
                 yield name, entry
@@ -188,7 +187,7 @@ class DecodedCheckpoint(Checkpoint):
         return super().read(name) if weight is None else self.read_rows(name, 0, weight.shape[0])
 
     def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor; a decoded one is nowhere in a file."""
+        """Read a whole tensor; a decoded one has no address in a file."""
         return self.read(name) if name in self.weights else super().read_as_mapped(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -217,13 +216,10 @@ class DecodedCheckpoint(Checkpoint):
         return data[start - first * row_bytes : stop - first * row_bytes]
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read bytes from the middle of a tensor; as stored if it is quantized once more."""
-        if name not in self.weights or not self.is_rounded:
-            return super().sample_bytes(name, size_bytes)
-        total = self.tensors[name].size_bytes
-        size_bytes = min(size_bytes, total)
-        start = (total - size_bytes) // 2
-        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
+        """Read bytes from the middle of a tensor: decoded, or as stored if it is not rounded."""
+        if not self.is_rounded:
+            return self._stored.sample_bytes(name, size_bytes)
+        return super().sample_bytes(name, size_bytes)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` gives."""
@@ -232,7 +228,7 @@ class DecodedCheckpoint(Checkpoint):
         return TORCH_DTYPES[self._dtype] if self.is_rounded else torch.float32
 
     def form_of(self, name: str) -> str:
-        """Return the form in which a decoded tensor is stored; else empty."""
+        """Return the form of a decoded tensor on disk; empty for other tensors."""
         return self.weights[name].form if name in self.weights else ""
 
     def file_of(self, name: str) -> Path:
@@ -244,9 +240,6 @@ class DecodedCheckpoint(Checkpoint):
         super().close()
         if self._fp8 is not None:
             self._fp8.close()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,19 +264,6 @@ class _Fp8Weight:
     def read(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
         del checkpoint  # `fp8` has its own
         return self.fp8.read_rows(self.name, start, stop)
-
-
-class _Fp8Part(Checkpoint):
-    """What is left of a checkpoint without weights of other forms, for `Fp8Checkpoint`."""
-
-    def without(self, parts: Collection[str]) -> _Fp8Part:
-        """Leave out tensors."""
-        kept = {name: entry for name, entry in self.tensors.items() if name not in parts}
-        self.tensors = MappingProxyType(kept)
-        return self
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
 
 
 def _find_weights(
@@ -313,10 +293,9 @@ def _open_fp8(
         for name, entry in checkpoint.tensors.items()
     ):
         return None
-    if not parts:
-        return Fp8Checkpoint.open(checkpoint.folder, fuse=False)
-    rest = _Fp8Part(checkpoint.folder, files=files, index=checkpoint.index).without(parts)
-    return Fp8Checkpoint(rest, fuse=False, through_float16=False, keeps_equal_scales=False)
+    rest = Checkpoint(checkpoint.folder, files=files, index=checkpoint.index)
+    rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
+    return Fp8Checkpoint(rest, fuse=False)
 
 
 def _find_dtype(config: Mapping[str, object]) -> str:

@@ -38,9 +38,9 @@ class Fp4Weight:
     scale: str
     group: int
     factor: float = 1.0
-    """By which the scales of groups are multiplied."""
+    """The scales of groups are multiplied by it."""
     divisor: float = 1.0
-    """By which they are divided."""
+    """The scales of groups are divided by it."""
 
     @property
     def form(self) -> str:
@@ -161,7 +161,7 @@ def _is_stored(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _read_number(checkpoint: Checkpoint, name: str) -> float:
-    """Read the scale of a whole weight; 1 where there is none."""
+    """Read the scale of a whole weight; 1 if there is none."""
     if name not in checkpoint.tensors:
         return 1.0
     stored = checkpoint.read(name).float()

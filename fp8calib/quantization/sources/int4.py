@@ -1,7 +1,6 @@
 """Read int4 checkpoints of compressed-tensors that have one scale per weight, for the RFC.
 
-They are decoded as every other checkpoint is; what the RFC cannot express is refused by name: it
-has one scale per weight, and no zero points.
+The RFC has one scale per weight, and no zero points: a checkpoint that needs more is refused.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ def is_int4_source(checkpoint: Checkpoint) -> bool:
     return bool(sections) and all(_is_int4(section) for section in sections)
 
 
-class Int4Source:
-    """The tensors of an int4 checkpoint, its quantized weights in fp32: integers times scale.
+class Int4Source(DecodedCheckpoint):
+    """An int4 checkpoint, its quantized weights in fp32: integers times scale.
 
     Attributes:
-        folder: of the checkpoint.
-        tensors: quantized weights by their original names, and unquantized tensors; no scales.
         quantizes_inputs: whether the config describes how inputs are quantized too.
 
     Raises:
@@ -47,35 +44,36 @@ class Int4Source:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder = checkpoint.folder
         self.quantizes_inputs = False
+        self._scales: dict[str, torch.Tensor] = {}
         suffixes: set[str] = set()
         for _, section in find_quantization_configs(checkpoint.load_config()):
             suffixes |= self._read_section(section)
         files = {file.path.name: file for file in checkpoint.files}
-        self._decoded = DecodedCheckpoint(self.folder, files=files, index=checkpoint.index)
-        self._decoded.is_rounded = False
-        self.tensors = self._decoded.tensors
+        super().__init__(self.folder, files=files, index=checkpoint.index)
+        self.is_rounded = False
         self._scales = {
-            name: self._read_scale(weight, checkpoint, tuple(suffixes))
-            for name, weight in self._decoded.weights.items()
+            name: self._read_scale(weight, tuple(suffixes)) for name, weight in self.weights.items()
         }
         if not self._scales:
             raise self._refusal(f"{CONFIG_NAME} describes int4 weights, but there are none")
-        self._refuse_strays(checkpoint)
+        self._refuse_strays()
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor; an int4 weight in fp32.
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of the first axis, of an int4 weight in fp32.
 
         Raises:
             ModelError: there is no such tensor, or an integer has more than four bits.
         """
-        return self._check_range(name, self._decoded.read(name))
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does."""
-        return self._check_range(name, self._decoded.read_rows(name, start, stop))
+        values = super().read_rows(name, start, stop)
+        if name in self._scales and values.numel():
+            low, high = torch.aminmax(values)
+            beyond = self._scales[name] * _BEYOND
+            if not -beyond <= low <= high < beyond:
+                raise self._refusal(f"{shorten(name)} holds integers of more than four bits")
+        return values
 
     def scale(self, name: str) -> torch.Tensor:
-        """Give the scale of the tensor `name`: fp32 [], 0 where it is not quantized."""
+        """Give the scale of the tensor `name`: fp32 [], 0 if it is not quantized."""
         return self._scales.get(name, torch.zeros(()))
 
     def _read_section(self, section: Mapping[str, object]) -> set[str]:
@@ -89,42 +87,31 @@ class Int4Source:
             self.quantizes_inputs |= group.get("input_activations") is not None
         return suffixes
 
-    def _read_scale(
-        self, weight: StoredWeight, checkpoint: Checkpoint, suffixes: tuple[str, ...]
-    ) -> torch.Tensor:
+    def _read_scale(self, weight: StoredWeight, suffixes: tuple[str, ...]) -> torch.Tensor:
         """Read the one scale of a weight: fp32 []."""
         stored = weight.parts[0]
         if not isinstance(weight, IntegerWeight) or not stored.endswith(suffixes):
             raise self._refusal(f"{shorten(stored)} holds {weight.form}, which is not its format")
         if weight.zero_point is not None:
             raise self._refusal(f"there is {shorten(weight.zero_point)}")
-        found, name = checkpoint.read(weight.scale), shorten(weight.scale)
+        found, name = self.stored.read(weight.scale), shorten(weight.scale)
         if found.numel() != 1:
-            kind = f"{list(found.shape)} {checkpoint.tensors[weight.scale].dtype}"
+            kind = f"{list(found.shape)} {self.stored.tensors[weight.scale].dtype}"
             raise self._refusal(f"{name} is {kind}, where one scale is expected")
         scale = found.to(torch.float32).reshape(())
         if not SMALLEST_SCALE <= float(scale) <= _LARGEST_SCALE:
             raise self._refusal(f"{name}: {float(scale):.4g} is not a scale")
         return scale
 
-    def _refuse_strays(self, checkpoint: Checkpoint) -> None:
-        """Refuse weights that are stored twice, and parts of a weight that is not there."""
-        for name in checkpoint.tensors:
+    def _refuse_strays(self) -> None:
+        """Refuse weights that are stored twice, and parts of a missing weight."""
+        for name in self.stored.tensors:
             module, _, leaf = name.rpartition(".")
-            weight = self._decoded.weights.get(f"{module}.weight")
+            weight = self.weights.get(f"{module}.weight")
             if leaf == "weight" and weight is not None and weight.parts[0] != name:
                 raise self._refusal(f"{shorten(name)} is stored twice, packed and plain")
             if leaf in {"weight_packed", "weight_shape", "weight_scale"} and weight is None:
                 raise self._refusal(f"there is {shorten(name)}, but no int4 weight for it")
-
-    def _check_range(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Refuse what is stored as int8 and exceeds four bits."""
-        if name in self._scales and values.numel():
-            low, high = torch.aminmax(values)
-            beyond = self._scales[name] * _BEYOND
-            if not -beyond <= low <= high < beyond:
-                raise self._refusal(f"{shorten(name)} holds integers of more than four bits")
-        return values
 
     def _refusal(self, fault: str) -> ModelError:
         return ModelError(f"{self.folder}: {fault}", hint=_HINT)
@@ -133,7 +120,7 @@ class Int4Source:
 class ScaleSpread:
     """A tensor source with the scales of an int4 checkpoint, each expanded to its weight's shape.
 
-    So a `WeightSource` merges, splits and transposes the scales as it does the weights.
+    A `WeightSource` merges, splits and transposes these scales like the weights.
     """
 
     def __init__(self, source: Int4Source) -> None:

@@ -3,7 +3,7 @@
 A weight is `X.weight_packed` (integers in words of an int32, the first in the lowest bits, each
 plus half of their range) with `X.weight_shape`, or int8 `X.weight`. Its scale `X.weight_scale` is
 one number, or one for each row, or for each row and group of columns. Zero points have the shape of
-the scale: int8, or packed too, along the rows. Formats and layout are those of compressed-tensors
+the scale: int8, or packed too, along the rows. Formats and layout follow compressed-tensors
 0.20 (`compressors/pack_quantized`, `naive_quantized`).
 """
 
@@ -16,12 +16,11 @@ from math import prod
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.errors import ModelError, shorten
 
 _PACKED = ".weight_packed"
 _BITS = (4, 8)
-_FLOATS = frozenset({"BF16", "F16", "F32"})
 _HINT = "download the checkpoint again, or name the unquantized model"
 
 
@@ -67,7 +66,7 @@ class IntegerWeight:
         return values * self._spread(scale, start, stop)
 
     def _spread(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Spread what is stored for groups over the columns of some rows."""
+        """Repeat the values of groups over the columns of some rows."""
         if values.numel() == 1:
             return values.reshape(())
         return values[start:stop].repeat_interleave(self.shape[1] // values.shape[1], 1)
@@ -120,8 +119,8 @@ def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
 
 def _check_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> None:
     entry = checkpoint.tensors.get(name)
-    if entry is None or entry.dtype not in _FLOATS:
-        raise _refusal(checkpoint, f"{shorten(name)} is missing, or is no float")
+    if entry is None or entry.dtype not in FLOATS:
+        raise _refusal(checkpoint, f"{shorten(name)} is missing, or is not a float")
     rows, columns = shape
     is_one = prod(entry.shape) == 1
     is_grid = len(entry.shape) == 2 and entry.shape[0] == rows and entry.shape[1] > 0
@@ -151,7 +150,7 @@ def unpack(words: torch.Tensor, num_columns: int, bits: int) -> torch.Tensor:
     Args:
         words: int32 [R, words of a row], each number plus half of its range.
         num_columns: numbers per row; the rest of the last word is padding.
-        bits: of a number.
+        bits: bits of a number.
 
     Returns:
         int16 [R, num_columns]; of 4 bits from -8 to 7.

@@ -59,7 +59,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
     """Load the model and plan exactly the tokens that the plain forward runs."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source = open_source(folder, revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(folder)
     model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
     batches = load_batches(tokens, device)
     plan = _plan_tokens(tokens, batches, model)

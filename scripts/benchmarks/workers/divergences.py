@@ -119,7 +119,7 @@ def open_scorer(
 ) -> Scorer:
     """Load the model, and open the checkpoints as an engine loads them."""
     numerics = find_emulated(engine)[1]
-    source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(model)
     loaded = load_model(source, dtype=getattr(torch, dtype), device="cpu", device_map=None)
     checkpoint = stack.enter_context(Checkpoint.open(source.folder, require_config=True))
     prepared = prepare(loaded, checkpoint)

@@ -23,7 +23,7 @@ def main(
     model: str, out: Path, num_sequences: int, num_tokens: int, part: str, *specs: str
 ) -> None:
     """Cut the data of `specs`, or a part of the built-in text, into rows of `num_tokens` ids."""
-    source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
+    source = open_source(model)
     vocab_size = int(source.text_config.vocab_size)
     plan = build_plan(
         specs,

@@ -69,7 +69,7 @@ class Runner:
     """Runs the model under an emulation, one sequence at a time."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, engine: str = ENGINE) -> None:
-        source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized=None)
+        source = open_source(str(folder))
         self.numerics = find_emulated(engine)[1]
         with open_model(source.folder, if_quantized="") as checkpoint:
             self.geometry = prepare(build_skeleton(source), checkpoint).geometry

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.dialect import Graft
-from fp8calib.dialects.graft import QuantizedModel, has_kv_cache
+from fp8calib.dialects.dialect import Attachment
 from fp8calib.dialects.metadata import explain_other_attention
+from fp8calib.dialects.quantized_model import QuantizedModel, has_kv_cache
 from fp8calib.engines.serving import list_servers_without
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraftOptions:
+class AttachmentOptions:
     """What the command line says about a quantized MODEL."""
 
     base: str | None
@@ -53,8 +53,8 @@ def relate_to_quantized(
     origin: CalibrationOrigin | None,
     checkpoint: Checkpoint,
     geometry: ModelGeometry,
-    options: GraftOptions,
-) -> Graft:
+    options: AttachmentOptions,
+) -> Attachment:
     """Check that scales belong to the model from which a quantized checkpoint was made.
 
     Args:
@@ -71,9 +71,11 @@ def relate_to_quantized(
     """
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     if origin is None:
-        return Graft(model=fingerprint, accepted=_UNKNOWN, replaces_scales=options.replaces_scales)
+        return Attachment(
+            model=fingerprint, accepted=_UNKNOWN, replaces_scales=options.replaces_scales
+        )
     if origin.model == fingerprint:
-        return Graft(replaces_scales=options.replaces_scales)
+        return Attachment(replaces_scales=options.replaces_scales)
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
         raise ModelError(_name_other(name, checkpoint, difference), hint=_OTHER_HINT)
@@ -91,7 +93,7 @@ def relate_to_quantized(
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
             "them: if it was made from this model in such a way, add --other-weights",
         )
-    return Graft(
+    return Attachment(
         model=fingerprint,
         accepted=compared.difference,
         unchecked=compared.uncompared,
@@ -114,24 +116,26 @@ _UNKNOWN = "the scales record no model"
 _OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
 
 
-def describe_graft(graft: Graft, checkpoint: Checkpoint, geometry: ModelGeometry) -> Iterator[str]:
+def describe_attachment(
+    attachment: Attachment, checkpoint: Checkpoint, geometry: ModelGeometry
+) -> Iterator[str]:
     """Describe what was not checked or not replaced, and what --other-weights accepted."""
-    if graft.replaces_scales and not has_kv_cache(checkpoint, geometry):
+    if attachment.replaces_scales and not has_kv_cache(checkpoint, geometry):
         yield f"--replace-scales has no effect: {checkpoint.folder} has no KV scales"
-    if graft.accepted == _UNKNOWN:
+    if attachment.accepted == _UNKNOWN:
         yield f"{checkpoint.folder}: {_UNKNOWN}, so only layers and shapes were compared with it"
-    if graft.unchecked:
+    if attachment.unchecked:
         yield (
             f"{checkpoint.folder}: its k and v projections were not compared with those of the "
-            f"calibrated model: {graft.unchecked}; if it is another model with the same norms and "
-            "embeddings, the scales are wrong"
+            f"calibrated model: {attachment.unchecked}; if it is another model with the same norms "
+            "and embeddings, the scales are wrong"
         )
-    if graft.accepted and graft.accepted != _UNKNOWN:
+    if attachment.accepted and attachment.accepted != _UNKNOWN:
         yield (
             f"{checkpoint.folder} is not known to be made from the calibrated model: "
-            f"{graft.accepted}, and --other-weights accepts it. Scales that AWQ and SmoothQuant "
-            "fold into norms and the linears after them leave K and V as they were; after other "
-            "changes the KV scales do not fit"
+            f"{attachment.accepted}, and --other-weights accepts it. Scales that AWQ and "
+            "SmoothQuant fold into norms and the linears after them leave K and V as they were; "
+            "after other changes the KV scales do not fit"
         )
         attentions = [attention for _, attention in geometry.attentions()]
         if any(each.num_heads == each.num_kv_heads for each in attentions):
@@ -145,7 +149,7 @@ def _name_other(name: str, checkpoint: Checkpoint, difference: str) -> str:
     return f"{checkpoint.folder} was not made from the calibrated model of {name}: {difference}"
 
 
-def _hash_base(options: GraftOptions, origin: CalibrationOrigin) -> dict[str, str]:
+def _hash_base(options: AttachmentOptions, origin: CalibrationOrigin) -> dict[str, str]:
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     assert options.base is not None  # noqa: S101 -- the caller checks it

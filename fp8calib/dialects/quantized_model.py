@@ -1,7 +1,7 @@
 """Add KV scales to a checkpoint that is quantized already; its config is merged, never replaced.
 
-Each method of quantization has its own words for the KV cache, and its own names of scales. Where
-no dialect of fp8calib knows the method, the scales are `self_attn.k_scale` and the config stays.
+Each method of quantization has its own words for the KV cache, and its own names of scales. If no
+dialect of fp8calib knows the method, the scales are `self_attn.k_scale` and the config stays.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class QuantizedModel:
 
     source: Checkpoint
     config: Mapping[str, object]
-    """The section of config.json; empty where there is none."""
+    """The section of config.json; empty if there is none."""
     own_file: Mapping[str, object] = field(default_factory=dict)
-    """ModelOpt's own file; empty where there is none."""
+    """ModelOpt's own file; empty if there is none."""
 
     @property
     def method(self) -> str:
@@ -55,9 +55,8 @@ class QuantizedModel:
 
     @property
     def dialect(self) -> Fp8Dialect | None:
-        """The dialect of the method; None where fp8calib has none."""
-        known = FP8_DIALECTS.values()
-        return next((each for each in known if each.has_method(self.method)), None)
+        """The dialect of the method; None if fp8calib has none."""
+        return next((d for d in FP8_DIALECTS.values() if d.has_method(self.method)), None)
 
     def merge(self, strategy: str) -> tuple[dict[str, object], dict[str, object]]:
         """Add the KV cache: new entries of config.json, and other JSON files by name.
@@ -82,18 +81,13 @@ class QuantizedModel:
         """Make the scale tensors under the names that the method's engines read."""
         dialect = self.dialect
         shape = () if dialect is None else dialect.scalar_shape
-        if dialect is None or table.per_head:
-            return make_scale_tensors(table, scalar_shape=shape)
-        tensors = make_scale_tensors(table, scalar_shape=shape, roles=(Role.Q,))
-        for _, attention in table.geometry.attentions():
-            for role in (Role.K, Role.V):
-                values = table.scales[attention.site(role)].values[0].reshape(shape)
-                tensors |= dict.fromkeys(self._name(dialect, attention, role), values)
-        return tensors
+        name = name_scales if table.per_head else self._name
+        return make_scale_tensors(table, scalar_shape=shape, name=name)
 
-    def _name(self, dialect: Fp8Dialect, attention: Attention, role: Role) -> tuple[str, ...]:
-        path = f"{attention.checkpoint_module}.{role}_proj."
-        if any(name.startswith(path) for name in self.source.tensors):
+    def _name(self, attention: Attention, role: Role) -> tuple[str, ...]:
+        path, dialect = f"{attention.checkpoint_module}.{role}_proj.", self.dialect
+        has_projection = any(name.startswith(path) for name in self.source.tensors)
+        if dialect is not None and role is not Role.Q and has_projection:
             if dialect is QUARK and names_outputs(self.config):
                 return (f"{path}output_scale",)
             if self.source.load_config().get("model_type") in _PROJECTION_TYPES:
@@ -135,17 +129,16 @@ def list_kv_scales(source: Checkpoint, geometry: ModelGeometry) -> frozenset[str
         for path in (attention.module, attention.checkpoint_module)
         for spelling in (path, f"{path}.attn")
     }
-    names = [name for file in source.files for name in file.tensors]
-    parsed = {name: parse_name(name) for name in names}
+    names = (name for file in source.files for name in file.tensors)
     return frozenset(
         name
         for name in names
-        if ((found := parsed[name]) is not None and found.path in modules)
+        if ((parsed := parse_name(name)) is not None and parsed.path in modules)
         or (is_probability_scale(name) and name.rpartition(".")[0] in modules)
     )
 
 
-def check_graft(
+def check_attachable(
     source: Checkpoint,
     geometry: ModelGeometry,
     *,
@@ -153,14 +146,14 @@ def check_graft(
     replaces_scales: bool,
     is_configured: bool,
 ) -> None:
-    """Refuse a checkpoint to which such scales cannot be added; write nothing.
+    """Refuse a checkpoint that KV scales cannot be added to; write nothing.
 
     `is_configured` means that the format needs a `quantization_config`.
 
     Raises:
         UsageError: its method has no place for a scale per head.
-        ExportError: it has KV scales, or a scheme of them, that would be replaced; or engines
-            refuse its config.
+        ExportError: its KV scales, or its scheme of them, would be replaced; or engines refuse its
+            config.
     """
     if (present := sorted(list_kv_scales(source, geometry))) and not replaces_scales:
         raise ExportError(
@@ -186,7 +179,7 @@ def check_graft(
 def has_kv_cache(source: Checkpoint, geometry: ModelGeometry) -> bool:
     """Tell whether a checkpoint has KV scales, or a scheme of the KV cache, to replace."""
     quantized = find_quantized(source)
-    is_configured = quantized is not None and any(True for _ in _list_schemes(quantized))
+    is_configured = quantized is not None and any(_list_schemes(quantized))
     return is_configured or bool(list_kv_scales(source, geometry))
 
 
@@ -207,7 +200,7 @@ def _refuse_other_scheme(quantized: QuantizedModel, *, replaces_scales: bool) ->
         raise ExportError(
             f"{quantized.source.folder}: its config has a KV cache of another kind already: "
             f"{key} is {found!a:.200}",
-            hint="add --replace-scales if FP8 scales shall replace it",
+            hint="add --replace-scales to replace it with FP8 scales",
         )
 
 
