@@ -73,7 +73,8 @@ def _report_loaded(
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
     weights = next(_list_weight_faults(context, loaded), None)
-    if error := find_run_error(loaded.model):  # the last: it decompresses the weights
+    # The last, because it decompresses the weights.
+    if folder.config.get("quantization_config") and (error := find_run_error(loaded.model)):
         raise Refusal(f"the first forward pass fails: {error}", fix=_WEIGHT_FIX)
     return report.model_copy(update={"weights": weights})
 
