@@ -294,7 +294,7 @@ def _read_section(folder: ScaleFolder) -> Mapping[str, object]:
 
 def _find_unmade(loaded: LoadedModel) -> str:
     """Name a parameter that transformers fails to fill with random numbers; empty where none is."""
-    for name in sorted(loaded.missing):
+    for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
         parameter = _find_parameter(loaded, name)
         if parameter is not None and parameter.dtype in _FP8_DTYPES:
             return f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
