@@ -34,7 +34,6 @@ from fp8calib.engines.weights.reader import LinearReader, make_plain_reader
 from fp8calib.engines.weights.rules import (
     apply_rules,
     list_split_expert_findings,
-    list_stack_findings,
 )
 from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
@@ -76,7 +75,7 @@ class WeightReplay:
         if (stack := _find_stack(self._tensors)) is not None:
             self._doubts.append(f"{_UNCHECKED} where one tensor holds many experts ({stack})")
         matrices = _list_matrices(self._tensors)
-        self._shared = list(list_stack_findings(folder.config, matrices))
+        self._shared: list[Finding] = []
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         self._has_old_blocks = bool(stored) and _names_old_blocks(folder)
         if self._has_old_blocks:
@@ -113,7 +112,7 @@ class WeightReplay:
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
-        self._shared += list_split_expert_findings(self._weights)
+        self._shared = list(list_split_expert_findings(self._weights))
         largest = self._opened(Opened.INDEXED).values.largest
         if stats is None:
             self._unusual = note_unusual_weights(self._tensors, largest)

@@ -47,12 +47,6 @@ class ExpertLayout:
 
     stacks: tuple[Stack, ...] = _PARAMETERS
     order: Order = Order.OUT_IN
-    is_split_in_transformers: bool = True
-    """Whether transformers, too, loads quantized experts from a tensor each; if not, it does not
-    load them at all."""
-    is_rebuilt: bool = False
-    """Whether it does so with compressed-tensors alone (`quantizers/base.py`,
-    MODULES_TO_PATCH_FOR_QUANTIZATION)."""
 
 
 _ARIA = ExpertLayout(
@@ -62,7 +56,6 @@ _ARIA = ExpertLayout(
         *_PARAMETERS,
     ),
     order=Order.IN_OUT,
-    is_split_in_transformers=False,
 )
 _GRANITE = ExpertLayout(
     stacks=(
@@ -70,18 +63,17 @@ _GRANITE = ExpertLayout(
         Stack(ending=".output_linear.weight", projections=_DOWN),
         *_PARAMETERS,
     ),
-    is_split_in_transformers=False,
 )
-_LLAMA4 = ExpertLayout(order=Order.IN_OUT, is_rebuilt=True)
-_QWEN3_VL = ExpertLayout(order=Order.EITHER, is_split_in_transformers=False)
+_LLAMA4 = ExpertLayout(order=Order.IN_OUT)
+_QWEN3_VL = ExpertLayout(order=Order.EITHER)
 """`conversion_mapping.py`: Transpose with check_dims."""
 EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = {
     **dict.fromkeys(("aria", "aria_text"), _ARIA),
-    **dict.fromkeys(("gemma4", "gemma4_text"), ExpertLayout(is_split_in_transformers=False)),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), _QWEN3_VL),
-    **dict.fromkeys(("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"), ExpertLayout()),
+    **dict.fromkeys(("deepseek_v3", "ernie4_5_moe", "gemma4", "gemma4_text"), ExpertLayout()),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), ExpertLayout()),
     **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe"), ExpertLayout()),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), ExpertLayout()),
 }

@@ -6,23 +6,42 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from transformers import CONFIG_MAPPING, GenerationConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig
 
-from fp8calib.checkpoint.model_config import find_quantization_configs
+from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import shorten
-from fp8calib.model.geometry_from_config import restore_floats
+from fp8calib.model.geometry_from_config import complete_heads, restore_floats
 
 _GENERATION = "generation_config.json"
-_HEAD_DIM = "head_dim"
+_OFF = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "rope_scaling")
+"""Keys whose null switches something off in every class that has them, and in engines."""
+_WINDOW = "sliding_window"
 
 
 def find_config_fault(config: Mapping[str, object]) -> str:
-    """Say why the installed transformers refuses a config.json; empty where it does not."""
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
+    """Say why the installed transformers refuses a config.json; empty where it does not.
+
+    It may refuse it only when it builds the model: with `head_dim: null`, whose geometry is that of
+    an engine which computes it.
+    """
+    if str(config.get("model_type")) not in CONFIG_MAPPING:
         return ""
-    return _try(lambda: CONFIG_MAPPING[model_type].from_dict(restore_floats(config)))
+    plain = restore_floats(without_quantization(config))
+    if why := _try(partial(_parse_config, plain)):
+        return why
+    return _try(partial(_build, plain)) if complete_heads(plain) != plain else ""
+
+
+def _parse_config(config: Mapping[str, Any]) -> Any:
+    return CONFIG_MAPPING[config["model_type"]].from_dict(config)
+
+
+def _build(config: Mapping[str, Any]) -> None:
+    with torch.device("meta"):
+        AutoModel.from_config(_parse_config(config))
 
 
 def list_other_faults(folder: Path, config: Mapping[str, object]) -> Iterator[str]:
@@ -30,8 +49,8 @@ def list_other_faults(folder: Path, config: Mapping[str, object]) -> Iterator[st
 
     Also a null that the model's class does not replace: each engine's class does in its own way.
     """
-    if _has_null_head_dim(config):
-        yield "config.json says head_dim: null, and an engine may compute with it"
+    if str(config.get("model_type")) in CONFIG_MAPPING and not find_config_fault(config):
+        yield from _list_nulls(restore_floats(without_quantization(config)))
     if (folder / _GENERATION).is_file():
         yield _prefix(f"transformers refuses {_GENERATION}", _try(partial(_generate, folder)))
     for key, section in islice(find_quantization_configs(config), 1):
@@ -39,14 +58,26 @@ def list_other_faults(folder: Path, config: Mapping[str, object]) -> Iterator[st
             yield _prefix(f"compressed-tensors refuses {key}", _try(partial(_parse, section)))
 
 
-def _has_null_head_dim(config: Mapping[str, object]) -> bool:
-    model_type = str(config.get("model_type"))
-    if config.get(_HEAD_DIM, 0) is not None or model_type not in CONFIG_MAPPING:
-        return False
-    made = CONFIG_MAPPING[model_type]
-    if getattr(made(), _HEAD_DIM, 0) is None or find_config_fault(config):
-        return False
-    return getattr(made.from_dict(restore_floats(config)), _HEAD_DIM, 0) is None
+def _list_nulls(config: Mapping[str, Any]) -> Iterator[str]:
+    """List the nulls that stay null, where the class has a value without them.
+
+    vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2:
+    TypeError, run).
+    """
+    parsed = _parse_config(config)
+    yield from _compare_nulls(parsed, config)
+    if isinstance(inner := config.get("text_config"), dict):
+        yield from _compare_nulls(parsed.text_config, inner)
+
+
+def _compare_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
+    is_off = (*_OFF, *(() if has_windows else (_WINDOW,)))
+    for key in (each for each, value in config.items() if value is None and each not in is_off):
+        others = {name: value for name, value in config.items() if name != key}
+        default = getattr(type(parsed).from_dict(others), key, None)
+        if getattr(parsed, key, None) is None and default is not None:
+            yield f"config.json says {key}: null, and an engine may compute with it"
 
 
 def _prefix(what: str, why: str) -> str:

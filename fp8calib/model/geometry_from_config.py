@@ -5,6 +5,7 @@ The checkpoint may be quantized or damaged: `check` still needs to know the laye
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,8 +103,10 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         _check_sizes(folder, section)
     if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
         raise _unusable(folder, ValueError(f"{key} is 0"))
-    for section in (plain, *(each for each in plain.values() if isinstance(each, dict))):
-        _complete(section)
+    plain = complete_heads(plain)
+    for section, key in itertools.product(_sections(plain), ("dtype", "torch_dtype")):
+        if "float8" in str(section.get(key)):
+            section[key] = "bfloat16"  # vLLM 0.32.0 (run) serves such a model in 16 bits
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
     except Exception as error:
@@ -111,20 +114,18 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
 
 
-def _complete(section: dict[str, Any]) -> None:
-    """Replace what engines read otherwise than transformers.
-
-    vLLM 0.32.0 (run) takes `head_dim: null` for the hidden size by heads, and serves a model in 16
-    bits whose dtype is FP8.
-    """
-    hidden, heads = section.get("hidden_size"), section.get("num_attention_heads")
-    if section.get("head_dim", 0) is None:
-        del section["head_dim"]
+def complete_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace `head_dim: null` by the hidden size by heads, as vLLM 0.32.0 does (run)."""
+    found = {
+        key: complete_heads(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+    hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
+    if found.get("head_dim", 0) is None:
+        del found["head_dim"]
         if type(hidden) is int and type(heads) is int and heads > 0:
-            section["head_dim"] = hidden // heads
-    for key in ("dtype", "torch_dtype"):
-        if "float8" in str(section.get(key)):
-            section[key] = "bfloat16"
+            found["head_dim"] = hidden // heads
+    return found
 
 
 def restore_floats(value: object) -> Any:
@@ -139,7 +140,7 @@ def restore_floats(value: object) -> Any:
     return {key: restore_floats(item) for key, item in value.items()}
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _sections(config: Mapping[str, Any]) -> Iterator[Any]:
     yield config
     yield from (value for value in config.values() if isinstance(value, Mapping))
 

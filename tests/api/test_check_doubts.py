@@ -17,6 +17,8 @@ import fp8calib
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.engines.replay.verdicts import EngineReport
 from tests import zoo
+from tests.architectures import families
+from tests.architectures.families import FAMILIES
 from tests.architectures.test_vision_language import MODELS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -143,14 +145,37 @@ def test_what_engines_load_as_it_is_meant(saved: Path, tmp_path: Path, edit: Edi
     assert all(report.ok for report in ask(folder).values())
 
 
-def test_a_null_that_the_class_does_not_replace_is_unknown(tmp_path: Path) -> None:
-    """In vLLM 0.32, nanochat: TypeError: NoneType and float."""
-    zoo.save("qwen2", tmp_path)
-    configure(head_dim=None)(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "key", "said"),
+    [
+        ("nanochat", "head_dim", "transformers refuses config.json: TypeError"),
+        ("ministral", "head_dim", "transformers refuses config.json: TypeError"),
+        ("cohere2", "sliding_window", "config.json says sliding_window: null"),
+        ("granitemoe", "logits_scaling", "config.json says logits_scaling: null"),
+        ("gpt_bigcode", "num_key_value_heads", "config.json says num_key_value_heads: null"),
+    ],
+)
+def test_a_null_that_the_class_does_not_replace_is_unknown(
+    tmp_path: Path, family: str, key: str, said: str
+) -> None:
+    """In vLLM 0.32, TypeError; the class of ministral has head_dim: null itself."""
+    families.save(family, FAMILIES[family], tmp_path)
+    configure(**{key: None})(tmp_path)
 
     (why, *_) = ask(tmp_path)["vllm"].unknown
 
-    assert why.startswith("config.json says head_dim: null, and an engine may compute with it")
+    assert why.startswith(said)
+
+
+@pytest.mark.parametrize(("family", "key"), [("mistral", "sliding_window"), ("llama", "head_dim")])
+def test_a_null_that_switches_off_or_is_replaced_is_not_unknown(
+    tmp_path: Path, family: str, key: str
+) -> None:
+    """As Mistral 7B has it; vLLM 0.32 loads both."""
+    zoo.save(family, tmp_path)
+    configure(**{key: None})(tmp_path)
+
+    assert not ask(tmp_path)["vllm"].unknown
 
 
 def test_a_null_that_transformers_refuses_is_unknown(tmp_path: Path) -> None:

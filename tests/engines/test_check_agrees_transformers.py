@@ -262,10 +262,17 @@ def store(module: str, dtype: torch.dtype) -> Edit:
             "llama",
             WHOLE,
             store(f"{ATTENTION}.o_proj", torch.half),
-            "is torch.float16",
+            "o_proj fails with",
         ),
         ("autofp8", "fp8-block", "llama", WHOLE, store(f"{ATTENTION}.o_proj", torch.float32), ""),
-        ("autofp8", "fp8-block", "llama", WHOLE, store("lm_head", torch.half), "lm_head.weight is"),
+        (
+            "autofp8",
+            "fp8-block",
+            "llama",
+            WHOLE,
+            store("lm_head", torch.half),
+            "lm_head fails with",
+        ),
     ],
 )
 def test_weights_are_refused_where_loading_or_running_fails(
@@ -286,6 +293,51 @@ def test_weights_are_refused_where_loading_or_running_fails(
     assert (words in why) if words else (why == "")
     with pytest.raises((AttributeError, RuntimeError)) if words else nullcontext():
         AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.arange(8)[None])
+
+
+@pytest.mark.parametrize("expert", [None, 0, 2])
+def test_experts_are_given_their_scales_in_order(tmp_path: Path, expert: int | None) -> None:
+    """One expert in 16 bits moves the scales of those after it, and the last has none."""
+    folder = make(tmp_path, CT, "fp8-dynamic", "qwen3_moe", **ROUTED)
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    if expert is not None:
+        module = f"model.layers.1.mlp.experts.{expert}.down_proj"
+        change_tensors(folder, store(module, torch.bfloat16))
+        change_tensors(folder, put(f"{module}.weight", original[f"{module}.weight"].bfloat16()))
+
+    weights = ask(folder, "transformers").weights
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    held = model.get_parameter("model.layers.1.mlp.experts.down_proj")
+    meant = torch.stack(
+        [original[f"model.layers.1.mlp.experts.{n}.down_proj.weight"] for n in range(len(held))]
+    )
+    is_meant = bool(((held - meant).norm() / meant.norm()) < 0.1)
+    assert is_meant is (expert is None)
+    assert (weights is None) is is_meant
+    if weights is not None:
+        why = f"down_proj.weight has {len(held)} experts and {len(held) - 1} scales"
+        assert (weights.status, why in weights.why) == ("misread", True)
+
+
+@pytest.mark.parametrize("is_per_head", [False, True])
+def test_scales_per_head_fail_on_latents(tmp_path: Path, *, is_per_head: bool) -> None:
+    """llm-compressor writes one for each expanded head of DeepSeek; transformers caches latents."""
+    zoo.save("deepseek_v3", tmp_path)
+    shape = (4, 1, 1) if is_per_head else (1,)
+    attentions = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    for name in (f"{path}.{role}_scale" for path in attentions for role in "kv"):
+        change_tensors(tmp_path, put(name, torch.full(shape, 0.25)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = PER_HEAD if is_per_head else PER_TENSOR
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    why = explain_refusal(ask(tmp_path, "transformers"))
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    with pytest.raises(RuntimeError) if is_per_head else nullcontext():
+        model(torch.arange(8)[None])
+    assert bool(why) is is_per_head
 
 
 @pytest.mark.parametrize(

@@ -261,19 +261,15 @@ def test_integers_are_served_in_the_forms_for_which_vllm_has_schemes(
     assert tell(ask(folder, "vllm")) == "unknown"
 
 
-def test_blocks_whose_inputs_are_not_quantized_need_a_kernel(
+def test_blocks_whose_inputs_are_not_quantized_are_refused_after_loading(
     find_base: Callable[[Pair], Path], tmp_path: Path
 ) -> None:
-    """The loader of vLLM 0.32 takes them (run); the kernels are those of some GPUs (read)."""
+    """A whole load in vLLM 0.32 ends in an AssertionError of the scheme, on every device."""
 
     def edit(config: Config, _: Tensors) -> None:
         config["config_groups"]["group_0"]["input_activations"] = None
 
     folder = damage(find_base(PAIRS[2]), tmp_path / "x", edit)
 
-    report = ask(folder, "vllm")
-    assert report.ok
-    assert any(
-        "only kernels for NVIDIA GPUs (Humming, Marlin) run it" in text for text in report.problems
-    )
+    assert tell(ask(folder, "vllm")) == "refused"
     assert tell(ask(folder, "sglang")) == "unknown"

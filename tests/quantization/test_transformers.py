@@ -15,11 +15,11 @@ from transformers import (
 )
 from transformers import logging as transformers_logging
 
+import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.selection.select import select
@@ -239,14 +239,13 @@ def test_blocks_of_the_older_form_are_read_by_transformers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", sorted(STACKED))
-def test_transformers_loads_experts_apart_where_the_table_says_so(
-    family: str, tmp_path: Path
-) -> None:
-    """Otherwise it reports every stack missing, which `list_weight_faults` knows."""
+def test_check_says_whether_transformers_loads_experts_apart(family: str, tmp_path: Path) -> None:
+    """Otherwise it reports every stack missing."""
     kind = STACKED[family]
     source = kind.save(kind.build(family), tmp_path / "m")
     out = run(source, tmp_path / "fp8", "fp8-dynamic").out
     loader = AutoModelForCausalLM if kind.vision is None else AutoModelForImageTextToText
     _, report = loader.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     missing = [name for name in report["missing_keys"] if "experts" in name.split(".")]
-    assert (missing == []) is EXPERT_LAYOUTS[family].is_split_in_transformers
+    weights = fp8calib.check(out, engine="transformers").engines["transformers"].weights
+    assert (weights is None) is (missing == [])

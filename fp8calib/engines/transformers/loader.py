@@ -1,4 +1,4 @@
-"""Load a folder with the transformers that is installed, on the meta device.
+"""Load a folder with the transformers that is installed, on the meta device, and run the model.
 
 transformers itself chooses the class and the files, renames tensors, joins experts and compares
 names and shapes. No weight is read: what it gets from a file is an empty tensor of the meta device.
@@ -10,14 +10,18 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from copy import deepcopy
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
@@ -58,6 +62,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
             path = Path(stack.enter_context(TemporaryDirectory()))
             _write_imagined(folder, path)
         stack.enter_context(_observe(lambda file: _open(Path(file), opened), faults))
+        stack.enter_context(_DtypesOfCpu())
         try:
             model, loading = _find_class(folder.config).from_pretrained(
                 path,
@@ -81,6 +86,97 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
 
 
 _FIX = "the reason is transformers' own error: write the checkpoint or its config again"
+_NUM_TOKENS = 8
+_KERNELS = "transformers.integrations."
+"""Where the modules are that transformers puts in the place of linears on a GPU."""
+
+
+def find_run_error(model: torch.nn.Module) -> str:
+    """Say which module fails in a forward pass, and how; empty where none does.
+
+    A failure that the model also has without quantization comes from the meta device.
+    """
+    if any(type(module).__module__.startswith(_KERNELS) for module in model.modules()):
+        return ""
+    error = _run(model)
+    if error:
+        plain: Any = type(model)
+        config: Any = deepcopy(model.config)
+        config.__dict__.pop("quantization_config", None)
+        with torch.device("meta"):
+            error = "" if _run(plain._from_config(config)) else error
+    return error
+
+
+def _run(model: Any) -> str:
+    """Run a model; say which module fails, and how; empty where none does."""
+    _skip_alike(model)
+    entered: list[torch.nn.Module] = []
+
+    def leave(*_: object) -> None:
+        entered.pop()
+
+    hooks = torch.nn.modules.module
+    model.set_experts_implementation("batched_mm")  # does not depend on numbers
+    with (
+        _silence(),
+        _DtypesOfCpu(),
+        torch.no_grad(),
+        mock.patch(f"{_DECOMPRESSION}.from_accelerate"),  # knows no meta device
+        hooks.register_module_forward_pre_hook(lambda module, _: entered.append(module)),
+        hooks.register_module_forward_hook(leave),
+    ):
+        try:
+            model(torch.empty(1, _NUM_TOKENS, dtype=torch.long, device="meta"))
+        except Exception as error:  # noqa: BLE001 -- the engine's answer
+            names = {module: name for name, module in model.named_modules()}
+            return f"{shorten(names.get(entered[-1], ''))} fails with {_describe(error)}"
+    return ""
+
+
+def _skip_alike(model: Any) -> None:
+    """Let a layer with the same parameters as one before it return what that one returned."""
+    outputs: dict[object, Any] = {}
+
+    def skip(layer: torch.nn.Module, key: object) -> None:
+        run = layer.forward
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            if key not in outputs:
+                outputs[key] = run(*arguments, **named)
+            return outputs[key]
+
+        layer.forward = forward  # type: ignore[method-assign]
+
+    number = model.config.get_text_config().num_hidden_layers
+    lists = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    for layer in next((each for each in lists if len(each) == number), ()):
+        parts = {(name, each.shape, each.dtype) for name, each in layer.state_dict().items()}
+        skip(layer, (type(layer), frozenset(parts)))
+
+
+_DECOMPRESSION = "compressed_tensors.compressors.model_compressors.model_compressor"
+
+
+class _DtypesOfCpu(TorchDispatchMode):
+    """Refuse operations of several dtypes, as a CPU does and the meta device does not."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+        dtypes = {each.dtype for each in tensors if each.is_floating_point()}
+        name = function.overloadpacket.__name__
+        is_refused = name in _PRODUCTS or (
+            name not in _CASTS and any(each.itemsize == 1 for each in dtypes)
+        )
+        if len(dtypes) > 1 and is_refused:
+            raise RuntimeError(f"{name} of {' and '.join(sorted(map(str, dtypes)))}")
+        return function(*args, **(kwargs or {}))
+
+
+_PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
+_CASTS = ("copy_", "_to_copy")
 
 
 def _find_class(config: Mapping[str, object]) -> Any:

@@ -6,6 +6,7 @@ attention module has a parameter for, rounding to the model's dtype, memory that
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
@@ -30,10 +31,10 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.engines.transformers.loader import LoadedModel, load_on_meta
+from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, load_on_meta
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.geometry.module_paths import span_experts, split_expert
 from fp8calib.geometry.sites import KV_ROLES
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
@@ -59,8 +60,8 @@ def report_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
 def _report_loaded(
     folder: ScaleFolder, geometry: ModelGeometry, loaded: LoadedModel
 ) -> EngineReport:
-    for fault in _list_fatal_faults(folder, loaded):
-        raise Refusal(f"{fault}: loading or the first forward pass fails", fix=_WEIGHT_FIX)
+    if fault := _find_unmade(loaded):
+        raise Refusal(fault, fix=_WEIGHT_FIX)
     context = LoadContext(folder, geometry, loaded.files)
     if SINGLE_FILE_NAME in loaded.files and folder.has_index:
         context.problems.append(f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}")
@@ -72,6 +73,9 @@ def _report_loaded(
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
     weights = next(_list_weight_faults(context, loaded), None)
+    # The last, because it decompresses the weights.
+    if folder.config.get("quantization_config") and (error := find_run_error(loaded.model)):
+        raise Refusal(f"the first forward pass fails: {error}", fix=_WEIGHT_FIX)
     return report.model_copy(update={"weights": weights})
 
 
@@ -194,6 +198,7 @@ def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[L
     for name in sorted(loaded.read):
         if fault := _find_cast(context, loaded, name) or _find_spread(context, loaded, name):
             yield _misread(fault)
+    yield from map(_misread, _list_joined_faults(context, loaded))
 
 
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:
@@ -257,41 +262,40 @@ def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     return ""
 
 
+def _list_joined_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
+    """List the experts that transformers joins in one tensor without a scale for each of them.
+
+    transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run: it
+    pairs weights and scales in their order.
+    """
+    numbers: dict[str, set[int]] = defaultdict(set)
+    codes = set()
+    for name in loaded.read:
+        expert = split_expert(name)
+        if expert is not None and _find_parameter(loaded, name) is None:
+            numbers[span_experts(name)].add(expert[1])
+            if context.tensors[name].dtype in WEIGHT_FORMATS:
+                codes.add(span_experts(name))
+    for name in sorted(codes):
+        scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
+        if not scales:
+            yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+        elif scales[0] != numbers[name]:
+            yield (
+                f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} scales, "
+                "and transformers gives these to the first ones"
+            )
+
+
 def _read_section(folder: ScaleFolder) -> Mapping[str, object]:
     section = folder.config.get("quantization_config")
     return section if isinstance(section, dict) else {}
 
 
-def _list_fatal_faults(folder: ScaleFolder, loaded: LoadedModel) -> Iterator[str]:
-    """List what fails only with numbers: random ones in FP8, multiplications."""
-    dtype = getattr(loaded.model, "dtype", None)
-    for name in sorted(loaded.missing):
+def _find_unmade(loaded: LoadedModel) -> str:
+    """Name a parameter that transformers fails to fill with random numbers; empty where none is."""
+    for name in sorted(each for each in loaded.missing if each.endswith(".weight")):
         parameter = _find_parameter(loaded, name)
         if parameter is not None and parameter.dtype in _FP8_DTYPES:
-            yield f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
-    for name, file in sorted(loaded.read.items()):
-        is_fp8 = folder.tensors[file][name].dtype in WEIGHT_FORMATS
-        if (
-            is_fp8
-            and split_expert(name)
-            and not set(name_companions(name).scales) & loaded.read.keys()
-        ):
-            yield f"{shorten(name)} has no scale beside those of the other experts"
-    for path, module in loaded.model.named_modules():
-        for role in KV_ROLES:
-            scale = getattr(module, f"{role}_scale", None)
-            if isinstance(scale, torch.Tensor) and not scale.is_floating_point():
-                yield f"{shorten(path)}.{role}_scale is {scale.dtype}, which is kept"
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, torch.nn.Linear) or not isinstance(weight, torch.Tensor):
-            continue
-        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-        if weight.dtype.itemsize == 1 and not any("scale" in leaf for leaf in leaves):
-            yield f"{shorten(path)}.weight is FP8, and its module has no scale"
-        is_kept = _read_section(folder) and weight.dtype.itemsize == 2 and weight.dtype != dtype
-        if is_kept and weight.is_floating_point():
-            yield f"{shorten(path)}.weight is {weight.dtype}, the model {dtype}"
-        inputs = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
-        size = getattr(inputs, "group_size", None)
-        if size and size > 0 and weight.shape[-1] % size:
-            yield f"{shorten(path)} has {weight.shape[-1]} inputs, no multiple of {size}"
+            return f"{shorten(name)} is missing, and random FP8 numbers cannot be made"
+    return ""

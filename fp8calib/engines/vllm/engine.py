@@ -67,6 +67,15 @@ _WEIGHT_RULES = (
         why="it runs no FP8 experts whose inputs are not quantized",
         source="vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
     ),
+    WeightRule(
+        dialect="compressed-tensors",
+        schemes=("w8a16",),
+        has_blocks=True,
+        status=Status.REFUSED,
+        why="it runs no FP8 blocks whose inputs are not quantized (AssertionError)",
+        source="vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w8a16_fp8.py "
+        "(process_weights_after_loading: None is not False), run",
+    ),
     *(
         WeightRule(
             dialect="compressed-tensors",

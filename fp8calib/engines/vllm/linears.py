@@ -32,15 +32,11 @@ from fp8calib.engines.weights.schemes import (
     covers_parts,
     list_strings,
 )
-from fp8calib.fp8.schemes import Granularity, InputScaling
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _IGNORES_JOINED = "an expression in ignore may match the name of joined projections"
 _CLASS_FIRST = "joined projections have the target of their class before that of their names"
-_BLOCKS_ALONE = (
-    "is in blocks, and its inputs are not quantized: only kernels for NVIDIA GPUs (Humming, "
-    "Marlin) run it"
-)
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
 
@@ -123,15 +119,6 @@ class VllmReader(LinearReader):
     def creates(self, group: LinearGroup) -> bool:
         """Tell whether vLLM creates a group by the config: some routers and mixers too."""
         return super().creates(group) or group.path.endswith(self._created)
-
-    def describe_condition(self, scheme: Found) -> str:
-        """Say which kernel runs blocks whose inputs are not quantized.
-
-        vLLM 0.32.0 `kernels/linear/__init__.py` (_POSSIBLE_WFP8A16_KERNELS), read.
-        """
-        inputs = getattr(scheme, "inputs", None)
-        has_blocks = getattr(scheme, "weights", None) is Granularity.BLOCK
-        return _BLOCKS_ALONE if has_blocks and inputs is InputScaling.NONE else ""
 
     def list_expected(self, group: LinearGroup, linear: StoredLinear) -> Mapping[str, Expected]:
         """List the tensors of a linear, of which some models' loaders take other names too."""

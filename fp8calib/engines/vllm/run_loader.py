@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -84,6 +84,7 @@ def _load_rank(config: Any, answer: dict[str, Any]) -> None:
     model.load_weights = lambda pairs: loaded.__ior__(set(load(pairs) or ()))
     get_model_loader(config.load_config).load_weights(model, config.model_config)
     answer["missing"] = list(_list_missing(model, loaded)) if loaded else []
+    _process_without_values(model)
     answer["stage"] = "scales"
     answer["scales"].append(dict(_read_scales(model)))
 
@@ -98,14 +99,25 @@ def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
             yield aliases[0]
 
 
+def _process_without_values(model: Any) -> None:
+    """Process weights after loading where that needs no values: FP8 whose inputs have 16 bits."""
+    for module in model.modules():
+        scheme = getattr(module, "scheme", None)
+        if type(scheme).__name__ == "CompressedTensorsW8A16Fp8":
+            scheme.process_weights_after_loading(module)
+
+
 class _NoKernel:
     """Stands for the kernel of a linear, which no loader uses."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        pass
+        self.config = SimpleNamespace()
 
     def input_quant_key(self) -> None:
         """Take inputs that are not quantized yet."""
+
+    def process_weights_after_loading(self, _: object) -> None:
+        """Leave weights as they are."""
 
 
 def _leave_out_kernels() -> None:

@@ -105,8 +105,6 @@ def _compare_group(
         for linear in group.members:
             yield from _compare_unquantized(linear, scheme.why)
         return
-    if condition := reader.describe_condition(scheme):
-        yield Finding(status=Status.USED, subject=group.path, why=condition)
     if twin := _find_unequal(group, values.numbers):
         what = f"has other input scales for gate and up ({twin})"
         yield Finding(

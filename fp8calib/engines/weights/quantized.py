@@ -52,18 +52,15 @@ class QuantizedWeights:
     """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
 
 
-def list_split_experts(
-    quantized: Collection[str], unquantized: Collection[str], *, by_projection: bool = False
-) -> list[str]:
+def list_split_experts(quantized: Collection[str], unquantized: Collection[str]) -> list[str]:
     """List the layers with experts of which only a part is quantized.
 
     Args:
         quantized: the paths of the quantized linears.
         unquantized: the paths of the others.
-        by_projection: compare each projection over all experts, not whole experts.
     """
     sides = [
-        {found.expand(r"\1.*.\2") if by_projection else found[1] for found in matches if found}
+        {found[1] for found in matches if found}
         for matches in (map(_EXPERT.fullmatch, modules) for modules in (quantized, unquantized))
     ]
     return sorted(sides[0] & sides[1])

@@ -53,11 +53,6 @@ class LinearReader:
         """Tell whether the engine creates a group by the config, whatever is stored."""
         return group.is_known
 
-    def describe_condition(self, scheme: Found) -> str:
-        """Say under which condition the engine runs a scheme; empty where there is none."""
-        del scheme
-        return ""
-
     def list_expected(self, group: LinearGroup, linear: StoredLinear) -> Mapping[str, Expected]:
         """List the tensors that a quantized linear has to have; empty where it is not quantized.
 

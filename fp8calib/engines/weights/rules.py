@@ -5,15 +5,12 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.quantized import QuantizedWeights, list_split_experts
 from fp8calib.engines.weights.weight_rule import WeightRule
-from fp8calib.errors import shorten
-from fp8calib.geometry.expert_layouts import find_layout
-from fp8calib.geometry.module_paths import split_expert
 
 
 def apply_rules(
@@ -71,47 +68,17 @@ def list_split_expert_findings(weights: QuantizedWeights) -> Iterator[Finding]:
     """List engines that treat the experts of a layer alike where only some are quantized."""
     quantized = [each.module for each in weights.linears]
     layers = list_split_experts(quantized, weights.unquantized)
-    split = {
-        "vllm": layers,
-        "sglang": layers,
-        "transformers": list_split_experts(quantized, weights.unquantized, by_projection=True),
-    }
     sources = {
         "vllm": "vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
         "sglang": "SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
-        "transformers": "transformers 5.23, tried",
     }
-    for engine, groups in split.items():
-        if groups:
+    for engine, source in sources.items():
+        if layers:
             yield Finding(
                 engine=engine,
                 status=Status.MISREAD,
                 why="it joins the experts of a layer, and only a part of them is quantized "
-                f"({groups[0]}): it stops, or its answers are wrong",
-                source=sources[engine],
+                f"({layers[0]}): it stops, or its answers are wrong",
+                source=source,
                 fix="quantize all of them, or none",
             )
-
-
-def list_stack_findings(config: Mapping[str, object], modules: Iterable[str]) -> Iterator[Finding]:
-    """List engines that load a model's experts, of 8 or 16 bits, only as one tensor.
-
-    Args:
-        config: the model's config.json.
-        modules: the paths of all stored linears.
-    """
-    expert = next((each for each in modules if split_expert(each) is not None), None)
-    kind, layout, _ = find_layout(config) if expert else ("", None, None)
-    if expert is None or layout is None:
-        return
-    section = config.get("quantization_config")
-    method = section.get("quant_method") if isinstance(section, Mapping) else None
-    is_rebuilt = not layout.is_rebuilt or method == "compressed-tensors"
-    if not (layout.is_split_in_transformers and is_rebuilt):
-        yield Finding(
-            engine="transformers",
-            status=Status.MISREAD,
-            why=f"it looks for {kind}'s experts in one tensor and reports {shorten(expert)} and "
-            "all others UNEXPECTED: its experts are random numbers",
-            source="transformers 5.23, tried",
-        )
