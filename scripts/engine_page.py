@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
@@ -14,11 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts import Fact, Release
+from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS, read_facts
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
-from fp8calib.engines.sglang.releases import RELEASES as SGLANG_RELEASES
-from fp8calib.engines.vllm.releases import RELEASES as VLLM_RELEASES
 
 HEAD = """# What is known of engines
 
@@ -53,7 +52,7 @@ def make_page() -> str:
     columns = ("engine", "`--engine`", "release", "loading", "arithmetic")
     lines = [HEAD, *_make_table(columns, [row for each in engines for row in _list_rows(each)])]
     lines += ["", "## What differs between releases", "", DIFFERENCES]
-    facts = [row for known in (VLLM_RELEASES, SGLANG_RELEASES) for row in list_facts(known)]
+    facts = [row for path in (VLLM_FACTS, SGLANG_FACTS) for row in list_facts(path)]
     lines += _make_table(("engine", "fact", "since", "until before", "known by", "source"), facts)
     lines += ["", "## Arithmetic that verify emulates", "", ARITHMETIC]
     lines += _list_arithmetic(releases)
@@ -75,16 +74,13 @@ def read_meanings(kind: type) -> dict[str, str]:
     return dict(_list_documented(body))
 
 
-def list_facts(releases: Sequence[Release]) -> Iterator[Sequence[str]]:
-    """List the facts of an engine; those that differ in their values alone share a row."""
-    facts = releases[0].facts
-
-    def give_key(fact: Fact) -> tuple[str, ...]:
-        return fact.name, fact.since, fact.until, str(fact.how), fact.source
-
-    for (name, *rest), group in groupby(sorted(facts, key=give_key), give_key):
-        values = ", ".join(str(fact.value) for fact in group if fact.value is not True)
-        yield releases[0].engine, f"{name}: {values}" if values else name, *rest
+def list_facts(path: Path) -> Iterator[Sequence[str]]:
+    """List the facts of an engine."""
+    written = json.loads(path.read_text())
+    for each in read_facts(written):
+        values = ", ".join(filter(None, each.values))
+        name = f"{each.fact}: {values}" if values else each.fact
+        yield written["engine"], name, each.since, each.until, each.how, each.source
 
 
 def list_loading_rules() -> Iterator[tuple[str, str]]:

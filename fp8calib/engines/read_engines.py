@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
+from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.engine import VLLM
-from fp8calib.engines.vllm.releases import VLLM_0_32
 from fp8calib.engines.weights.weight_rule import NameRules, Opened, WeightRule
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def replay_row(
         )
         layers = tuple(_put_value(layer, row.value) for layer in absent)
         return EngineReport(layers=layers, problems=tuple(context.problems))
-    report = replay_vllm(folder, geometry, tp, VLLM_0_32, on_gpus=False)
+    report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
     judged = (
         _judge_plugin(row, quantization, layer, attentions[layer.layer]) for layer in report.layers
     )

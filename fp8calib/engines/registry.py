@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts import parse_version
+from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.read_engines import (
     ATOM,

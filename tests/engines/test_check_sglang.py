@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.sglang.releases import NEWEST
 from fp8calib.engines.sglang.replay import has_kv_method, name_sglang_parameter
 from tests.dialects.handmade import latent_stats
 from tests.engines.check_handmade import (
@@ -117,7 +117,7 @@ def test_qwen3_next_passes_over_scales_of_one(tmp_path: Path, value: float, stat
     ],
 )
 def test_names_are_remapped_as_sglangs_function_does(name: str, mapped: str) -> None:
-    assert name_sglang_parameter(name, "llama", NEWEST) == mapped
+    assert name_sglang_parameter(name, "llama", SGLANG_RELEASES[-1]) == mapped
 
 
 @pytest.mark.parametrize("suffixes", [PAIR, ("kv_scale",)])
@@ -191,7 +191,7 @@ def test_other_schemes_are_ignored(tmp_path: Path, key: str, value: object) -> N
     folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=quantization)
 
     assert statuses(ask("sglang", folder)) == both("dropped")
-    assert not has_kv_method(open_folder(folder), plain_geometry(), NEWEST)
+    assert not has_kv_method(open_folder(folder), plain_geometry(), SGLANG_RELEASES[-1])
 
 
 @pytest.mark.parametrize(("value", "status"), [(0.25, "misread"), (1.0, "used")])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from fp8calib.engines.facts.release import SGLANG_FACTS, VLLM_FACTS
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
-from fp8calib.engines.sglang.releases import RELEASES as SGLANG_RELEASES
-from fp8calib.engines.vllm.releases import RELEASES as VLLM_RELEASES
 from scripts.engine_page import list_facts, make_page, read_meanings
 
 RELEASES = [release for each in ENGINES.values() for release in (each, *each.releases)]
@@ -24,9 +23,9 @@ def test_the_page_shows_every_engine_and_every_rule() -> None:
 
 
 def test_a_fact_is_shown_with_its_releases_and_its_source() -> None:
-    rows = [row for row in list_facts(VLLM_RELEASES) if row[1].startswith("own-file-algorithm")]
+    rows = [row for row in list_facts(VLLM_FACTS) if row[1].startswith("own-file-algorithm")]
     place = "transformers_utils/model_arch_config_convertor.py"
-    assert rows == [("vLLM", "own-file-algorithm: MIXED_PRECISION", "0.33", "", "run", place)]
+    assert rows == [("vLLM", "own-file-algorithm: MIXED_PRECISION", "0.33.0", "", "run", place)]
 
 
 def test_every_row_of_a_table_has_the_columns_of_its_head() -> None:
@@ -37,8 +36,8 @@ def test_every_row_of_a_table_has_the_columns_of_its_head() -> None:
 
 def test_every_field_and_rule_has_a_meaning_and_a_source() -> None:
     assert read_meanings(Numerics).keys() >= {each.name for each in fields(Numerics)}
-    for releases in (VLLM_RELEASES, SGLANG_RELEASES):
-        assert all(each.source for each in releases[0].facts)
+    for path in (VLLM_FACTS, SGLANG_FACTS):
+        assert all(source for *_, source in list_facts(path))
     assert all(rule.source for engine in RELEASES for rule in engine.weight_rules)
     numerics = filter(None, (engine.numerics for engine in RELEASES))
     assert all(all(each.sources.values()) for each in numerics)

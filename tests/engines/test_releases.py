@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import fp8calib
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.evidence import Evidence
-from fp8calib.engines.facts import Fact, make_releases
+from fp8calib.engines.facts.release import load_releases
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
@@ -406,18 +406,50 @@ def test_fp8_weights_by_release(
         assert weights is None or words in f"{weights.status}: {weights.why}", engine
 
 
-def test_a_fact_is_true_of_the_releases_between_two() -> None:
-    facts = (
-        Fact(name="a", since="0.9", until="0.10.1"),
-        Fact(name="b", value="x"),
-        Fact(name="b", value="y", since="0.10"),
-    )
-    versions = [(version, Evidence.READ) for version in ("0.8.0", "0.9.1", "0.10.0", "0.10.1")]
-    releases = make_releases("Engine", versions, facts, parts=2)
+def test_a_fact_is_true_of_the_releases_between_two(tmp_path: Path) -> None:
+    seen = {"source": "file.py symbol", "how": "read"}
+    written = {
+        "engine": "Engine",
+        "name_parts": 2,
+        "releases": [
+            {"version": version, "package": "engine", "evidence": "read"}
+            for version in ("0.8.0", "0.9.1", "0.10.0", "0.10.1")
+        ],
+        "facts": [
+            {"fact": "a", "since": "0.9.1", "until": "0.10.1", **seen},
+            {"fact": "b", "values": ["x"], **seen},
+            {"fact": "b", "values": ["y"], "since": "0.10.0", **seen},
+        ],
+    }
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps(written))
+
+    releases = load_releases(path)
 
     assert [each.has("a") for each in releases] == [False, True, True, False]
-    assert [each.list_values("b") for each in releases] == [("x",), ("x",), ("x", "y"), ("x", "y")]
+    assert [each.list_values("b") for each in releases] == [["x"], ["x"], ["x", "y"], ["x", "y"]]
+    assert releases[0].begins == {"a": {"": "0.9"}, "b": {"x": "", "y": "0.10"}}
     assert [each.title for each in releases[:2]] == ["Engine 0.8", "Engine 0.9"]
-    assert releases[1] < releases[2]
     with pytest.raises(KeyError, match="no fact c"):
         releases[0].has("c")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"since": "0.9"}, "'0.9' is not in list"),
+        ({"how": "guessed"}, "'guessed' is not a valid Evidence"),
+        ({"until": "0.9.2"}, "'0.9.2' is not in list"),
+    ],
+)
+def test_a_fact_of_an_unknown_release_is_an_error(
+    tmp_path: Path, change: dict[str, str], words: str
+) -> None:
+    release = {"version": "0.9.1", "package": "engine", "evidence": "read"}
+    fact = {"fact": "a", "source": "file.py", "how": "read", **change}
+    path = tmp_path / "engine.json"
+    text = {"engine": "Engine", "name_parts": 2, "releases": [release], "facts": [fact]}
+    path.write_text(json.dumps(text))
+
+    with pytest.raises(ValueError, match=words):
+        load_releases(path)

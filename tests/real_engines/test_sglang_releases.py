@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.sglang.linears import SglangSchemes
 from fp8calib.engines.sglang.model_types import (
@@ -23,7 +23,6 @@ from fp8calib.engines.sglang.model_types import (
     has_place,
     takes_sglang_json,
 )
-from fp8calib.engines.sglang.releases import RELEASES
 from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.engines.check_handmade import (
     FP8,
@@ -55,7 +54,7 @@ CONFIGS: Mapping[str, object] = {
     "modelopt": MODELOPT,
     "quark": QUARK,
 }
-by_release = pytest.mark.parametrize("release", RELEASES, ids=lambda each: each.version)
+by_release = pytest.mark.parametrize("release", SGLANG_RELEASES, ids=lambda each: each.version)
 
 
 @cache
@@ -90,7 +89,7 @@ def find_wheel(release: Release) -> Path:
 def ask_release(
     release: Release, folder: Path, geometry: ModelGeometry | None = None
 ) -> EngineReport:
-    name = "sglang" if release == RELEASES[0] else f"sglang=={release.version}"
+    name = "sglang" if release == SGLANG_RELEASES[-1] else f"sglang=={release.version}"
     return ask(name, folder, geometry)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import VLLM_RELEASES, Release
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.linears import VllmSchemes
 from fp8calib.engines.vllm.quantization_config import find_exclusions, find_kv_method
-from fp8calib.engines.vllm.releases import RELEASES
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
 from tests.real_engines.release_configs import (
     CONFIGS,
@@ -49,7 +48,7 @@ LISTS: tuple[Mapping[str, object], ...] = (
     {"exclude_modules": ["b"]},
     {"ignore": ["a"], "exclude_modules": ["b"]},
 )
-by_release = pytest.mark.parametrize("release", RELEASES, ids=lambda each: each.version)
+by_release = pytest.mark.parametrize("release", VLLM_RELEASES, ids=lambda each: each.version)
 
 
 def _judge_scheme(release: Release, scheme: Mapping[str, object]) -> bool:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, ReplayJson
-from fp8calib.engines.evidence import Evidence
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
-from fp8calib.engines.sglang.releases import NUMERICS_READ, RELEASES
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
@@ -20,6 +18,9 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+_KERNELS_READ = "kernels and functions that Numerics names are those of 0.5.23"
 
 
 def _make_replay(release: Release) -> ReplayFolder:
@@ -150,7 +151,7 @@ def _make_engine(release: Release) -> Engine:
         minor_parts=3,
         title="SGLang",
         version=release.version,
-        evidence=Evidence.LOADER,
+        evidence=release.evidence,
         launch=Launch(
             command="python -m sglang.launch_server --model-path",
             kv_flag="--kv-cache-dtype fp8_e4m3",
@@ -174,9 +175,9 @@ _OLDER = tuple(
         _make_engine(release),
         key=f"sglang=={release.version}",
         loads_like="sglang",
-        numerics=_NUMERICS if release.has(NUMERICS_READ) else None,
+        numerics=_NUMERICS if release.has(_KERNELS_READ) else None,
         no_numerics="the arithmetic of this release has not been read; --engine sglang is newer",
     )
-    for release in RELEASES[1:]
+    for release in reversed(SGLANG_RELEASES[:-1])
 )
-SGLANG = replace(_make_engine(RELEASES[0]), is_default=True, releases=_OLDER)
+SGLANG = replace(_make_engine(SGLANG_RELEASES[-1]), is_default=True, releases=_OLDER)

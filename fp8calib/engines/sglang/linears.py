@@ -13,17 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from fp8calib.dialects.fp8.compressed_tensors import FORMATS
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.sglang.model_types import find_unlisted
-from fp8calib.engines.sglang.releases import (
-    CHANNELS_ALONE,
-    ENDS_IGNORED,
-    GROUP_FORMATS,
-    HEAD_COMPRESSED,
-)
 from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.expected import OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup
@@ -39,6 +33,10 @@ from fp8calib.engines.weights.schemes import (
 from fp8calib.fp8.schemes import Granularity, InputScaling
 from fp8calib.geometry.model_geometry import ModelGeometry
 
+_GROUP_FORMATS = "the format of a config group is read"
+_CHANNELS_ALONE = "FP8 weights alone, per channel, are not taken for packed integers"
+_ENDS_IGNORED = "an entry of ignore matches the end of a path, and no part of it in either case"
+_HEAD_COMPRESSED = "compressed-tensors quantizes the output layer"
 _W4AFP8_LINEARS: Mapping[str, object] = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -88,7 +86,7 @@ class SglangSchemes(GroupSchemes):
         """Find a group's scheme."""
         is_compressed = self.method == "compressed-tensors"
         is_head = group.kind is GroupKind.HEAD
-        if is_head and is_compressed and not self._release.has(HEAD_COMPRESSED):
+        if is_head and is_compressed and not self._release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
         found = super().find(group)
         has_blocks = getattr(found, "weights", None) is Granularity.BLOCK
@@ -99,7 +97,7 @@ class SglangSchemes(GroupSchemes):
 
     def find_own_format(self, group: Section) -> object:
         """Find the format of a config group, which older releases do not read."""
-        return super().find_own_format(group) if self._release.has(GROUP_FORMATS) else None
+        return super().find_own_format(group) if self._release.has(_GROUP_FORMATS) else None
 
     def read_group(self, group: Section) -> Found:
         """Read a config group, for which older releases have fewer schemes."""
@@ -110,7 +108,7 @@ class SglangSchemes(GroupSchemes):
         if is_alone and getattr(scheme, "weights", None) is Granularity.BLOCK:
             raise Unjudged("weights in blocks whose inputs are not quantized")
         is_channel = getattr(scheme, "weights", None) is Granularity.CHANNEL
-        if is_alone and is_channel and not self._release.has(CHANNELS_ALONE):
+        if is_alone and is_channel and not self._release.has(_CHANNELS_ALONE):
             why = (
                 "it takes FP8 weights per channel whose inputs are not quantized for packed "
                 "integers (ImportError: W4A16Sparse24 is not supported)"
@@ -156,7 +154,7 @@ class SglangSchemes(GroupSchemes):
         """Match a module with an expression, its path, a part or the end of it."""
         if entry.startswith("re:"):
             return matches_target(entry, path)
-        if not self._release.has(ENDS_IGNORED):
+        if not self._release.has(_ENDS_IGNORED):
             return entry.lower() in path.lower()
         return entry == path or path.endswith(f".{entry}")
 

@@ -1,16 +1,23 @@
 """How the models of SGLang load KV scales, by model type (`srt/models/`).
 
-The tables are those of 0.5.23; what differs in older releases is a fact (`releases.py`).
+The tables are those of 0.5.23; what differs in older releases is a fact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8calib.engines.facts import Release
-from fp8calib.engines.sglang.releases import FUSES_FIRST, KV_PLACE, LISTS_PARTS, PLAIN_NAMES
+from fp8calib.engines.facts.release import Release
 from fp8calib.geometry.model_geometry import ModelGeometry
 
+CLASS = "class"
+"""Without a class SGLang runs transformers' code, whose attention has no parameters of its own
+(`models/transformers.py`)."""
+_LISTS_PARTS = "class says which projections it joins (packed_modules_mapping)"
+"""In other classes a list of modules has to name the joined one, `qkv_proj`."""
+_PLAIN_FACT = "loaders of qwen3_5 map self_attn.k_scale"
+_KV_PLACE = "attention of this model type has parameters for KV scales"
+_FUSES_FIRST = "loader of this model type renames k_proj before its scale"
 JSON_TYPES = (
     *("llama", "qwen2", "qwen3", "mimo", "mimo_v2", "mimo_v2_flash", "opt", "glm4", "glm5_next"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4", "arcee", "apertus", "internlm3"),
@@ -123,21 +130,15 @@ def find_sglang_type(geometry: ModelGeometry) -> str:
     return _WRAPPERS.get(geometry.architecture, geometry.model_type)
 
 
-def find_class_release(architecture: str, release: Release) -> str:
-    """Find the first release that has a class; empty where all known ones have it, or none."""
-    classes = (each for each in release.facts if each.name == "class")
-    return next((each.since for each in classes if each.value == architecture), "")
-
-
 def has_class(architecture: str, release: Release) -> bool:
     """Tell whether a release is not older than a model's class."""
-    is_later = bool(find_class_release(architecture, release))
-    return not is_later or architecture in release.list_values("class")
+    is_later = bool(release.begins[CLASS].get(architecture))
+    return not is_later or architecture in release.list_values(CLASS)
 
 
 def find_unlisted(architecture: str, release: Release) -> frozenset[str]:
     """Find what a model's class joins without saying of which projections."""
-    if architecture not in release.list_values(LISTS_PARTS):
+    if architecture not in release.list_values(_LISTS_PARTS):
         return frozenset(_JOINED)
     return frozenset(_JOINED) - {_LISTING_ONE.get(architecture, name) for name in _JOINED}
 
@@ -145,20 +146,20 @@ def find_unlisted(architecture: str, release: Release) -> frozenset[str]:
 def find_own_names(model_type: str, release: Release) -> Mapping[str, str]:
     """Give the mapping of a model's own loader; empty where it has none."""
     names = _OWN_MAPPINGS.get(model_type, {})
-    is_early = not release.has(PLAIN_NAMES)
+    is_early = not release.has(_PLAIN_FACT)
     return {old: new for old, new in names.items() if not (is_early and old in _PLAIN_NAMES)}
 
 
 def has_place(model_type: str, release: Release) -> bool:
     """Tell whether the attention of a model type has parameters for KV scales."""
-    is_dated = any(each.name == KV_PLACE and each.value == model_type for each in release.facts)
-    is_late = is_dated and model_type not in release.list_values(KV_PLACE)
+    is_dated = model_type in release.begins[_KV_PLACE]
+    is_late = is_dated and model_type not in release.list_values(_KV_PLACE)
     return model_type not in TYPES_WITHOUT_KV_SCALES and not is_late
 
 
 def fuses_first(model_type: str, release: Release) -> bool:
     """Tell whether a scale under a projection is an error, because it is looked for in qkv_proj."""
-    return model_type in FUSING_TYPES or model_type in release.list_values(FUSES_FIRST)
+    return model_type in FUSING_TYPES or model_type in release.list_values(_FUSES_FIRST)
 
 
 def takes_sglang_json(geometry: ModelGeometry, release: Release) -> bool:

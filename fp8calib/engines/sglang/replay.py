@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import parse_name
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -29,18 +29,17 @@ from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
+    CLASS,
     INDEXING_TYPES,
     LOSING_TYPES,
     MAPPING_TYPES,
     STRICT_TYPES,
-    find_class_release,
     find_own_names,
     find_sglang_type,
     fuses_first,
     has_class,
     has_place,
 )
-from fp8calib.engines.sglang.releases import KV_COMPRESSED, NEWEST, ZERO_UNSET
 from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -52,6 +51,8 @@ CONFIG_KEYS = (
     "modelopt",
 )
 """Where SGLang looks for the quantization config, in order."""
+_KV_COMPRESSED = "compressed-tensors' attention has parameters for KV scales"
+_ZERO_UNSET = "two KV scales of zero count as not loaded"
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
@@ -106,7 +107,7 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) 
     if fault:
         return fault
     if not has_class(geometry.architecture, release):
-        since = find_class_release(geometry.architecture, release)
+        since = release.begins[CLASS][geometry.architecture]
         why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
         return f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
     if not has_place(geometry.model_type, release):
@@ -141,8 +142,9 @@ def _find_config_fault(quantization: Mapping[str, object] | None, release: Relea
     if quantization is None:
         return "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
     method = str(quantization.get("quant_method", "modelopt"))
-    if method == "compressed-tensors" and not release.has(KV_COMPRESSED):
-        why = f"{release.title} loads no KV scales with quant_method {method}, which 0.5.19 does"
+    if method == "compressed-tensors" and not release.has(_KV_COMPRESSED):
+        since = release.begins[_KV_COMPRESSED][""]
+        why = f"{release.title} loads no KV scales with quant_method {method}, which {since} does"
         return f"{why}, so it uses 1.0"
     if method == "compressed-tensors":
         return _find_scheme_fault(quantization.get("kv_cache_scheme"))
@@ -283,14 +285,14 @@ def _judge(
         return context.judge_absent_layer(
             index, why=fault, fix=_find_place_fix(context.geometry, fault, release)
         )
-    is_unset = is_not_positive if release.has(ZERO_UNSET) else is_negative
+    is_unset = is_not_positive if release.has(_ZERO_UNSET) else is_negative
     rules = PairRules("SGLang", is_unset, why, _FIX.format(path=path))
     verdict = judge_pair(context, index, loaded, rules)
     return _misread_latents(verdict) if attention.kind == "latent" else verdict
 
 
 def _find_place_fix(geometry: ModelGeometry, fault: str, release: Release) -> str:
-    if not has_place(geometry.model_type, NEWEST):
+    if not has_place(geometry.model_type, SGLANG_RELEASES[-1]):
         return _PLACELESS_FIX
     if fault.startswith(release.title):
         return _NEWER_FIX

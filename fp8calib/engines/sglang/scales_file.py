@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.scales_file import replay_scales_file
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal

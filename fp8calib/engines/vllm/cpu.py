@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
-from fp8calib.engines.vllm.engine import OLDER_VLLM
+from fp8calib.engines.vllm.engine import VLLM_THAT_RAN
 from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
 from fp8calib.engines.vllm.numerics import (
     BFLOAT16_SOURCE,
@@ -92,7 +92,7 @@ _NUMERICS = Numerics(
 )
 
 VLLM_CPU = replace(
-    OLDER_VLLM,
+    VLLM_THAT_RAN,
     key="vllm-cpu",
     launch=None,
     numerics=_NUMERICS,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import match_to_layers
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.releases import VLLM_0_32
 from fp8calib.engines.vllm.replay import replay_vllm
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -26,7 +26,7 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         geometry, (each for held in folder.scales.values() for each in held.values())
     )
     heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
-    report = replay_vllm(folder, geometry, tp, VLLM_0_32, on_gpus=False)
+    report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
 
     def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
         scale = stored.get((index, role))

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.model_types import ADDED_ROOTS, RENAMING_TYPES, TIED_TYPES
 from fp8calib.engines.vllm.numerics import make_numerics
-from fp8calib.engines.vllm.releases import RELEASES, REPEATS_SCALES
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 from fp8calib.fp8.schemes import Granularity
 
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.reader import LinearReader
     from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+_REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
 
 
 def _make_replay(release: Release) -> ReplayFolder:
@@ -148,14 +150,14 @@ def _make_engine(release: Release) -> Engine:
         splits_heads=True,
         make_reader=_make_reader_factory(release),
         weight_rules=_WEIGHT_RULES,
-        repeats_expert_scales=release.has(REPEATS_SCALES),
+        repeats_expert_scales=release.has(_REPEATS_SCALES),
         name_rules=_NAME_RULES,
     )
 
 
 _OLDER = tuple(
     replace(_make_engine(release), key=f"vllm=={release.name}", loads_like="vllm")
-    for release in reversed(RELEASES[:-1])
+    for release in reversed(VLLM_RELEASES[:-1])
 )
-OLDER_VLLM = _OLDER[0]
-VLLM = replace(_make_engine(RELEASES[-1]), is_default=True, releases=_OLDER)
+VLLM_THAT_RAN = next(each for each in _OLDER if each.version == VLLM_RUN.version)
+VLLM = replace(_make_engine(VLLM_RELEASES[-1]), is_default=True, releases=_OLDER)

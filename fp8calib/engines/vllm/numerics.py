@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.numerics import (
     FLASH_ATTENTION_3,
     SMALLEST_GROUP_SCALE,
@@ -12,7 +12,6 @@ from fp8calib.engines.numerics import (
     Numerics,
 )
 from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
-from fp8calib.engines.vllm.releases import QUERY_GPUS, VLLM_0_32
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
 CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
@@ -27,6 +26,7 @@ E5M2_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
 )
 LATENT_SOURCE = f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention"
+_KERNELS_READ = "kernels and functions that Numerics names are those of 0.32.0"
 ROUNDED_DIALECTS = frozenset({"autofp8", "modelopt", "quark"})
 ROUNDED_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/kv_cache.py KVCacheScaleParameter: a tensor of "
@@ -93,14 +93,19 @@ _NUMERICS = Numerics(
 )
 
 
+def name_query_gpus(release: Release) -> str:
+    """Name the GPUs on which the Triton backend quantizes q."""
+    return ", and ".join(release.list_values("Triton backend quantizes q on"))
+
+
 def make_numerics(release: Release) -> Numerics:
     """Give the arithmetic of a release: that of 0.32.0, which was read, and what differs.
 
     Of older ones only Python was compared with it, no kernel.
     """
-    query = f"{_NUMERICS.sources['quantizes_query']}{release.find(QUERY_GPUS)}"
+    query = _NUMERICS.sources["quantizes_query"] + name_query_gpus(release)
     return replace(
         _NUMERICS,
         sources={**_NUMERICS.sources, "quantizes_query": query},
-        run=_NUMERICS.run if release >= VLLM_0_32 else frozenset(),
+        run=_NUMERICS.run if release.has(_KERNELS_READ) else frozenset(),
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from fp8calib.dialects.kv.config import SCHEME_HINT, find_scheme_fault
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
-from fp8calib.engines.facts import Release
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -40,13 +40,13 @@ from fp8calib.engines.vllm.model_types import (
     TYPES_WITHOUT_KV_SCALES,
 )
 from fp8calib.engines.vllm.native_classes import (
-    find_class_fact,
+    CLASS,
     has_class,
     is_other_class,
     is_unsupported,
 )
+from fp8calib.engines.vllm.numerics import name_query_gpus
 from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, find_kv_method
-from fp8calib.engines.vllm.releases import QUERY_GPUS
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
@@ -175,7 +175,7 @@ def _require_class(geometry: ModelGeometry, release: Release) -> None:
     """
     if not is_unsupported(geometry, release):
         return
-    if first := find_class_fact(geometry, release):
+    if first := release.begins[CLASS].get(geometry.architecture):
         why = f"{release.title} has no class for {shorten(geometry.architecture)}"
         raise Refusal(why, fix=f"use vLLM {first} or later")
     why = f"{release.title} does not run {geometry.model_type}"
@@ -348,7 +348,7 @@ def _note_loaded(
                 f"{what} is loaded ({len(found)}, such as {found[0]}): only backends of GPUs use it"
             )
         elif found:
-            gpus = release.find(QUERY_GPUS)
+            gpus = name_query_gpus(release)
             context.problems.append(
                 f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
                 f"query use it (FlashAttention 3, FlashInfer, Triton on {gpus}), others do not"

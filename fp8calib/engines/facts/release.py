@@ -1,0 +1,126 @@
+"""What differs between the releases of an engine: a JSON file for each, beside this module.
+
+`scripts/read-engines` writes the files from the engines' packages. Code asks a release for a fact
+by its name, and never compares releases.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8calib.engines.evidence import Evidence
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that is true of some releases."""
+
+    fact: str
+    """Its name."""
+    values: Sequence[str] = ("",)
+    """What it is true of; empty where the name says all."""
+    since: str = ""
+    """The first release of which it is true; empty where that is older than all known ones."""
+    until: str = ""
+    """The first release of which it is true no longer; empty where it is true of the newest."""
+    source: str
+    """The files and the symbols in them that show it."""
+    how: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Release:
+    """One release of an engine, with its patches."""
+
+    engine: str
+    """The title of the engine."""
+    package: str
+    """The name of the Python package whose files are the engine's."""
+    version: str
+    name: str
+    """The version in messages, without a patch."""
+    evidence: Evidence
+    """How its loading rules are known."""
+    true: Mapping[str, Sequence[str]] = field(repr=False)
+    """By fact: the values that are true of it, those that are true for the longest time first."""
+    begins: Mapping[str, Mapping[str, str]] = field(repr=False)
+    """By fact and value: the name of the first release of which it is true, as in `Fact.since`."""
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"{self.engine} {self.name}"
+
+    def has(self, fact: str) -> bool:
+        """Tell whether a fact is true of this release."""
+        return bool(self.list_values(fact))
+
+    def list_values(self, fact: str) -> Sequence[str]:
+        """List the values of a fact that are true of this release."""
+        if fact not in self.begins:
+            raise KeyError(f"{self.engine} has no fact {fact}")
+        return self.true[fact]
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Parse the release numbers of a version; empty where it has none, as a commit."""
+    match = re.match(r"\d+(?:\.\d+)+(?!.*=)|\d+$", version, re.ASCII)
+    return tuple(map(int, match.group().split("."))) if match else ()
+
+
+def read_facts(written: Mapping[str, Any]) -> list[Fact]:
+    """Read the facts of a file.
+
+    Raises:
+        TypeError: one has a field too many or too few.
+        ValueError: how it is known is none of `Evidence`.
+    """
+    return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
+
+
+def load_releases(path: Path) -> tuple[Release, ...]:
+    """Load the releases of an engine, the oldest first.
+
+    Raises:
+        ValueError: a fact begins or ends with a release that is not listed.
+    """
+    written = json.loads(path.read_text())
+    versions = [each["version"] for each in written["releases"]]
+    names = [".".join(each.split(".")[: written["name_parts"]]) for each in versions]
+    facts = read_facts(written)
+    begins: dict[str, dict[str, str]] = {each.fact: {} for each in facts}
+    true: list[dict[str, list[str]]] = [{name: [] for name in begins} for _ in versions]
+    for each in facts:
+        first = versions.index(each.since) if each.since else 0
+        after = versions.index(each.until) if each.until else len(versions)
+        for value in each.values:
+            begins[each.fact].setdefault(value, names[first] if each.since else "")
+        for values in true[first:after]:
+            values[each.fact].extend(each.values)
+    return tuple(
+        Release(
+            engine=written["engine"],
+            package=release["package"],
+            version=release["version"],
+            name=name,
+            evidence=Evidence(release["evidence"]),
+            true=values,
+            begins=begins,
+        )
+        for release, name, values in zip(written["releases"], names, true, strict=True)
+    )
+
+
+VLLM_FACTS = FOLDER / "vllm.json"
+SGLANG_FACTS = FOLDER / "sglang.json"
+VLLM_RELEASES = load_releases(VLLM_FACTS)
+SGLANG_RELEASES = load_releases(SGLANG_FACTS)
+VLLM_RUN = next(each for each in reversed(VLLM_RELEASES) if each.evidence is Evidence.RUN)
+"""The release that was run on a CPU: what `model_types.py` says was found in it."""
