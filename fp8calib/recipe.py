@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -17,6 +20,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -39,8 +43,9 @@ from fp8calib.options.keys import (
     SEQ_LEN,
     TEXT_COLUMN,
     TP,
+    RecipeOptions,
 )
-from fp8calib.options.option import Option
+from fp8calib.options.option import Declared, Option, list_options
 from fp8calib.scales.rules import Fallback, Rule, parse_rule
 
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
@@ -54,7 +59,39 @@ class _Section(BaseModel):
 
 def _key(option: Option, **more: Any) -> Any:
     """Make the key of a recipe that an option overrides, of the option."""
-    return Field(default=option.default, ge=option.least, description=option.about, **more)
+    return Field(
+        default=option.default, ge=option.least, le=option.most, description=option.about, **more
+    )
+
+
+Section = TypeVar("Section", bound=_Section)
+
+
+def _with_options(section_name: str) -> Callable[[type[Section]], type[Section]]:
+    """Add the options that are keys of a section, but for those that its class states itself.
+
+    A class states the keys that code reads, with the types that it reads.
+    """
+
+    def complete(section: type[Section]) -> type[Section]:
+        added: dict[str, Any] = {}
+        for declared in list_options(RecipeOptions):
+            place, _, key = declared.option.key.rpartition(".")
+            if place == section_name and key not in section.model_fields:
+                added[key] = _make_key(declared)
+        if not added:
+            return section
+        return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **added)
+
+    return complete
+
+
+def _make_key(declared: Declared) -> tuple[Any, Any]:
+    """Give the type of a key, and the rest of it; a key with a default is never null."""
+    kind, option = declared.annotation, declared.option
+    if option.default is not None:
+        kind = reduce(or_, (each for each in get_args(kind) if each is not NoneType))
+    return kind, _key(option, strict=kind in (int, bool))
 
 
 class Observe(_Section):
@@ -90,6 +127,7 @@ class Observe(_Section):
         return self.kv or self.query or self.inputs
 
 
+@_with_options("data")
 class Data(_Section):
     """Which data is run through the model."""
 
@@ -129,6 +167,7 @@ QueryScale = Annotated[
 ]
 
 
+@_with_options("scales")
 class ScaleOptions(_Section):
     """How statistics become scales."""
 
@@ -180,6 +219,7 @@ class Quantize(_Section):
         return name_mixed(self.scheme, is_mixed=bool(self.layer_schemes))
 
 
+@_with_options("")
 class Recipe(_Section):
     """What to observe, on which data, how to compute scales, and what to write."""
 

@@ -48,7 +48,7 @@ def as_function(
             return result
 
     function.__name__ = function.__qualname__ = name
-    helps = {each.name: each.help for each in declared}
+    helps = {each.name: each.option.about for each in declared}
     function.__doc__ = spell_for_request(name, declared, _describe(kind, helps, run))
     function.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=get_type_hints(run)["return"]

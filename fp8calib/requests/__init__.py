@@ -1,4 +1,4 @@
-"""What each command is asked. A module here is a command, except for two."""
+"""What each command is asked. Every module here is a command, except for `shared`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 
-_NO_COMMANDS = ("early_checks", "shared")
-
 
 def list_commands() -> list[str]:
     """List the commands, as their modules and functions are named."""
-    return sorted(each.name for each in iter_modules(__path__) if each.name not in _NO_COMMANDS)
+    return sorted(each.name for each in iter_modules(__path__) if each.name != "shared")
 
 
 def find_request(command: str) -> type:

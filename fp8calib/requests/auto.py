@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.engines.registry import list_emulated_and_replayed
-from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES
+from fp8calib.engines.registry import find_emulated, list_emulated_and_replayed
+from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     UNQUANTIZED,
@@ -19,9 +19,8 @@ from fp8calib.requests.shared import (
     MemoryOption,
     ProgressArgument,
     RevisionOption,
-    SeqLenOption,
-    TextColumnOption,
     TrustOption,
+    check_gate,
 )
 
 
@@ -38,12 +37,13 @@ class AutoRequest:
     model: Annotated[str | Path, UNQUANTIZED]
     data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
     _: KW_ONLY
-    text_column: TextColumnOption = None
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
     gate: Annotated[
         str,
         Option(
             "--gate",
             metavar="w8a8|kv",
+            check=check_gate,
             help="What becomes FP8, and the gate that it has to pass: weights, inputs and KV cache "
             "(w8a8), or the KV cache alone (kv).",
         ),
@@ -53,6 +53,7 @@ class AutoRequest:
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
+            check=find_emulated,
             help=f"The engine that has to serve it: {', '.join(list_emulated_and_replayed())}.",
         ),
     ] = "vllm"
@@ -61,7 +62,7 @@ class AutoRequest:
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),
     ] = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: SeqLenOption = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     pack: Annotated[bool, PACK] = True
     device: DeviceOption = "auto"

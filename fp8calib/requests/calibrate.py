@@ -7,35 +7,26 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.keys import BATCH_SIZE, SAMPLES, SEED
-from fp8calib.options.option import Argument, Option
+from fp8calib.options.keys import RecipeOptions
+from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     DataOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
-    FallbackOption,
     ForceOption,
-    FormatOption,
-    Fp8DtypeOption,
     MemoryOption,
-    PackOption,
     ProgressArgument,
-    QueryScaleOption,
     ReplaceScalesOption,
     RevisionOption,
-    RuleOption,
     RunModel,
-    SeqLenOption,
-    TextColumnOption,
     TokenizerArgument,
-    TpOption,
     TrustOption,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrateRequest:
+class CalibrateRequest(RecipeOptions):
     """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
@@ -44,7 +35,6 @@ class CalibrateRequest:
     model: RunModel
     data: DataOption = None
     _: KW_ONLY
-    text_column: TextColumnOption = None
     recipe: Annotated[
         str | Path,
         Option(
@@ -56,7 +46,10 @@ class CalibrateRequest:
     ] = "kv"
     observe: Annotated[
         Collection[str] | None,
-        Argument("The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's."),
+        Option(
+            only_in_python=True,
+            help="The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's.",
+        ),
     ] = None
     out: Annotated[
         str | Path | None,
@@ -68,17 +61,6 @@ class CalibrateRequest:
             about_argument="Output folder; None writes nothing.",
         ),
     ] = None
-    formats: FormatOption = None
-    tp: TpOption = None
-    samples: Annotated[int | None, SAMPLES] = None
-    seq_len: SeqLenOption = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: PackOption = None
-    seed: Annotated[int | None, SEED] = None
-    rule: RuleOption = None
-    fallback: FallbackOption = None
-    fp8_dtype: Fp8DtypeOption = None
-    query_scale: QueryScaleOption = None
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     device_map: DeviceMapOption = None

@@ -7,9 +7,15 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.engines.registry import list_defaults, list_replayed
+from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import Stats
+from fp8calib.requests.shared import Stats, check_stats, require_input
+
+
+def _check_engines(given: Sequence[str]) -> None:
+    for name in (each for value in given for each in value.split(",")):
+        find_replayed(name.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class CheckRequest:
         Option(
             metavar="PATH",
             reads=Path,
+            check=require_input("name a checkpoint folder or a JSON file"),
             help="A checkpoint folder or hub id, or a JSON file of any tool.",
         ),
     ]
@@ -37,6 +44,7 @@ class CheckRequest:
             "--engine",
             metavar="NAME[==VERSION]",
             reads=list[str],
+            check=_check_engines,
             help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
         ),
     ] = None
@@ -49,6 +57,7 @@ class CheckRequest:
             "--model",
             metavar="MODEL",
             reads=str,
+            check=find_local_model,
             help="The model the scales are for; for files.",
         ),
     ] = None
@@ -69,6 +78,7 @@ class CheckRequest:
             "--stats",
             metavar="FILE",
             reads=Path,
+            check=check_stats,
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
         ),
     ] = None

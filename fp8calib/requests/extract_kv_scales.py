@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.options.keys import FORMATS, FP8_DTYPE
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     BaseOption,
     ForceOption,
-    FormatOption,
-    Fp8DtypeOption,
     OtherWeightsOption,
     ReplaceScalesOption,
     RevisionOption,
     TrustOption,
+    require_input,
 )
 
 
@@ -33,6 +35,7 @@ class ExtractRequest:
             "--quantized-model",
             metavar="PATH",
             reads=Path,
+            check=require_input("name a checkpoint folder or a file of scales"),
             help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
         ),
     ]
@@ -42,6 +45,7 @@ class ExtractRequest:
             "--model",
             metavar="MODEL",
             reads=str,
+            check=find_local_model,
             help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
             "keeps the quantization): folder or Hub id.",
         ),
@@ -56,7 +60,7 @@ class ExtractRequest:
         ),
     ]
     _: KW_ONLY
-    formats: FormatOption = None
+    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
     base: BaseOption = None
     other_weights: OtherWeightsOption = False
     replace_scales: ReplaceScalesOption = False
@@ -64,11 +68,11 @@ class ExtractRequest:
         str | None,
         Option(
             "--source-dtype",
-            metavar="|".join(KV_FORMATS),
+            choices=tuple(KV_FORMATS),
             help="FP8 format that the scales were made for, if the files do not state it.",
         ),
     ] = None
-    fp8_dtype: Fp8DtypeOption = None
+    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
     tp: Annotated[
         list[int] | None,
         Option(

@@ -7,7 +7,13 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.options.option import Option
+
+
+def _check_shards(paths: Sequence[Path]) -> None:
+    for path in paths:
+        require_path(path, hint="name the output folder of a shard, or its stats.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class MergeRequest:
         Option(
             metavar="STATS...",
             reads=list[Path],
+            check=_check_shards,
             help="stats.safetensors of every shard, or its output folder.",
         ),
     ]

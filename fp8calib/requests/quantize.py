@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import list_written
+from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
-from fp8calib.options.keys import BATCH_SIZE, SAMPLES
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, find_scheme
+from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     DataOption,
     DtypeOption,
     ForceOption,
     MemoryOption,
-    PackOption,
     ProgressArgument,
     RevisionOption,
-    SeqLenOption,
     StatsOption,
-    TextColumnOption,
     TokenizerArgument,
     TrustOption,
     UnquantizedModel,
@@ -41,7 +38,7 @@ def _describe_dialects() -> Iterator[str]:
         yield f"{dialect.name}{only}"
 
 
-def read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
+def _read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
     """Read the names of schemes by pattern.
 
     Raises:
@@ -56,6 +53,11 @@ def read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--layer-scheme {pattern}: is given twice")
         found[pattern] = scheme
     return found
+
+
+def _check_layer_schemes(by_pattern: Mapping[str, str]) -> None:
+    for name in by_pattern.values():
+        find_scheme(name, option=f"--layer-scheme {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class QuantizeRequest:
         str,
         Option(
             "--rounding",
-            metavar=f"{NEAREST}|{GPTQ}",
+            choices=(NEAREST, GPTQ),
             help=f"How weights are rounded: {NEAREST}, or {GPTQ}, which runs text through the "
             "model layer by layer, and lets later columns of a weight make up for the errors of "
             "earlier ones. Its files lose less; nearest is the default because it needs neither "
@@ -93,11 +95,11 @@ class QuantizeRequest:
         ),
     ] = NEAREST
     data: DataOption = None
-    text_column: TextColumnOption = None
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
     samples: Annotated[int | None, SAMPLES] = None
-    seq_len: SeqLenOption = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: PackOption = None
+    pack: Annotated[bool | None, PACK] = None
     stats: StatsOption = None
     dialect: Annotated[
         str,
@@ -113,7 +115,8 @@ class QuantizeRequest:
             "--layer-scheme",
             metavar="PATTERN=SCHEME",
             reads=list[str],
-            collect=read_layer_schemes,
+            collect=_read_layer_schemes,
+            check=_check_layer_schemes,
             help="Another scheme for the linears that a pattern like those of --ignore matches; "
             "repeat for more: the first pattern that matches counts.",
         ),
@@ -187,6 +190,11 @@ class QuantizeRequest:
     force: ForceOption = False
     tokenizer: TokenizerArgument = None
     progress: ProgressArgument = None
+
+    def on_command_line(self) -> QuantizeRequest:
+        """Refuse a scheme that the format cannot express."""
+        find_written(self.dialect, find_scheme(self.scheme))
+        return self
 
     @property
     def runs_text(self) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.engines.registry import list_emulated
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES
+from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
 from fp8calib.requests.shared import (
     DataOption,
@@ -21,16 +22,26 @@ from fp8calib.requests.shared import (
     ProgressArgument,
     RevisionOption,
     RunModel,
-    SeqLenOption,
     Stats,
-    TextColumnOption,
     TokenizerArgument,
     TrustOption,
+    check_gate,
 )
+from fp8calib.scales.rules import parse_rule
 
 
 def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
+
+
+def _check_rules(rules: Sequence[str]) -> None:
+    for rule in filter(None, rules):
+        parse_rule(rule)
+
+
+def _check_scales(paths: Sequence[str]) -> None:
+    for path in paths:
+        require_path(Path(path), option="--scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +58,19 @@ class VerifyRequest:
             "--scales",
             metavar="PATH",
             reads=list[str],
+            check=_check_scales,
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
     data: DataOption = None
     _: KW_ONLY
-    text_column: TextColumnOption = None
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
     engine: Annotated[
         str,
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
+            check=find_emulated,
             help=f"Engine to emulate: {', '.join(list_emulated())}.",
         ),
     ] = "vllm"
@@ -66,6 +79,7 @@ class VerifyRequest:
         Option(
             "--scheme",
             metavar="|".join(SCHEMES),
+            check=find_scheme,
             help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
         ),
     ] = None
@@ -76,6 +90,7 @@ class VerifyRequest:
             metavar="NAME,...",
             reads=str,
             collect=_split,
+            check=_check_rules,
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
@@ -86,12 +101,12 @@ class VerifyRequest:
         str,
         Option(
             "--fp8-dtype",
-            metavar="|".join(FP8_FORMATS),
+            choices=tuple(FP8_FORMATS),
             help="FP8 format for statistics and scale 1.0.",
         ),
     ] = E4M3FN.name
     samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: SeqLenOption = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     pack: Annotated[bool, PACK] = True
     gate: Annotated[
@@ -99,6 +114,7 @@ class VerifyRequest:
         Option(
             "--gate",
             metavar="kv|w8a8|FILE",
+            check=check_gate,
             help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
         ),
     ] = None
