@@ -29,22 +29,7 @@ from pydantic_core import PydanticSerializationError
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.options.keys import (
-    BATCH_SIZE,
-    DATA,
-    FALLBACK,
-    FORMATS,
-    FP8_DTYPE,
-    PACK,
-    QUERY_SCALE,
-    RULE,
-    SAMPLES,
-    SEED,
-    SEQ_LEN,
-    TEXT_COLUMN,
-    TP,
-    RecipeOptions,
-)
+from fp8calib.options import keys
 from fp8calib.options.option import Declared, Option, list_options
 from fp8calib.scales.rules import Fallback, Rule, parse_rule
 
@@ -75,7 +60,7 @@ def _with_options(section_name: str) -> Callable[[type[Section]], type[Section]]
 
     def complete(section: type[Section]) -> type[Section]:
         added: dict[str, Any] = {}
-        for declared in list_options(RecipeOptions):
+        for declared in list_options(keys.RecipeOptions):
             place, _, key = declared.option.key.rpartition(".")
             if place == section_name and key not in section.model_fields:
                 added[key] = _make_key(declared)
@@ -131,13 +116,13 @@ class Observe(_Section):
 class Data(_Section):
     """Which data is run through the model."""
 
-    sources: tuple[str, ...] = _key(DATA)
-    text_column: str | None = _key(TEXT_COLUMN, min_length=1)
-    samples: int = _key(SAMPLES, strict=True)
-    seq_len: int | None = _key(SEQ_LEN, strict=True)
-    batch_size: int = _key(BATCH_SIZE, strict=True)
-    pack: bool = _key(PACK, strict=True)
-    seed: int = _key(SEED, strict=True)
+    sources: tuple[str, ...] = _key(keys.DATA)
+    text_column: str | None = _key(keys.TEXT_COLUMN, min_length=1)
+    samples: int = _key(keys.SAMPLES, strict=True)
+    seq_len: int | None = _key(keys.SEQ_LEN, strict=True)
+    batch_size: int = _key(keys.BATCH_SIZE, strict=True)
+    pack: bool = _key(keys.PACK, strict=True)
+    seed: int = _key(keys.SEED, strict=True)
 
 
 def _read_rule(value: Any) -> Rule:
@@ -171,9 +156,9 @@ QueryScale = Annotated[
 class ScaleOptions(_Section):
     """How statistics become scales."""
 
-    rule: RuleField = _key(RULE)
-    fallback: Fallback | None = _key(FALLBACK)
-    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(FP8_DTYPE)
+    rule: RuleField = _key(keys.RULE)
+    fallback: Fallback | None = _key(keys.FALLBACK)
+    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(keys.FP8_DTYPE)
 
 
 class Quantize(_Section):
@@ -228,9 +213,11 @@ class Recipe(_Section):
     observe: Observe = Field(default=Observe(), description="which sites are observed")
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
-    formats: tuple[str, ...] = _key(FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True)], ...] = _key(TP, json_schema_extra={"minItems": 1})
-    query_scale: QueryScale = _key(QUERY_SCALE)
+    formats: tuple[str, ...] = _key(keys.FORMATS)
+    tp: tuple[Annotated[int, Field(strict=True)], ...] = _key(
+        keys.TP, json_schema_extra={"minItems": 1}
+    )
+    query_scale: QueryScale = _key(keys.QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )

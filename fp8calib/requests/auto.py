@@ -10,18 +10,7 @@ from typing import Annotated
 from fp8calib.engines.registry import find_emulated, list_emulated_and_replayed
 from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    UNQUANTIZED,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    ForceOption,
-    MemoryOption,
-    ProgressArgument,
-    RevisionOption,
-    TrustOption,
-    check_gate,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +23,7 @@ class AutoRequest:
     Example: fp8calib auto HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl --engine vllm
     """
 
-    model: Annotated[str | Path, UNQUANTIZED]
+    model: Annotated[str | Path, shared.UNQUANTIZED]
     data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None
@@ -43,7 +32,7 @@ class AutoRequest:
         Option(
             "--gate",
             metavar="w8a8|kv",
-            check=check_gate,
+            check=shared.check_gate,
             help="What becomes FP8, and the gate that it has to pass: weights, inputs and KV cache "
             "(w8a8), or the KV cache alone (kv).",
         ),
@@ -65,17 +54,17 @@ class AutoRequest:
     seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     pack: Annotated[bool, PACK] = True
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    device_map: DeviceMapOption = None
-    memory: MemoryOption = None
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")] = (
         False
     )
     resume: Annotated[
         bool, Option("--resume", help="Continue an interrupted run from its statistics.")
     ] = False
-    force: ForceOption = False
-    progress: ProgressArgument = None
+    force: shared.ForceOption = False
+    progress: shared.ProgressArgument = None

@@ -9,20 +9,7 @@ from typing import Annotated
 
 from fp8calib.options.keys import RecipeOptions
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    DataOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    ForceOption,
-    MemoryOption,
-    ProgressArgument,
-    ReplaceScalesOption,
-    RevisionOption,
-    RunModel,
-    TokenizerArgument,
-    TrustOption,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +19,8 @@ class CalibrateRequest(RecipeOptions):
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    model: RunModel
-    data: DataOption = None
+    model: shared.RunModel
+    data: shared.DataOption = None
     _: KW_ONLY
     recipe: Annotated[
         str | Path,
@@ -61,10 +48,10 @@ class CalibrateRequest(RecipeOptions):
             about_argument="Output folder; None writes nothing.",
         ),
     ] = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    device_map: DeviceMapOption = None
-    memory: MemoryOption = None
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print the plan and exit: run and write nothing.")
     ] = False
@@ -79,12 +66,12 @@ class CalibrateRequest(RecipeOptions):
             help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
         ),
     ] = None
-    replace_scales: ReplaceScalesOption = False
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    force: ForceOption = False
-    tokenizer: TokenizerArgument = None
-    progress: ProgressArgument = None
+    replace_scales: shared.ReplaceScalesOption = False
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None
 
     def on_command_line(self) -> CalibrateRequest:
         """Fill in the folder: the command always writes."""

@@ -10,7 +10,7 @@ from typing import Annotated
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import Stats, check_stats, require_input
+from fp8calib.requests import shared
 
 
 def _check_engines(given: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class CheckRequest:
         Option(
             metavar="PATH",
             reads=Path,
-            check=require_input("name a checkpoint folder or a JSON file"),
+            check=shared.require_input("name a checkpoint folder or a JSON file"),
             help="A checkpoint folder or hub id, or a JSON file of any tool.",
         ),
     ]
@@ -73,12 +73,12 @@ class CheckRequest:
         ),
     ] = False
     stats: Annotated[
-        Stats | None,
+        shared.Stats | None,
         Option(
             "--stats",
             metavar="FILE",
             reads=Path,
-            check=check_stats,
+            check=shared.check_stats,
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
         ),
     ] = None

@@ -10,16 +10,7 @@ from typing import Annotated
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.options.keys import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    BaseOption,
-    ForceOption,
-    Model,
-    OtherWeightsOption,
-    ReplaceScalesOption,
-    Stats,
-    TokenizerArgument,
-    check_stats,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +21,11 @@ class ExportRequest:
     """
 
     stats: Annotated[
-        Stats,
+        shared.Stats,
         Option(
             metavar="STATS",
             reads=Path,
-            check=check_stats,
+            check=shared.check_stats,
             help="stats.safetensors of a calibration.",
         ),
     ]
@@ -43,7 +34,7 @@ class ExportRequest:
     _: KW_ONLY
     tp: Annotated[int | Sequence[int] | None, TP] = None
     model: Annotated[
-        Model | None,
+        shared.Model | None,
         Option(
             "--model",
             metavar="MODEL",
@@ -53,9 +44,9 @@ class ExportRequest:
             "the quantization); needed for overlays and weights.",
         ),
     ] = None
-    base: BaseOption = None
-    other_weights: OtherWeightsOption = False
-    replace_scales: ReplaceScalesOption = False
+    base: shared.BaseOption = None
+    other_weights: shared.OtherWeightsOption = False
+    replace_scales: shared.ReplaceScalesOption = False
     rule: Annotated[str | None, RULE] = None
     fallback: Annotated[str | None, FALLBACK] = None
     fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
@@ -69,5 +60,5 @@ class ExportRequest:
             "holds the compound scales.",
         ),
     ] = False
-    force: ForceOption = False
-    tokenizer: TokenizerArgument = None
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None

@@ -11,15 +11,7 @@ from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.fp8.formats import KV_FORMATS
 from fp8calib.options.keys import FORMATS, FP8_DTYPE
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    BaseOption,
-    ForceOption,
-    OtherWeightsOption,
-    ReplaceScalesOption,
-    RevisionOption,
-    TrustOption,
-    require_input,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +27,7 @@ class ExtractRequest:
             "--quantized-model",
             metavar="PATH",
             reads=Path,
-            check=require_input("name a checkpoint folder or a file of scales"),
+            check=shared.require_input("name a checkpoint folder or a file of scales"),
             help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
         ),
     ]
@@ -61,9 +53,9 @@ class ExtractRequest:
     ]
     _: KW_ONLY
     formats: Annotated[str | Sequence[str] | None, FORMATS] = None
-    base: BaseOption = None
-    other_weights: OtherWeightsOption = False
-    replace_scales: ReplaceScalesOption = False
+    base: shared.BaseOption = None
+    other_weights: shared.OtherWeightsOption = False
+    replace_scales: shared.ReplaceScalesOption = False
     source_dtype: Annotated[
         str | None,
         Option(
@@ -82,6 +74,6 @@ class ExtractRequest:
             "the source.",
         ),
     ] = None
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    force: ForceOption = False
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    force: shared.ForceOption = False

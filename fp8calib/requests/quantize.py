@@ -13,18 +13,7 @@ from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, find_scheme
 from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    DataOption,
-    DtypeOption,
-    ForceOption,
-    MemoryOption,
-    ProgressArgument,
-    RevisionOption,
-    StatsOption,
-    TokenizerArgument,
-    TrustOption,
-    UnquantizedModel,
-)
+from fp8calib.requests import shared
 
 
 def _describe_schemes() -> Iterator[str]:
@@ -67,7 +56,7 @@ class QuantizeRequest:
     Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
     """
 
-    model: UnquantizedModel
+    model: shared.UnquantizedModel
     scheme: Annotated[
         str,
         Option(
@@ -94,13 +83,13 @@ class QuantizeRequest:
             "--seq-len, --batch-size and --no-pack.",
         ),
     ] = NEAREST
-    data: DataOption = None
+    data: shared.DataOption = None
     text_column: Annotated[str | None, TEXT_COLUMN] = None
     samples: Annotated[int | None, SAMPLES] = None
     seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
     pack: Annotated[bool | None, PACK] = None
-    stats: StatsOption = None
+    stats: shared.StatsOption = None
     dialect: Annotated[
         str,
         Option(
@@ -173,8 +162,8 @@ class QuantizeRequest:
             "--rounding gptq a GPU if there is one.",
         ),
     ] = "auto"
-    dtype: DtypeOption = "auto"
-    memory: MemoryOption = None
+    dtype: shared.DtypeOption = "auto"
+    memory: shared.MemoryOption = None
     dry_run: Annotated[
         bool,
         Option("--dry-run", help="Print the plan of --rounding gptq and exit."),
@@ -185,11 +174,11 @@ class QuantizeRequest:
             "--resume", help="Continue an interrupted run after its last finished shard or layer."
         ),
     ] = False
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    force: ForceOption = False
-    tokenizer: TokenizerArgument = None
-    progress: ProgressArgument = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None
 
     def on_command_line(self) -> QuantizeRequest:
         """Refuse a scheme that the format cannot express."""

@@ -13,20 +13,7 @@ from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    DataOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    MemoryOption,
-    ProgressArgument,
-    RevisionOption,
-    RunModel,
-    Stats,
-    TokenizerArgument,
-    TrustOption,
-    check_gate,
-)
+from fp8calib.requests import shared
 from fp8calib.scales.rules import parse_rule
 
 
@@ -51,9 +38,9 @@ class VerifyRequest:
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
 
-    model: RunModel
+    model: shared.RunModel
     scales: Annotated[
-        Stats | Iterable[Stats],
+        shared.Stats | Iterable[shared.Stats],
         Option(
             "--scales",
             metavar="PATH",
@@ -62,7 +49,7 @@ class VerifyRequest:
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
-    data: DataOption = None
+    data: shared.DataOption = None
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None
     engine: Annotated[
@@ -114,7 +101,7 @@ class VerifyRequest:
         Option(
             "--gate",
             metavar="kv|w8a8|FILE",
-            check=check_gate,
+            check=shared.check_gate,
             help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
         ),
     ] = None
@@ -229,14 +216,14 @@ class VerifyRequest:
             help="What --dump wrote of the same text on another machine; nothing is computed here.",
         ),
     ] = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    device_map: DeviceMapOption = None
-    memory: MemoryOption = None
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and exit: run nothing.")] = (
         False
     )
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    tokenizer: TokenizerArgument = None
-    progress: ProgressArgument = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None
