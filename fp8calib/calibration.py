@@ -15,7 +15,7 @@ from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
-from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
+from fp8calib.model.prepared import PreparedModel, list_skipped
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.observe.calibration_hooks import open_calibration_hooks
@@ -31,8 +31,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, Stat
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.stats.statistic import SiteStats
 from fp8calib.stats.unquantized_tensors import hash_unquantized
-
-__all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 
 
 def calibrate(

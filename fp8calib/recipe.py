@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -161,14 +162,23 @@ class ScaleOptions(_Section):
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(keys.FP8_DTYPE)
 
 
+def _require_scheme(name: str) -> str:
+    if name not in SCHEMES:
+        raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
+    return name
+
+
+SchemeName = Annotated[str, AfterValidator(_require_scheme)]
+
+
 class Quantize(_Section):
     """The FP8 checkpoint to write."""
 
-    scheme: str = Field(
+    scheme: SchemeName = Field(
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
         f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"
     )
-    layer_schemes: dict[str, str] = Field(
+    layer_schemes: dict[str, SchemeName] = Field(
         default={},
         description="other schemes of some linears, by patterns like those of `ignore`; the first "
         "pattern that matches counts; the folder is then named SCHEME-mixed",
@@ -181,22 +191,6 @@ class Quantize(_Section):
     ignore: tuple[str, ...] = Field(
         default=(), description="modules to leave unquantized, as for quantize --ignore"
     )
-
-    @field_validator("scheme")
-    @classmethod
-    def _is_scheme(cls, name: str) -> str:
-        if name not in SCHEMES:
-            raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
-        return name
-
-    @field_validator("layer_schemes")
-    @classmethod
-    def _are_schemes(cls, names: dict[str, str]) -> dict[str, str]:
-        for pattern, name in names.items():
-            if name not in SCHEMES:
-                known = ", ".join(SCHEMES)
-                raise ValueError(f"{pattern!r:.60} must be one of {known}, not {name!r:.60}")
-        return names
 
     @property
     def folder(self) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.data.plan import DataPlan
@@ -15,12 +14,8 @@ from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
-from fp8calib.quantization.gptq.input_map import map_inputs
-from fp8calib.quantization.gptq.layer_rounding import (
-    LayerRounding,
-    estimate_rounding_bytes,
-    estimate_rounding_s,
-)
+from fp8calib.quantization.gptq.input_map import InputMap, map_inputs
+from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 from fp8calib.quantization.gptq.scale_search import STEPS, searches_scales
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
@@ -51,21 +46,44 @@ def check_rounding_data(plan: DataPlan | None) -> None:
         )
 
 
-def open_rounding(
-    job: ResumableJob, settings: PlanSettings, folder: Path, group: ProcessGroup | None
-) -> LayerRounding:
-    """Make what rounds the weights of each layer, into the working folder of the run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingTask:
+    """The weights that a run rounds, and the inputs that it rounds them by."""
 
-    Raises:
-        ExportError: the disk cannot hold the codes.
-    """
+    job: ResumableJob
+    settings: PlanSettings
+    matrices: Sequence[Matrix]
+    inputs: InputMap
+
+    def open(self, folder: Path, group: ProcessGroup | None) -> LayerRounding:
+        """Make what rounds the weights of each layer, into the working folder of the run.
+
+        Raises:
+            ExportError: the disk cannot hold the codes.
+        """
+        codes = RoundedCodes(folder / _CODES)
+        if group is None or group.is_first:
+            require_free_space(folder, count_code_bytes(self.matrices))
+            codes.begin(_list_options(self.settings))
+        return self._collect(codes, group)
+
+    def probe(self) -> LayerRounding:
+        """Make what only collects Hessians, to measure a layer."""
+        return self._collect(RoundedCodes(self.job.folder / _CODES), None)
+
+    def _collect(self, codes: RoundedCodes, group: ProcessGroup | None) -> LayerRounding:
+        return LayerRounding(
+            self.job.checkpoint, self.matrices, self.settings, self.inputs, codes, group=group
+        )
+
+
+def find_rounding(job: ResumableJob) -> RoundingTask | None:
+    """Find what a job rounds; None if it rounds nothing."""
+    if (settings := job.rounding) is None:
+        return None
     matrices = select_matrices(job, settings).quantized
-    codes = RoundedCodes(folder / _CODES)
-    if group is None or group.is_first:
-        require_free_space(folder, count_code_bytes(matrices))
-        codes.begin(_list_options(settings))
     inputs = map_inputs(job.prepared, matrices)
-    return LayerRounding(job.checkpoint, matrices, settings, inputs, codes, group=group)
+    return RoundingTask(job=job, settings=settings, matrices=matrices, inputs=inputs)
 
 
 def check_same_rounding(job: ResumableJob, folder: Path) -> None:
@@ -74,9 +92,8 @@ def check_same_rounding(job: ResumableJob, folder: Path) -> None:
     Raises:
         UsageError: the working folder holds such codes.
     """
-    if job.quantization is None or not job.rounds_by_gptq:
-        return
-    if not RoundedCodes(folder / _CODES).is_of(_list_options(job.quantization)):
+    settings = job.rounding
+    if settings is not None and not RoundedCodes(folder / _CODES).is_of(_list_options(settings)):
         raise UsageError(
             f"{folder}: the interrupted run had another scheme or other options",
             hint="omit --resume to start again, or use the options of that run",
@@ -97,36 +114,9 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
     }
 
 
-def make_rounding_probe(job: ResumableJob) -> LayerRounding | None:
-    """Make what only collects Hessians, to measure a layer; None where nothing is rounded."""
-    if job.quantization is None or not job.rounds_by_gptq:
-        return None
-    matrices = select_matrices(job, job.quantization).quantized
-    inputs = map_inputs(job.prepared, matrices)
-    nowhere = RoundedCodes(job.folder / _CODES)
-    return LayerRounding(job.checkpoint, matrices, job.quantization, inputs, nowhere)
-
-
 def count_code_bytes(matrices: Sequence[Matrix]) -> int:
     """Count the bytes of the codes of weights, which the disk holds twice until the end."""
     return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
-
-
-def plan_rounding(job: ResumableJob) -> Mapping[str, int]:
-    """Estimate the memory that rounding needs beside the batches; nothing if it does not round."""
-    if job.quantization is None or not job.rounds_by_gptq:
-        return {}
-    matrices = select_matrices(job, job.quantization).quantized
-    return {"rounding": estimate_rounding_bytes(matrices, map_inputs(job.prepared, matrices))}
-
-
-def expect_rounding_s(job: ResumableJob) -> float:
-    """Estimate the seconds that rounding takes after the batches; 0 if the job does not round."""
-    if job.quantization is None or not job.rounds_by_gptq:
-        return 0.0
-    matrices = select_matrices(job, job.quantization).quantized
-    inputs = map_inputs(job.prepared, matrices)
-    return estimate_rounding_s(matrices, inputs, torch.device(job.device))
 
 
 @contextmanager

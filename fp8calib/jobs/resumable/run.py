@@ -14,7 +14,7 @@ from fp8calib.calibration import calibrate
 from fp8calib.data.plan import DataPlan
 from fp8calib.jobs.calibration import load_prepared
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import open_rounding
+from fp8calib.jobs.resumable.rounding import find_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.distributed.group import ProcessGroup
@@ -59,8 +59,8 @@ def run_job(
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
     rounding = None
-    if job.rounds_by_gptq and job.quantization is not None and work is not None:
-        rounding = open_rounding(job, job.quantization, work.path, group)
+    if work is not None and (task := find_rounding(job)) is not None:
+        rounding = task.open(work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
             load_prepared(job, mode, progress),

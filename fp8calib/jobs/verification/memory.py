@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, batches
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.request import build_request
+from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
