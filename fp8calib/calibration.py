@@ -240,6 +240,6 @@ def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> Non
         is_own = attention.producer is None and attention.module not in prepared.ignored
         if is_own and attention.site(Role.K) not in sites:
             raise CalibrationError(
-                f"layer {layer.index} ({layer.mixer}) has a KV cache by its topology, but never "
-                "wrote to it"
+                f"layer {layer.index} ({layer.mixer}) has a KV cache by its topology, but "
+                "nothing was written to it"
             )

@@ -44,7 +44,7 @@ class _Section(BaseModel):
 
 
 def _key(option: Option, **more: Any) -> Any:
-    """Make the key of a recipe that an option overrides, of the option."""
+    """Make the field of a key from the option that overrides it."""
     return Field(
         default=option.default, ge=option.least, le=option.most, description=option.about, **more
     )
@@ -332,11 +332,11 @@ _FOREIGN_KEYS = {
     "quant_cfg": "ModelOpt",
     "quantize_config": "AutoFP8",
 }
-"""How keys at the top of other tools' recipes end."""
+"""Endings of the top-level keys of other tools' recipes, with the tool."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice; PyYAML would keep the last one in silence."""
+    """A loader that refuses repeated keys; PyYAML would silently keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -373,7 +373,7 @@ def explain_value(item: Any) -> str:
 
 
 def _suggest(location: Sequence[object]) -> str:
-    """Suggest what an unknown key was meant to be: of the same section, or of another one."""
+    """Suggest a known key for an unknown one, from the same section or another one."""
     name = str(location[-1])
     here: Any = Recipe
     for key in location[:-1]:
@@ -393,7 +393,7 @@ def _suggest(location: Sequence[object]) -> str:
 
 
 def _list_places() -> Iterator[tuple[str, str]]:
-    """List every key with its section (empty at the top level); the top level counts most."""
+    """List every key with its section (empty at the top level), keys of the top level last."""
     for name, field in Recipe.model_fields.items():
         if (section := find_section(field.annotation)) is not None:
             yield from ((key, name) for key in section.model_fields)

@@ -42,9 +42,9 @@ class DataPlan:
     """The specs as given; of a path, only its last component."""
     warnings: tuple[str, ...]
     longest_padded: int | None = None
-    """Longer sequences are never padded: only those of one length share a batch. None: no limit."""
+    """Longer sequences are never padded: only equally long ones share a batch. None: no limit."""
     rows: RowsUsed | None = None
-    """The rows that the text was made of; of a split plan, those of the whole."""
+    """The rows of the text; each part of a split plan has the rows of the whole."""
 
     @property
     def num_tokens(self) -> int:

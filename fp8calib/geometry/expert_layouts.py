@@ -86,8 +86,8 @@ EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), ExpertLayout()),
 }
 """By model type. Checkpoints of aria, gemma4, granitemoe*, llama4, qwen3_5_moe and qwen3_vl_moe are
-published with stacks; the others have them if `save_pretrained(save_original_format=False)` wrote
-them."""
+published with stacks; all other types have them only from
+`save_pretrained(save_original_format=False)`."""
 
 UNSERVED_STACKS: Mapping[str, str] = {
     "dbrx": "vLLM 0.32.0 loads no tensors of single experts for dbrx (models/dbrx.py), and a stack "
@@ -99,14 +99,14 @@ UNSERVED_STACKS: Mapping[str, str] = {
 
 
 def find_stack(layout: ExpertLayout, name: str) -> Stack | None:
-    """Find the stack that a tensor of this name is; None if it is none."""
+    """Find the stack that a tensor of this name holds; None if it holds none."""
     return next((stack for stack in layout.stacks if name.endswith(stack.ending)), None)
 
 
 def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
     """Find the first model type in a config that has a layout: the type, its layout, hidden size.
 
-    The type is empty, and the others None, where there is none.
+    Without one, the type is empty, and layout and hidden size are None.
     """
     for inner in _list_configs(config):
         kind = inner.get("model_type")

@@ -22,7 +22,7 @@ _DEFAULT_SAMPLES = 512
 
 
 class Specs(tuple[str, ...]):
-    """Data specs, as of `--data`; any other list of strings is a list of texts."""
+    """Data specs from `--data`; any other list of strings is a list of texts."""
 
 
 def split_names(values: Sequence[str] | None) -> list[str] | None:

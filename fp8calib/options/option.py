@@ -19,7 +19,7 @@ class Option:
     """
 
     flags: str = ""
-    """As the command line spells it, other spellings behind it; empty: a positional argument."""
+    """Its spellings on the command line, the usual one first; empty for a positional argument."""
     metavar: str | None = None
     choices: tuple[str, ...] = ()
     """All values that it can have; they replace `metavar`."""

@@ -1,4 +1,4 @@
-"""What each command is asked. Every module here is a command, except for `shared`."""
+"""The requests of the commands. Every module here is a command, except for `shared`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def list_commands() -> list[str]:
 
 
 def find_request(command: str) -> type:
-    """Import the request of a command: the class of its module that is named so."""
+    """Import the request of a command: the class of its module whose name ends in Request."""
     module = import_module(f"{__name__}.{command}")
     (found,) = (
         item
@@ -26,10 +26,9 @@ def find_request(command: str) -> type:
 
 
 def find_implementation(command: str) -> ModuleType | None:
-    """Import the module with the command's `run`; None where there is none.
+    """Import the module with the command's `run`; None if there is none.
 
-    It stands in `fp8calib.commands`. A command that imports nothing slow may have it beside its
-    request.
+    It is in `fp8calib.commands`, or in the module of the request if it imports nothing slow.
     """
     place = f"fp8calib.commands.{command}"
     module = import_module(place if find_spec(place) else f"{__name__}.{command}")

@@ -1,4 +1,4 @@
-"""The request of `fp8calib calibrate`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib calibrate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request of `fp8calib check`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib check`."""
 
 from __future__ import annotations
 

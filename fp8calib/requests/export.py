@@ -1,4 +1,4 @@
-"""The request of `fp8calib export`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib export`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ExportRequest:
             metavar="MODEL",
             reads=str,
             check=find_local_model,
-            help="The calibrated model, or a quantized checkpoint of it (of which an overlay keeps "
-            "the quantization); needed for overlays and weights.",
+            help="The calibrated model, or a quantized checkpoint of it (an overlay "
+            "keeps its quantization); needed for overlays and weights.",
         ),
     ] = None
     base: shared.BaseOption = None

@@ -1,4 +1,4 @@
-"""The request of `fp8calib extract-kv-scales`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib extract-kv-scales`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ExtractRequest:
             metavar="MODEL",
             reads=str,
             check=find_local_model,
-            help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
-            "keeps the quantization): folder or Hub id.",
+            help="The unquantized model, or a quantized checkpoint of it (an overlay keeps "
+            "its quantization): folder or Hub id.",
         ),
     ]
     save_path: Annotated[

@@ -198,7 +198,7 @@ def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
 def _find_reason_of_experts(
     name: str, inside: Collection[Matrix], ignored: Mapping[str, str]
 ) -> Reason | None:
-    """Find the pattern for which a stack of experts stays unquantized; None when there is none.
+    """Find the pattern that leaves a stack of experts unquantized; None if there is none.
 
     Raises:
         UsageError: patterns match a part of its experts.
@@ -209,7 +209,8 @@ def _find_reason_of_experts(
     if len(named) < len(inside):
         raise UsageError(
             f"--ignore {named[0]}: names {len(named)} of the {len(inside)} matrices in {name}",
-            hint="a stack of experts is quantized whole or not at all: name it, or all in it",
+            hint="experts stored in one tensor are quantized together: name the tensor, or all its "
+            "experts",
         )
     return Reason(f"--ignore {named[0]}")
 

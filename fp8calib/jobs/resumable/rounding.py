@@ -32,7 +32,7 @@ _SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {STEPS} for each
 
 
 def check_rounding_data(plan: DataPlan | None) -> None:
-    """Refuse a text of which nothing could be held back.
+    """Refuse a text that is too short to hold back a part of it.
 
     Raises:
         UsageError: there are too few sequences.

@@ -43,7 +43,7 @@ _NOTICE_S = 2.0
 
 
 class RankLostError(CalibrationError):
-    """A process of the run died, so the others cannot continue."""
+    """A process of the run died, so the run cannot continue."""
 
 
 class _PeerError(Fp8CalibError):
@@ -93,7 +93,7 @@ class ProcessGroup:
         """Join the statistics of all processes.
 
         Returns:
-            The joined statistics in the first process, nothing in the others.
+            The joined statistics in the first process, nothing in every other process.
 
         Raises:
             RankLostError: a process died.
@@ -168,13 +168,13 @@ class ProcessGroup:
 
 @contextmanager
 def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | None]:
-    """Connect to the other processes; None where there are none.
+    """Connect to the other processes; None if this process runs alone.
 
     An error of one process ends all of them. The first one raises it and names its rank.
 
     Raises:
         RankLostError: a process died or failed.
-        CalibrationError: the others cannot be reached.
+        CalibrationError: the other processes cannot be reached.
     """
     if process_rank.size == 1:
         yield None
@@ -230,7 +230,8 @@ def _init_torch(group: ProcessGroup, store: Any) -> None:
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise CalibrationError(
-            f"rank {group.rank} of {group.size} cannot reach the others: {error}", hint=START_HINT
+            f"rank {group.rank} of {group.size} cannot reach the other processes: {error}",
+            hint=START_HINT,
         ) from error
 
 
