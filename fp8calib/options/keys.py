@@ -35,16 +35,6 @@ def split_names(values: Sequence[str] | None) -> list[str] | None:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def _check_specs(specs: Sequence[str]) -> None:
-    for spec in specs:
-        parse_spec(spec)
-
-
-def _check_formats(names: Sequence[str]) -> None:
-    for name in names:
-        find_dialect(name)
-
-
 def _check_rule(text: str) -> None:
     try:
         parse_rule(text)
@@ -57,7 +47,7 @@ DATA = Option(
     metavar="SPEC",
     reads=list[str],
     collect=Specs,
-    check=_check_specs,
+    check=parse_spec,
     key="data.sources",
     default=(),
     help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk[:SPLIT], "
@@ -134,7 +124,7 @@ FORMATS = Option(
     metavar="|".join(list_format_names()),
     reads=list[str],
     collect=split_names,
-    check=_check_formats,
+    check=find_dialect,
     key="formats",
     default=("kv-overlay",),
     help="What to write; several names, or repeat for more.",

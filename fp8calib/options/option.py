@@ -36,8 +36,8 @@ class Option:
     collect: Callable[[Any], Any] | None = None
     """Makes the field's value of what the command line read; raises UsageError."""
     check: Callable[[Any], object] | None = None
-    """Refuses an unknown name or a missing file before a command imports torch, which takes
-    seconds."""
+    """Refuses an unknown name or a missing file, of several values one at a time, before a command
+    imports torch, which takes seconds."""
     negates: bool = False
     """Whether the flag makes the field False, as --no-pack does."""
     is_layout: bool = False
@@ -107,7 +107,8 @@ class Declared:
                 f"{self.spelled} {value}: must be {join_or(choices)}", hint=suggest(value, choices)
             )
         if self.option.check is not None:
-            self.option.check(value)
+            for each in value if isinstance(value, list | tuple) else [value]:
+                self.option.check(each)
 
 
 def list_options(request: type) -> list[Declared]:

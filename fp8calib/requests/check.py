@@ -13,8 +13,8 @@ from fp8calib.options.option import Option
 from fp8calib.requests import shared
 
 
-def _check_engines(given: Sequence[str]) -> None:
-    for name in (each for value in given for each in value.split(",")):
+def _check_engines(names: str) -> None:
+    for name in names.split(","):
         find_replayed(name.strip())
 
 

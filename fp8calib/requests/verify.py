@@ -21,14 +21,13 @@ def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
 
 
-def _check_rules(rules: Sequence[str]) -> None:
-    for rule in filter(None, rules):
-        parse_rule(rule)
+def _check_rule(name: str) -> None:
+    if name:  # the command refuses an empty one
+        parse_rule(name)
 
 
-def _check_scales(paths: Sequence[str]) -> None:
-    for path in paths:
-        require_path(Path(path), option="--scales")
+def _check_scales(path: str) -> None:
+    require_path(Path(path), option="--scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class VerifyRequest:
             metavar="NAME,...",
             reads=str,
             collect=_split,
-            check=_check_rules,
+            check=_check_rule,
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
