@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch, DataPlan
+from fp8calib.data.plan import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
@@ -165,13 +165,12 @@ def _layer_by_layer(
     work: LayerWork | None,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
-    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in todo or ())]
     with open_streamed(
         prepared.model,
         prepared.geometry,
         prepared.weights,
         checkpoint,
-        torch.unique(torch.cat(used)),
+        find_distinct_tokens(todo or ()),
         streaming,
     ) as streamed:
         observer = LayerObserver(

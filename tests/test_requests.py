@@ -156,6 +156,8 @@ def test_a_file_is_a_function(made_up: str) -> None:
     )
     with pytest.raises(UsageError, match="most: must be a whole number, found str"):
         count("x", most="3")
+    with pytest.raises(UsageError, match=r"^most=0: must be 1 or more"):
+        count("x", most=0)
     with pytest.raises(TypeError, match=r"^count_sheep\(\) got an unexpected keyword argument"):
         count("x", least=3)
 

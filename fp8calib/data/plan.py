@@ -17,7 +17,7 @@ from fp8calib.data.rows_used import ConversationCounter, RowsUsed, summarize_row
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows, tokenize_rows
+from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, tokenize_rows
 from fp8calib.errors import DataError, UsageError, shorten
 
 FEW_TOKENS = 4096
@@ -101,11 +101,10 @@ def build_plan(
     read instead of specs. Rows of specs are read from `text_column` if given (see `parse_row`).
 
     Raises:
-        UsageError: a spec, `samples` or `seq_len` is invalid.
+        UsageError: a spec is invalid.
         DataError: the data cannot be read, or gives no sequence of two tokens.
 
     """
-    _check_sizes(samples=samples, seq_len=seq_len)
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
     if rows is None:
         _check_columns(parsed, text_column)
@@ -176,8 +175,6 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
     are sequences longer than `plan.longest_padded`. The batches depend only on the plan,
     `batch_size` and `groups`.
     """
-    if batch_size < 1:
-        raise UsageError(f"--batch-size {batch_size}: must be 1 or more", hint="use 1")
     sequences = plan.sequences
 
     def find_group(index: int) -> tuple[int, int]:
@@ -197,6 +194,13 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
             )
 
 
+def find_distinct_tokens(batches: Iterable[Batch]) -> torch.Tensor:
+    """Find the token ids of batches, and that of padding: int64, sorted."""
+    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in batches)]
+    distinct: torch.Tensor = torch.unique(torch.cat(used))
+    return distinct
+
+
 def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
     """Take the sequences `start:stop` of a batch (counted within it), with no excess padding.
 
@@ -211,16 +215,6 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
         input_ids=batch.input_ids[start:stop, : max(lengths)],
         lengths=lengths,
     )
-
-
-def _check_sizes(*, samples: int, seq_len: int) -> None:
-    if samples < 1:
-        raise UsageError(f"--samples {samples}: must be 1 or more", hint="the default is 512")
-    if seq_len < MIN_TOKENS:
-        raise UsageError(
-            f"--seq-len {seq_len}: must be {MIN_TOKENS} or more",
-            hint="a single token predicts nothing",
-        )
 
 
 def _check_columns(parsed: Sequence[DataSpec], text_column: str | None) -> None:

@@ -108,7 +108,7 @@ def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None,
 
     Without one, the type is empty, and layout and hidden size are None.
     """
-    for inner in _list_configs(config):
+    for inner in list_configs(config):
         kind = inner.get("model_type")
         if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
             return kind, EXPERT_LAYOUTS[kind], inner["hidden_size"]
@@ -117,13 +117,13 @@ def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None,
 
 def list_types(config: Mapping[str, object]) -> set[str]:
     """List every `model_type` of a config and of the configs inside it."""
-    types = (inner.get("model_type") for inner in _list_configs(config))
+    types = (inner.get("model_type") for inner in list_configs(config))
     return {kind for kind in types if isinstance(kind, str)}
 
 
-def _list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+def list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """List a config and the configs inside it, the outer ones first."""
     yield config
     for value in config.values():
         if isinstance(value, Mapping):
-            yield from _list_configs(value)
+            yield from list_configs(value)

@@ -160,7 +160,7 @@ def choose_mode(
             geometry=prepared.geometry,
             checkpoint=job.checkpoint,
             weights=prepared.weights,
-            work=Workload.of(found, len(_distinct(found))),
+            work=Workload.of(found),
             itemsize=DTYPES[job.dtype].itemsize,
             extra={"statistics": statistics, **(extra_bytes or {})},
         ),
@@ -206,9 +206,3 @@ def _probe(
             work=work,
         )
         return observer.probe(batch, streaming)
-
-
-def _distinct(found: Sequence[Batch]) -> torch.Tensor:
-    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in found)]
-    distinct: torch.Tensor = torch.unique(torch.cat(used))
-    return distinct

@@ -40,6 +40,8 @@ def as_function(
             raise TypeError(f"{name}() {error}") from None
         with spelled_for_request(f"fp8calib.{name}", declared):
             check_arguments(given, types)
+            for each in declared:
+                each.check_bounds(given.get(each.name))
             made = request(*args, **kwargs)
             reporter = PythonReporter(getattr(made, "progress", None), depth=2)
             result = run(made, reporter)

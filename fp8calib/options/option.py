@@ -93,6 +93,20 @@ class Declared:
         words = (self.metavar or "").split("|")
         return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9-]*", word))
 
+    def check_bounds(self, value: Any) -> None:
+        """Refuse a number outside its bounds; the parser does so on the command line.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        least, most = self.option.least, self.option.most
+        if value is None:
+            return
+        if least is not None and not value >= least:
+            raise UsageError(f"{self.spelled} {value}: must be {least} or more")
+        if most is not None and not value <= most:
+            raise UsageError(f"{self.spelled} {value}: must be {most} or less")
+
     def check(self, value: Any) -> None:
         """Refuse an unknown name or a missing file; None is not given.
 

@@ -10,6 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.geometry.expert_layouts import list_configs
 from fp8calib.selection.ends import find_ends
 from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
 from fp8calib.selection.patterns import (
@@ -258,10 +259,7 @@ def _refuse_linears(
     return None
 
 
-def _find_values(config: object, key: str) -> Iterator[object]:
+def _find_values(config: Mapping[str, object], key: str) -> Iterator[object]:
     """Find every value of a key in a config and the configs inside it."""
-    if isinstance(config, Mapping):
-        if isinstance(config.get(key), str | int):
-            yield config[key]
-        for value in config.values():
-            yield from _find_values(value, key)
+    found = (inner.get(key) for inner in list_configs(config))
+    return (value for value in found if isinstance(value, str | int))
