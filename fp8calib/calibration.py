@@ -150,7 +150,8 @@ def _weights(
     if share.reads_other_weights:
         read = prepared.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
-    share.save_weights(found, duration_s=time.monotonic() - started)
+    if share.journal is not None:
+        share.journal.save_weights(found, duration_s=time.monotonic() - started)
     return found
 
 

@@ -22,6 +22,7 @@ from fp8calib.errors import DataError, UsageError, shorten
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
+_QUARTERS = 4
 IN_MEMORY = "in memory"
 """The source of a plan of rows that no spec names."""
 
@@ -153,12 +154,8 @@ def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
 
 def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
     sequences = plan.sequences[start:stop]
-    return replace(
-        plan,
-        sequences=sequences,
-        fingerprint=_compute_fingerprint(sequences, packed=plan.packed, seq_len=plan.seq_len),
-        text=hash_text(sequence.tolist() for sequence in sequences),
-    )
+    text = hash_text(sequence.tolist() for sequence in sequences)
+    return replace(replace_sequences(plan, sequences), text=text)
 
 
 def replace_sequences(plan: DataPlan, sequences: Sequence[torch.Tensor]) -> DataPlan:
@@ -167,22 +164,22 @@ def replace_sequences(plan: DataPlan, sequences: Sequence[torch.Tensor]) -> Data
     return replace(plan, sequences=tuple(sequences), fingerprint=fingerprint)
 
 
-def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Batch]:
+def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
     """Cut a plan into batches of at most `batch_size` neighbouring sequences.
 
-    Sequence i of n belongs to group `groups * i // n`; a batch holds sequences of one group only.
+    Sequence i of n belongs to quarter `4 * i // n`; a batch holds sequences of one quarter only.
     Packed sequences of different lengths never share a batch, so packed data is never padded; nor
-    are sequences longer than `plan.longest_padded`. The batches depend only on the plan,
-    `batch_size` and `groups`.
+    are sequences longer than `plan.longest_padded`. The batches depend only on the plan
+    and `batch_size`.
     """
     sequences = plan.sequences
 
-    def find_group(index: int) -> tuple[int, int]:
+    def place(index: int) -> tuple[int, int]:
         length, limit = len(sequences[index]), plan.longest_padded
         is_alike = not plan.packed and (limit is None or length <= limit)
-        return groups * index // len(sequences), 0 if is_alike else length
+        return _QUARTERS * index // len(sequences), 0 if is_alike else length
 
-    for (group, _), found in groupby(range(len(sequences)), find_group):
+    for (quarter, _), found in groupby(range(len(sequences)), place):
         indices = list(found)
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
@@ -190,7 +187,7 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
                 first=indices[start],
                 input_ids=torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True),
                 lengths=tuple(map(len, chosen)),
-                quarter=group,
+                quarter=quarter,
             )
 
 

@@ -99,9 +99,7 @@ class ProcessGroup:
             RankLostError: a process died.
         """
         own = dict(_tensors(sites))
-        shapes: dict[str, list[int]] = {}
-        for each in self.all_gather({key: list(tensor.shape) for key, tensor in own.items()}):
-            shapes |= each
+        shapes = self._gather_shapes(own)
         joined: dict[str, torch.Tensor] = {}
         for is_count in (False, True):
             dtype = torch.int64 if is_count else torch.float32
@@ -122,15 +120,20 @@ class ProcessGroup:
         Raises:
             RankLostError: a process died.
         """
-        shapes: dict[str, list[int]] = {}
-        for each in self.all_gather({name: list(tensor.shape) for name, tensor in own.items()}):
-            shapes |= each
+        shapes = self._gather_shapes(own)
         summed: dict[str, torch.Tensor] = {}
         for name in sorted(shapes):
             tensor = own[name].cpu() if name in own else torch.zeros(shapes[name])
             (found,) = self._all_reduce([tensor], distributed.ReduceOp.SUM)
             summed[name] = found.to(own[name].device) if name in own else found
         return summed
+
+    def _gather_shapes(self, own: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+        """Gather the shapes of the named tensors of all processes; each may lack some."""
+        shapes: dict[str, list[int]] = {}
+        for each in self.all_gather({name: list(tensor.shape) for name, tensor in own.items()}):
+            shapes |= each
+        return shapes
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:

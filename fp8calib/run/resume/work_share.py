@@ -57,11 +57,6 @@ class WorkShare:
         found = sites if self.group is None else self.group.reduce(sites)
         return merge_sites([found, {} if self.journal is None else self.journal.sites])
 
-    def save_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
-        """Write a checkpoint of the statistics of weights."""
-        if self.journal is not None:
-            self.journal.save_weights(sites, duration_s=duration_s)
-
     @property
     def reads_other_weights(self) -> bool:
         """Whether this process checks the tensors that belong to no linear."""
