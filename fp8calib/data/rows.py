@@ -171,7 +171,7 @@ def _drop_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int,
         raise DataError(f"{origin}: {MASK} is 0 everywhere", hint="remove the row from the file")
     start, stop = mask.index(1), len(mask) - mask[::-1].index(1)
     if 0 in mask[start:stop]:
-        raise _row_error(f"{origin}: {MASK} has 0 between tokens, where no padding can be")
+        raise _row_error(f"{origin}: {MASK} has 0 between tokens, but only the ends can be padding")
     return ids[start:stop]
 
 

@@ -69,7 +69,7 @@ class CheckRequest:
         bool,
         Option(
             "--allow-suspicious",
-            help="Accept scales that are most likely wrong, such as one 1000 times the others.",
+            help="Accept scales that are most likely wrong, such as one 1000 times the median.",
         ),
     ] = False
     stats: Annotated[

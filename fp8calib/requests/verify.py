@@ -150,7 +150,11 @@ class VerifyRequest:
     ] = None
     server_model: Annotated[
         str | None,
-        Option("--server-model", metavar="NAME", help="The model's name there, if it has several."),
+        Option(
+            "--server-model",
+            metavar="NAME",
+            help="The model's name on the server, if it has several.",
+        ),
     ] = None
     server_kind: Annotated[
         str | None,
@@ -203,7 +207,7 @@ class VerifyRequest:
         Option(
             "--reference-server-model",
             metavar="NAME",
-            help="The model's name there, if it has several.",
+            help="The model's name on the server, if it has several.",
         ),
     ] = None
     reference_dump: Annotated[

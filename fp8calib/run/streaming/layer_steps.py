@@ -118,8 +118,8 @@ class LayerSteps:
     def _require_order(self, index: int) -> None:
         if index != self._next:
             raise ModelError(
-                f"{self._names[index]} runs where layer {self._next} was due: the model does not "
-                "run its layers once each, in order",
+                f"{self._names[index]} runs instead of layer {self._next}: the model does not "
+                "run each of its layers once, in order",
                 hint=NO_STREAMING_HINT,
             )
         self._next += 1
