@@ -1,4 +1,4 @@
-"""What a result is shown as, before a terminal, a page or Markdown draws it."""
+"""The lines and tables that show a result, before a terminal, a page or Markdown draws them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """A warning, between the results that it is about."""
+    """A warning, shown next to the results that it concerns."""
 
     text: str
 
@@ -32,7 +32,7 @@ class Cell:
 
     text: str
     aside: str = ""
-    """What explains it; only a page has space for it."""
+    """An explanation, which only a page has space for."""
     kind: str = ""
     """What it says: `name`, a verdict, or `bad`."""
     anchor: str = ""
@@ -50,7 +50,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
     words: Collection[int] = (0,)
-    """The columns of words; the others hold numbers."""
+    """The columns that hold words; all other columns hold numbers."""
 
     def kind_of(self, column: int) -> str:
         """Tell whether a column holds words or numbers."""
@@ -58,7 +58,7 @@ class Table:
 
     @property
     def texts(self) -> list[list[str]]:
-        """The rows without what only a page shows."""
+        """The text of every cell, row by row."""
         return [list(map(str, row)) for row in self.rows]
 
     def without(self, column: str) -> Table:

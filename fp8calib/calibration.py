@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch, DataPlan
+from fp8calib.data.plan import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
-from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
+from fp8calib.model.prepared import PreparedModel, list_skipped
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.observe.calibration_hooks import open_calibration_hooks
@@ -31,8 +31,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, Stat
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.stats.statistic import SiteStats
 from fp8calib.stats.unquantized_tensors import hash_unquantized
-
-__all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 
 
 def calibrate(
@@ -152,7 +150,8 @@ def _weights(
     if share.reads_other_weights:
         read = prepared.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
-    share.save_weights(found, duration_s=time.monotonic() - started)
+    if share.journal is not None:
+        share.journal.save_weights(found, duration_s=time.monotonic() - started)
     return found
 
 
@@ -167,13 +166,12 @@ def _layer_by_layer(
     work: LayerWork | None,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
-    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in todo or ())]
     with open_streamed(
         prepared.model,
         prepared.geometry,
         prepared.weights,
         checkpoint,
-        torch.unique(torch.cat(used)),
+        find_distinct_tokens(todo or ()),
         streaming,
     ) as streamed:
         observer = LayerObserver(
@@ -242,6 +240,6 @@ def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> Non
         is_own = attention.producer is None and attention.module not in prepared.ignored
         if is_own and attention.site(Role.K) not in sites:
             raise CalibrationError(
-                f"layer {layer.index} ({layer.mixer}) has a KV cache by its topology, but never "
-                "wrote to it"
+                f"layer {layer.index} ({layer.mixer}) has a KV cache by its topology, but "
+                "nothing was written to it"
             )

@@ -17,7 +17,7 @@ _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 names_options: ContextVar[bool] = ContextVar("names_options", default=False)
-"""Whether the user runs a command, and knows its options; else the caller of a Python function."""
+"""True while a command runs: messages then name its options, else the arguments of a function."""
 
 
 class Fp8CalibError(Exception):
@@ -46,14 +46,14 @@ def shorten(name: str) -> str:
 
 
 def cut_list(items: Collection[object], most: int = 8) -> str:
-    """List the first few of `items`, each fit for a message, and count the others."""
+    """List the first `most` items, shortened and escaped, and count the remaining ones."""
     shown = ", ".join(shorten(str(item)) for item in list(items)[:most])
     more = len(items) - most
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def suggest(name: str, known: Collection[str], *, what: str = "") -> str:
-    """Make the hint for an unknown name: the known names most like it, and with `what`, all."""
+    """Make the hint for an unknown name: the most similar known ones and, with `what`, all."""
     plain = {each.lower(): each for each in known}
     like = get_close_matches(name.lower(), plain, n=1)
     like = like or [each for each in plain if name and name.lower() in each]
@@ -67,7 +67,7 @@ def join_or(names: Sequence[str]) -> str:
 
 
 def format_ranges(indices: Collection[int]) -> str:
-    """Join neighbours of a sorted list: `0-6, 8, 9, 12-29`; what is after the sixth is counted."""
+    """Format a sorted list as ranges: `0-6, 8, 9, 12-29`; those after the sixth are counted."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -79,9 +79,9 @@ def format_ranges(indices: Collection[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the first line of another library's error, or its type where it has no message.
+    """Give the first line of another library's error, or its type if it has no message.
 
-    Where that line only counts faults (pydantic), the next ones, up to the first fault, are added.
+    If that line only counts faults (pydantic), the lines of the first fault are added.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     kept = lines[:3] if "validation error" in lines[0] else lines[:1]
@@ -89,7 +89,7 @@ def first_line(error: BaseException) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Escape what a terminal or a reader would take for a command; lines and tabs stay."""
+    """Escape control characters and marks of direction; newlines and tabs stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -162,7 +162,7 @@ class VerificationError(Fp8CalibError):
 
 
 class ServerError(Fp8CalibError):
-    """A server cannot be reached, fails, or answers with what cannot be used.
+    """A server cannot be reached, fails, or gives an answer that cannot be used.
 
     Its exit code is that of a model that cannot be read: nothing was measured, so no gate failed.
     """
@@ -172,7 +172,7 @@ class ServerError(Fp8CalibError):
 
 
 CANNOT_TELL = 9
-"""The exit code of a gate that there is too little text for."""
+"""The exit code of a gate that cannot decide, because there is too little text."""
 
 
 class Fp8CalibWarning(UserWarning):

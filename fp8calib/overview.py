@@ -1,4 +1,4 @@
-"""What a result shows of itself in a Python session and in a notebook: one screen."""
+"""The summary of a result on one screen, for Python sessions and notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8calib.errors import fit_line
 _MOST_ROWS = 9
 _MOST_NOTES = 6
 _MOST_LINES = 2
-"""Of a note."""
+"""Lines of a note."""
 _MOST_WORD = 20
 """Characters that breaking a line between words may lose."""
 _MOST_CHARS = 110
@@ -78,7 +78,7 @@ class Overview:
 
 
 class WithOverview:
-    """A result whose `repr` is an overview, and not all of its figures."""
+    """A result whose `repr` is its overview instead of all its figures."""
 
     __slots__ = ()
 

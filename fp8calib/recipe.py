@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,6 +21,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -25,22 +30,8 @@ from pydantic_core import PydanticSerializationError
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.options.keys import (
-    BATCH_SIZE,
-    DATA,
-    FALLBACK,
-    FORMATS,
-    FP8_DTYPE,
-    PACK,
-    QUERY_SCALE,
-    RULE,
-    SAMPLES,
-    SEED,
-    SEQ_LEN,
-    TEXT_COLUMN,
-    TP,
-)
-from fp8calib.options.option import Option
+from fp8calib.options import keys
+from fp8calib.options.option import Declared, Option, list_options
 from fp8calib.scales.rules import Fallback, Rule, parse_rule
 
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
@@ -53,8 +44,40 @@ class _Section(BaseModel):
 
 
 def _key(option: Option, **more: Any) -> Any:
-    """Make the key of a recipe that an option overrides, of the option."""
-    return Field(default=option.default, ge=option.least, description=option.about, **more)
+    """Make the field of a key from the option that overrides it."""
+    return Field(
+        default=option.default, ge=option.least, le=option.most, description=option.about, **more
+    )
+
+
+Section = TypeVar("Section", bound=_Section)
+
+
+def _with_options(section_name: str) -> Callable[[type[Section]], type[Section]]:
+    """Add the options that are keys of a section, but for those that its class states itself.
+
+    A class states the keys that code reads, with the types that it reads.
+    """
+
+    def complete(section: type[Section]) -> type[Section]:
+        added: dict[str, Any] = {}
+        for declared in list_options(keys.RecipeOptions):
+            place, _, key = declared.option.key.rpartition(".")
+            if place == section_name and key not in section.model_fields:
+                added[key] = _make_key(declared)
+        if not added:
+            return section
+        return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **added)
+
+    return complete
+
+
+def _make_key(declared: Declared) -> tuple[Any, Any]:
+    """Give the type of a key, and the rest of it; a key with a default is never null."""
+    kind, option = declared.annotation, declared.option
+    if option.default is not None:
+        kind = reduce(or_, (each for each in get_args(kind) if each is not NoneType))
+    return kind, _key(option, strict=kind in (int, bool))
 
 
 class Observe(_Section):
@@ -90,16 +113,17 @@ class Observe(_Section):
         return self.kv or self.query or self.inputs
 
 
+@_with_options("data")
 class Data(_Section):
     """Which data is run through the model."""
 
-    sources: tuple[str, ...] = _key(DATA)
-    text_column: str | None = _key(TEXT_COLUMN, min_length=1)
-    samples: int = _key(SAMPLES, strict=True)
-    seq_len: int | None = _key(SEQ_LEN, strict=True)
-    batch_size: int = _key(BATCH_SIZE, strict=True)
-    pack: bool = _key(PACK, strict=True)
-    seed: int = _key(SEED, strict=True)
+    sources: tuple[str, ...] = _key(keys.DATA)
+    text_column: str | None = _key(keys.TEXT_COLUMN, min_length=1)
+    samples: int = _key(keys.SAMPLES, strict=True)
+    seq_len: int | None = _key(keys.SEQ_LEN, strict=True)
+    batch_size: int = _key(keys.BATCH_SIZE, strict=True)
+    pack: bool = _key(keys.PACK, strict=True)
+    seed: int = _key(keys.SEED, strict=True)
 
 
 def _read_rule(value: Any) -> Rule:
@@ -129,22 +153,32 @@ QueryScale = Annotated[
 ]
 
 
+@_with_options("scales")
 class ScaleOptions(_Section):
     """How statistics become scales."""
 
-    rule: RuleField = _key(RULE)
-    fallback: Fallback | None = _key(FALLBACK)
-    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(FP8_DTYPE)
+    rule: RuleField = _key(keys.RULE)
+    fallback: Fallback | None = _key(keys.FALLBACK)
+    fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = _key(keys.FP8_DTYPE)
+
+
+def _require_scheme(name: str) -> str:
+    if name not in SCHEMES:
+        raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
+    return name
+
+
+SchemeName = Annotated[str, AfterValidator(_require_scheme)]
 
 
 class Quantize(_Section):
     """The FP8 checkpoint to write."""
 
-    scheme: str = Field(
+    scheme: SchemeName = Field(
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
         f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"
     )
-    layer_schemes: dict[str, str] = Field(
+    layer_schemes: dict[str, SchemeName] = Field(
         default={},
         description="other schemes of some linears, by patterns like those of `ignore`; the first "
         "pattern that matches counts; the folder is then named SCHEME-mixed",
@@ -158,28 +192,13 @@ class Quantize(_Section):
         default=(), description="modules to leave unquantized, as for quantize --ignore"
     )
 
-    @field_validator("scheme")
-    @classmethod
-    def _is_scheme(cls, name: str) -> str:
-        if name not in SCHEMES:
-            raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
-        return name
-
-    @field_validator("layer_schemes")
-    @classmethod
-    def _are_schemes(cls, names: dict[str, str]) -> dict[str, str]:
-        for pattern, name in names.items():
-            if name not in SCHEMES:
-                known = ", ".join(SCHEMES)
-                raise ValueError(f"{pattern!r:.60} must be one of {known}, not {name!r:.60}")
-        return names
-
     @property
     def folder(self) -> str:
         """Name the folder that the checkpoint is written to."""
         return name_mixed(self.scheme, is_mixed=bool(self.layer_schemes))
 
 
+@_with_options("")
 class Recipe(_Section):
     """What to observe, on which data, how to compute scales, and what to write."""
 
@@ -188,9 +207,11 @@ class Recipe(_Section):
     observe: Observe = Field(default=Observe(), description="which sites are observed")
     data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
-    formats: tuple[str, ...] = _key(FORMATS)
-    tp: tuple[Annotated[int, Field(strict=True)], ...] = _key(TP, json_schema_extra={"minItems": 1})
-    query_scale: QueryScale = _key(QUERY_SCALE)
+    formats: tuple[str, ...] = _key(keys.FORMATS)
+    tp: tuple[Annotated[int, Field(strict=True)], ...] = _key(
+        keys.TP, json_schema_extra={"minItems": 1}
+    )
+    query_scale: QueryScale = _key(keys.QUERY_SCALE)
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"
     )
@@ -311,11 +332,11 @@ _FOREIGN_KEYS = {
     "quant_cfg": "ModelOpt",
     "quantize_config": "AutoFP8",
 }
-"""How keys at the top of other tools' recipes end."""
+"""Endings of the top-level keys of other tools' recipes, with the tool."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice; PyYAML would keep the last one in silence."""
+    """A loader that refuses repeated keys; PyYAML would silently keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -352,7 +373,7 @@ def explain_value(item: Any) -> str:
 
 
 def _suggest(location: Sequence[object]) -> str:
-    """Suggest what an unknown key was meant to be: of the same section, or of another one."""
+    """Suggest a known key for an unknown one, from the same section or another one."""
     name = str(location[-1])
     here: Any = Recipe
     for key in location[:-1]:
@@ -372,7 +393,7 @@ def _suggest(location: Sequence[object]) -> str:
 
 
 def _list_places() -> Iterator[tuple[str, str]]:
-    """List every key with its section (empty at the top level); the top level counts most."""
+    """List every key with its section (empty at the top level), keys of the top level last."""
     for name, field in Recipe.model_fields.items():
         if (section := find_section(field.annotation)) is not None:
             yield from ((key, name) for key in section.model_fields)

@@ -25,8 +25,8 @@ def list_requests() -> dict[str, type]:
 
 def list_rows(request: type) -> list[Row]:
     """List the options of a request in their order, positional arguments first."""
-    pairs = [(each, each.option) for each in list_options(request)]
-    rows = [_describe(declared, option) for declared, option in pairs if option is not None]
+    options = [each for each in list_options(request) if not each.option.only_in_python]
+    rows = [_describe(each, each.option) for each in options]
     return sorted(rows, key=lambda row: row[0].startswith("`--"))
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.calibration import WorkShare
 from fp8calib.data.shares import Share
 from fp8calib.dialects import registry
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
@@ -31,6 +30,7 @@ from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.planning.footprint import stats_bytes
+from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import load_stats, save_stats
 from fp8calib.stats.merge import merge_shards

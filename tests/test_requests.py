@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +24,14 @@ from fp8calib.requests import find_request, list_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_sources import SOURCES
+from tests.docs.pages import ROOT
 
 MADE_UP = '''
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.option import Argument, Option
+from fp8calib.options.option import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class CountSheepRequest:
     _: KW_ONLY
     most: Annotated[int, Option("--most", metavar="N", least=1, help="Stop after so many.")] = 7
     lambs: Annotated[bool, Option("--no-lambs", negates=True, help="Skip lambs.")] = True
-    herd: Annotated[str | None, Argument("Their herd.")] = None
+    herd: Annotated[str | None, Option(only_in_python=True, help="Their herd.")] = None
 
 
 def run(request: CountSheepRequest, reporter) -> str:
@@ -62,6 +66,63 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(requests, "__path__", [*requests.__path__, str(tmp_path)])
     yield "count_sheep"
     sys.modules.pop("fp8calib.requests.count_sheep", None)
+
+
+MADE_UP_FIELD = """
+    made_up: Annotated[
+        int | None,
+        Option("--made-up", "N", least=2, most=9, key="data.made_up", default=3, help="Count."),
+    ] = None
+"""
+SHOW_MADE_UP = """
+import inspect, json, sys
+import fp8calib, scripts.json_schemas, scripts.reference
+from fp8calib.cli import main
+from fp8calib.jobs.recipe_options import override_recipe
+from fp8calib.options.option import list_options
+from fp8calib.requests import find_request
+
+request = find_request("calibrate")
+shown = {
+    "option table": scripts.reference.make_commands({"calibrate": request}),
+    "keyword": str(inspect.signature(fp8calib.calibrate).parameters["made_up"]),
+    "documentation": inspect.getdoc(fp8calib.calibrate),
+    "schema": scripts.json_schemas.make_schemas()["recipe"]["$defs"]["Data"]["properties"],
+    "key": [override_recipe("kv", request("x", made_up=n)).data.made_up for n in (None, 5)],
+}
+json.dump(shown, sys.stderr)
+main(["calibrate", "--help"])
+"""
+
+
+def test_a_line_is_an_option_everywhere(tmp_path: Path) -> None:
+    for name in ("fp8calib", "scripts", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    declarations = tmp_path / "fp8calib" / "options" / "keys.py"
+    declarations.write_text(declarations.read_text() + MADE_UP_FIELD)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_MADE_UP],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stderr)
+    assert "--made-up N Count. [2<=x<=9]" in " ".join(done.stdout.split())
+    assert "| `--made-up` | `N`, 2 to 9 | Count. |" in shown["option table"]
+    assert shown["keyword"] == "made_up: 'int | None' = None"
+    assert "\n    made_up: Count.\n" in shown["documentation"]
+    assert shown["key"] == [3, 5]
+    assert shown["schema"]["made_up"] == {
+        "title": "Made Up",
+        "description": "Count.",
+        "type": "integer",
+        "default": 3,
+        "minimum": 2,
+        "maximum": 9,
+    }
 
 
 def test_a_file_is_a_command(made_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +156,8 @@ def test_a_file_is_a_function(made_up: str) -> None:
     )
     with pytest.raises(UsageError, match="most: must be a whole number, found str"):
         count("x", most="3")
+    with pytest.raises(UsageError, match=r"^most=0: must be 1 or more"):
+        count("x", most=0)
     with pytest.raises(TypeError, match=r"^count_sheep\(\) got an unexpected keyword argument"):
         count("x", least=3)
 
@@ -102,8 +165,8 @@ def test_a_file_is_a_function(made_up: str) -> None:
 def test_a_field_is_data(made_up: str) -> None:
     place, most, lambs, herd = list_options(find_request(made_up))
     assert (place.flags, place.type, place.is_required) == ((), "str | Path", True)
-    assert (most.flags, most.metavar, most.least, most.default) == (("--most",), "N", 1, 7)
-    assert (lambs.is_negated, herd.option) == (True, None)
+    assert (most.flags, most.metavar, most.option.least, most.default) == (("--most",), "N", 1, 7)
+    assert (lambs.option.negates, herd.option.only_in_python) == (True, True)
 
 
 def test_shards_are_merged_by_a_function(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from fp8calib.cli.setup import quiet_libraries
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, list_commands
-from fp8calib.requests.early_checks import refuse_missing
 
 if TYPE_CHECKING:
     from fp8calib.results.record import Result
@@ -88,14 +87,17 @@ _STARTS_AT_ONCE = frozenset({"recipes"})
 def _register(name: str) -> None:
     """Make a command of a request, whose docstring is its help."""
     request = find_request(name)
-    declared = [each for each in list_options(request) if each.option is not None]
+    declared = [each for each in list_options(request) if not each.option.only_in_python]
+
+    names_first = sorted(declared, key=lambda each: "Path" in each.type)
 
     def command(json: bool, **options: Any) -> int | KeyboardInterrupt | None:
         set_json(json)
         given = request(**{each.name: _collect(each, options[each.name]) for each in declared})
         if hasattr(given, "on_command_line"):
             given = given.on_command_line()
-        refuse_missing(given)
+        for each in names_first:
+            each.check(getattr(given, each.name))
         try:
             with nullcontext() if name in _STARTS_AT_ONCE else sign_of_life():
                 return _run(name, given)
@@ -162,14 +164,13 @@ def _list_layout(request: Any) -> Iterator[str]:
     """List the options that were given and only choose what a terminal shows."""
     for each in list_options(type(request)):
         given = getattr(request, each.name)
-        if each.option is not None and each.option.is_layout and given != each.default:
+        if each.option.is_layout and given != each.default:
             yield each.flags[0]
 
 
 def _collect(declared: Declared, value: Any) -> Any:
     """Make the value of a field of what the parser read."""
     option = declared.option
-    assert option is not None  # noqa: S101 -- others are no options
     if option.negates:
         return False if value else declared.default
     return value if value is None or option.collect is None else option.collect(value)
@@ -183,14 +184,13 @@ def _make_keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter
 def _make_parameter(declared: Declared) -> inspect.Parameter:
     """Make an option or an argument of typer; a default that the help names is not shown twice."""
     option, default = declared.option, declared.default
-    assert option is not None  # noqa: S101 -- others are no options
     if not option.flags:
-        made: Any = typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
+        made: Any = typer.Argument(metavar=declared.metavar, help=option.help, show_default=False)
     else:
         is_shown = "default" not in option.help.lower() and not isinstance(default, list | tuple)
         made = typer.Option(
             *declared.flags,
-            metavar=option.metavar,
+            metavar=declared.metavar,
             help=option.help,
             min=option.least,
             max=option.most,

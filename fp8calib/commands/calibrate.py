@@ -261,7 +261,7 @@ def _open_job(
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
         job = replace(job, plan=plan_recipe_text(model, recipe, rows, tokenizer=request.tokenizer))
-        if job.rounds_by_gptq:
+        if job.rounding is not None:
             check_rounding_data(job.plan)
         check_shard(job)
         yield job

@@ -43,8 +43,6 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
     tp, named, stats = request.tp, request.engine, request.stats
-    if tp < 1:
-        raise UsageError(f"tp: must be 1 or more, not {tp}")
     engines = _choose_engines([named] if isinstance(named, str) else named)
     path = fetch_hub_id(Path(request.path))
     is_folder = _is_folder(path)

@@ -17,11 +17,12 @@ from fp8calib.data.rows_used import ConversationCounter, RowsUsed, summarize_row
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows, tokenize_rows
+from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, tokenize_rows
 from fp8calib.errors import DataError, UsageError, shorten
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
+_QUARTERS = 4
 IN_MEMORY = "in memory"
 """The source of a plan of rows that no spec names."""
 
@@ -42,9 +43,9 @@ class DataPlan:
     """The specs as given; of a path, only its last component."""
     warnings: tuple[str, ...]
     longest_padded: int | None = None
-    """Longer sequences are never padded: only those of one length share a batch. None: no limit."""
+    """Longer sequences are never padded: only equally long ones share a batch. None: no limit."""
     rows: RowsUsed | None = None
-    """The rows that the text was made of; of a split plan, those of the whole."""
+    """The rows of the text; each part of a split plan has the rows of the whole."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,11 +102,10 @@ def build_plan(
     read instead of specs. Rows of specs are read from `text_column` if given (see `parse_row`).
 
     Raises:
-        UsageError: a spec, `samples` or `seq_len` is invalid.
+        UsageError: a spec is invalid.
         DataError: the data cannot be read, or gives no sequence of two tokens.
 
     """
-    _check_sizes(samples=samples, seq_len=seq_len)
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
     if rows is None:
         _check_columns(parsed, text_column)
@@ -154,12 +154,8 @@ def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
 
 def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
     sequences = plan.sequences[start:stop]
-    return replace(
-        plan,
-        sequences=sequences,
-        fingerprint=_compute_fingerprint(sequences, packed=plan.packed, seq_len=plan.seq_len),
-        text=hash_text(sequence.tolist() for sequence in sequences),
-    )
+    text = hash_text(sequence.tolist() for sequence in sequences)
+    return replace(replace_sequences(plan, sequences), text=text)
 
 
 def replace_sequences(plan: DataPlan, sequences: Sequence[torch.Tensor]) -> DataPlan:
@@ -168,24 +164,22 @@ def replace_sequences(plan: DataPlan, sequences: Sequence[torch.Tensor]) -> Data
     return replace(plan, sequences=tuple(sequences), fingerprint=fingerprint)
 
 
-def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Batch]:
+def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
     """Cut a plan into batches of at most `batch_size` neighbouring sequences.
 
-    Sequence i of n belongs to group `groups * i // n`; a batch holds sequences of one group only.
+    Sequence i of n belongs to quarter `4 * i // n`; a batch holds sequences of one quarter only.
     Packed sequences of different lengths never share a batch, so packed data is never padded; nor
-    are sequences longer than `plan.longest_padded`. The batches depend only on the plan,
-    `batch_size` and `groups`.
+    are sequences longer than `plan.longest_padded`. The batches depend only on the plan
+    and `batch_size`.
     """
-    if batch_size < 1:
-        raise UsageError(f"--batch-size {batch_size}: must be 1 or more", hint="use 1")
     sequences = plan.sequences
 
-    def find_group(index: int) -> tuple[int, int]:
+    def place(index: int) -> tuple[int, int]:
         length, limit = len(sequences[index]), plan.longest_padded
         is_alike = not plan.packed and (limit is None or length <= limit)
-        return groups * index // len(sequences), 0 if is_alike else length
+        return _QUARTERS * index // len(sequences), 0 if is_alike else length
 
-    for (group, _), found in groupby(range(len(sequences)), find_group):
+    for (quarter, _), found in groupby(range(len(sequences)), place):
         indices = list(found)
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
@@ -193,8 +187,15 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
                 first=indices[start],
                 input_ids=torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True),
                 lengths=tuple(map(len, chosen)),
-                quarter=group,
+                quarter=quarter,
             )
+
+
+def find_distinct_tokens(batches: Iterable[Batch]) -> torch.Tensor:
+    """Find the token ids of batches, and that of padding: int64, sorted."""
+    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in batches)]
+    distinct: torch.Tensor = torch.unique(torch.cat(used))
+    return distinct
 
 
 def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
@@ -211,16 +212,6 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
         input_ids=batch.input_ids[start:stop, : max(lengths)],
         lengths=lengths,
     )
-
-
-def _check_sizes(*, samples: int, seq_len: int) -> None:
-    if samples < 1:
-        raise UsageError(f"--samples {samples}: must be 1 or more", hint="the default is 512")
-    if seq_len < MIN_TOKENS:
-        raise UsageError(
-            f"--seq-len {seq_len}: must be {MIN_TOKENS} or more",
-            hint="a single token predicts nothing",
-        )
 
 
 def _check_columns(parsed: Sequence[DataSpec], text_column: str | None) -> None:

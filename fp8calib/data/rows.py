@@ -20,11 +20,11 @@ FORMS = (
     ("prompt", "completion"),
     ("instruction", "output"),
 )
-"""The fields a row is read from; the first form whose fields are all present and not null."""
+"""The fields that a row is read from: the first form whose fields are all present and not null."""
 MASK = "attention_mask"
-"""Beside `input_ids`: 0 marks padding, which is left out."""
+"""A field of rows with `input_ids`, where 0 marks padding, which is left out."""
 CONTEXT = "input"
-"""Beside `instruction` and `output`: what the instruction is about; it may be empty or absent."""
+"""A field of rows with `instruction` and `output`: the input of the task, if any."""
 COLUMNS = frozenset({field for form in FORMS for field in form} | {MASK, CONTEXT})
 """All fields that a row is read from."""
 
@@ -49,7 +49,7 @@ class Row:
     origin: str
     """Where the row comes from, e.g. `calib.jsonl:17`."""
     text: str | None = None
-    """Beside `messages`: the same as text, for a tokenizer without a chat template."""
+    """With `messages`: their content as plain text, for a tokenizer without a chat template."""
     messages: tuple[Message, ...] | None = None
     input_ids: tuple[int, ...] | None = None
 
@@ -79,7 +79,7 @@ def parse_row(
         case "input_ids":
             ids = _parse_input_ids(value[form[0]], origin)
             mask = value.get(MASK)
-            return Row(origin, input_ids=ids if mask is None else _leave_padding(ids, mask, origin))
+            return Row(origin, input_ids=ids if mask is None else _drop_padding(ids, mask, origin))
         case "text" | "content":
             text = _parse_text(value[form[0]], f"{origin}: {form[0]}", allow_blank=allow_blank)
             return Row(origin, text=text)
@@ -162,7 +162,7 @@ def _parse_input_ids(value: object, origin: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _leave_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int, ...]:
+def _drop_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int, ...]:
     if not isinstance(mask, list) or len(mask) != len(ids):
         raise _row_error(f"{origin}: {MASK} must be a list as long as input_ids, {len(ids)}")
     if (other := next((item for item in mask if item not in (0, 1)), None)) is not None:
@@ -171,7 +171,7 @@ def _leave_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int
         raise DataError(f"{origin}: {MASK} is 0 everywhere", hint="remove the row from the file")
     start, stop = mask.index(1), len(mask) - mask[::-1].index(1)
     if 0 in mask[start:stop]:
-        raise _row_error(f"{origin}: {MASK} has 0 between tokens, where no padding can be")
+        raise _row_error(f"{origin}: {MASK} has 0 between tokens, but only the ends can be padding")
     return ids[start:stop]
 
 

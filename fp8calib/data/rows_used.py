@@ -1,4 +1,4 @@
-"""Which rows of a text a run used, and how the model sees them."""
+"""The rows of a text that a run used, as the model sees them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEAD_CHARS, _TAIL_CHARS = 100, 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsUsed:
-    """The rows that a run read, those of them that it used, and the first ones as examples."""
+    """The rows that a run read and used, with the first used ones as examples."""
 
     read: int
     """Rows after the last one that is needed are not read."""
@@ -25,7 +25,7 @@ class RowsUsed:
     too_short: int
     """Rows without the tokens of a sequence."""
     cut: int
-    """Rows used whose end is in no sequence."""
+    """Used rows whose last tokens are in no sequence."""
     conversations: int
     """Rows read that are messages or instructions."""
     chat_template: str | None

@@ -137,7 +137,7 @@ def _open_split(folder: Path, split: str | None, body: str) -> SavedSource:
     """Find a split of a saved DatasetDict; without a name, the only one.
 
     Raises:
-        UsageError: there are several splits and none is named, or there is none of that name.
+        UsageError: there are several splits and none is named, or no split has that name.
         DataError: the folder is damaged.
     """
     if not _is_file(folder / _SPLITS_FILE):

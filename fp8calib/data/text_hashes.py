@@ -1,7 +1,8 @@
 """Hashes that find shared text in two data sets, however each was cut into rows and sequences.
 
-Every window of 32 tokens is hashed. The first window of a row is kept, and of the others those
-whose hash is a multiple of 32, so equal text gives equal hashes at any offset and in any order.
+Every window of 32 tokens is hashed. The first window of a row is kept, and every other
+window whose hash is a multiple of 32. Equal text therefore gives equal hashes at any offset and in
+any order.
 `hash_row` states what this misses.
 """
 

@@ -27,7 +27,7 @@ class PackedRows:
     sequences: tuple[torch.Tensor, ...]
     """1-D int64, each of at least two tokens."""
     text: TextHashes
-    """Of each row that has a token in a sequence: those tokens, or the first 32 if that is more."""
+    """Hashes of every used row: of its tokens in sequences, or of its first 32 if that is more."""
     num_rows: int
     """Rows read."""
     num_dropped: int
@@ -35,7 +35,7 @@ class PackedRows:
     num_used: int
     """Rows with a token in a sequence."""
     num_cut: int
-    """Rows used of which tokens at the end are in no sequence."""
+    """Used rows whose last tokens are in no sequence."""
     first: tuple[tuple[int, ...], ...]
     """The token ids of the first rows used, as far as they are in a sequence."""
 

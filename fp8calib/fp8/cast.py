@@ -2,7 +2,7 @@
 
 Everything is computed in fp32, where each step is exact: a magnitude is divided by the distance
 between its neighbours in the format (a power of two), rounded to a whole number, and multiplied
-back. torch's own casts differ by version (2.13 saturates e4m3fn alone), so every cast clamps first.
+back. torch's own casts differ by version (2.13 saturates only e4m3fn), so every cast clamps first.
 On a GPU torch's casts round to nearest: they give the same values in two kernels, not seven. On a
 CPU their way back to fp32 takes longer than everything here.
 """

@@ -78,8 +78,8 @@ EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), ExpertLayout()),
 }
 """By model type. Checkpoints of aria, gemma4, granitemoe*, llama4, qwen3_5_moe and qwen3_vl_moe are
-published with stacks; the others have them if `save_pretrained(save_original_format=False)` wrote
-them."""
+published with stacks; all other types have them only from
+`save_pretrained(save_original_format=False)`."""
 
 UNSERVED_STACKS: Mapping[str, str] = {
     "dbrx": "vLLM 0.32.0 loads no tensors of single experts for dbrx (models/dbrx.py), and a stack "
@@ -91,16 +91,16 @@ UNSERVED_STACKS: Mapping[str, str] = {
 
 
 def find_stack(layout: ExpertLayout, name: str) -> Stack | None:
-    """Find the stack that a tensor of this name is; None if it is none."""
+    """Find the stack that a tensor of this name holds; None if it holds none."""
     return next((stack for stack in layout.stacks if name.endswith(stack.ending)), None)
 
 
 def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
     """Find the first model type in a config that has a layout: the type, its layout, hidden size.
 
-    The type is empty, and the others None, where there is none.
+    Without one, the type is empty, and layout and hidden size are None.
     """
-    for inner in _list_configs(config):
+    for inner in list_configs(config):
         kind = inner.get("model_type")
         if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
             return kind, EXPERT_LAYOUTS[kind], inner["hidden_size"]
@@ -109,13 +109,13 @@ def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None,
 
 def list_types(config: Mapping[str, object]) -> set[str]:
     """List every `model_type` of a config and of the configs inside it."""
-    types = (inner.get("model_type") for inner in _list_configs(config))
+    types = (inner.get("model_type") for inner in list_configs(config))
     return {kind for kind in types if isinstance(kind, str)}
 
 
-def _list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+def list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """List a config and the configs inside it, the outer ones first."""
     yield config
     for value in config.values():
         if isinstance(value, Mapping):
-            yield from _list_configs(value)
+            yield from list_configs(value)

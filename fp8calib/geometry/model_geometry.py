@@ -165,8 +165,8 @@ class ModelGeometry(Frozen):
     parameters: Mapping[str, tuple[int, ...]] = Field(
         default_factory=dict, exclude=True, repr=False
     )
-    """The shape of everything that a checkpoint of the model has to store, likewise, but for
-    parameters that it stores in several tensors (experts), and tied ones that another fills."""
+    """The shape of every parameter that a checkpoint has to store, by its name there. Parameters in
+    several tensors (experts) and tied parameters are left out."""
     leftovers: tuple[str, ...] = Field(default=(), exclude=True, repr=False)
     """The tensors of the checkpoint that fill no parameter of the model, scales included."""
     renamed: tuple[str, ...] = Field(default=(), exclude=True, repr=False)

@@ -19,7 +19,7 @@ def rank_range(count: int, tp: int, rank: int) -> range:
 
 
 def check_degree(tp: object) -> None:
-    """Refuse what is no tensor-parallel degree of any model."""
+    """Refuse a tensor-parallel degree that is not a whole number from 1 up."""
     if not isinstance(tp, int) or tp < 1:
         raise UsageError(f"--tp {tp!r}: the tensor-parallel degree is a whole number from 1 up")
 

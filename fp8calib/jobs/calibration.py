@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fp8calib import calibration
-from fp8calib.calibration import PreparedModel, Progress
 from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, select_batches
@@ -18,8 +17,10 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.planning.footprint import Workload, stats_bytes
@@ -159,7 +160,7 @@ def choose_mode(
             geometry=prepared.geometry,
             checkpoint=job.checkpoint,
             weights=prepared.weights,
-            work=Workload.of(found, len(_distinct(found))),
+            work=Workload.of(found),
             itemsize=DTYPES[job.dtype].itemsize,
             extra={"statistics": statistics, **(extra_bytes or {})},
         ),
@@ -205,9 +206,3 @@ def _probe(
             work=work,
         )
         return observer.probe(batch, streaming)
-
-
-def _distinct(found: Sequence[Batch]) -> torch.Tensor:
-    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in found)]
-    distinct: torch.Tensor = torch.unique(torch.cat(used))
-    return distinct

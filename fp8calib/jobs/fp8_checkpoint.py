@@ -122,7 +122,7 @@ def _quantize(
         selection = select(job.checkpoint, ignore=settings.ignore)
     scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
     rounding = None
-    if job.rounds_by_gptq and job.plan is not None:
+    if job.rounding is not None and job.plan is not None:
         rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=True)
     if rounding is not None:
         scales = replace(scales, origin=stats.origin)
@@ -135,9 +135,9 @@ def _quantize(
             folder / name,
             device=torch.device("cpu"),
             advance=job.reporter.advance,
-            rounded=codes if job.rounds_by_gptq else None,
+            rounded=None if job.rounding is None else codes,
         )
-        rounded = list_rounded(job, selection, codes) if job.rounds_by_gptq else ()
+        rounded = () if job.rounding is None else list_rounded(job, selection, codes)
     outcome = QuantizationOutcome(
         plan=plan,
         written=written,

@@ -40,6 +40,8 @@ def as_function(
             raise TypeError(f"{name}() {error}") from None
         with spelled_for_request(f"fp8calib.{name}", declared):
             check_arguments(given, types)
+            for each in declared:
+                each.check_bounds(given.get(each.name))
             made = request(*args, **kwargs)
             reporter = PythonReporter(getattr(made, "progress", None), depth=2)
             result = run(made, reporter)
@@ -48,7 +50,7 @@ def as_function(
             return result
 
     function.__name__ = function.__qualname__ = name
-    helps = {each.name: each.help for each in declared}
+    helps = {each.name: each.option.about for each in declared}
     function.__doc__ = spell_for_request(name, declared, _describe(kind, helps, run))
     function.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=get_type_hints(run)["return"]

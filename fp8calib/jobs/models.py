@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.machine.devices import choose_device
+from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES, choose_dtype
 from fp8calib.model.live_model import (
     LiveCheckpoint,

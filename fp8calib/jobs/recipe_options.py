@@ -75,10 +75,10 @@ def apply_request(made: Recipe, request: object) -> Recipe:
     """
     recipe = made.model_dump()
     for declared, value in _list_given(request):
-        if declared.key == TP.key:
+        if declared.option.key == TP.key:
             for degree in _as_tuple(value):
                 check_degree(degree)
-        *sections, key = declared.key.split(".")
+        *sections, key = declared.option.key.split(".")
         section = reduce(dict.__getitem__, sections, recipe)
         section[key] = _as_tuple(value) if isinstance(section[key], tuple) else value
     if (kinds := getattr(request, "observe", None)) is not None:
@@ -113,16 +113,14 @@ def list_given(request: object, section: str = "") -> list[str]:
     """List the options for keys of a recipe that were given, as messages name them."""
     texts = [] if getattr(request, "data", None) is None else [DATA]
     given = [declared.option for declared, _ in _list_given(request)]
-    return [
-        each.flags for each in (*texts, *given) if each is not None and each.key.startswith(section)
-    ]
+    return [each.flags for each in (*texts, *given) if each.key.startswith(section)]
 
 
 def _list_given(request: object) -> Iterator[tuple[Declared, Any]]:
     """List the fields that override a key of a recipe, with their values."""
     for declared in list_options(type(request)):
-        value = getattr(request, declared.name)
-        if declared.key and declared.key != DATA.key and value is not None:
+        key, value = declared.option.key, getattr(request, declared.name)
+        if key and key != DATA.key and value is not None:
             yield declared, value
 
 
@@ -211,6 +209,6 @@ def _explain_option(item: Any, request: object) -> str:
     """Explain a wrong value, by the option of the key that holds it."""
     keys = [each for each in item["loc"] if isinstance(each, str)]
     declared = [] if request is None else list_options(type(request))
-    known = {each.key: each.spelled for each in declared}
+    known = {each.option.key: each.spelled for each in declared}
     option = known.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
     return f"{option}: {explain_value(item)}"

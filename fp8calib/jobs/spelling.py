@@ -20,7 +20,7 @@ from fp8calib.requests import find_request, list_commands
 def _list_words() -> frozenset[str]:
     """List the values of options, which a message may put between an option and a verb."""
     declared = (each for name in list_commands() for each in list_options(find_request(name)))
-    return frozenset(list_replayed()).union(*(each.choices for each in declared))
+    return frozenset(list_replayed()).union(*(each.words for each in declared))
 
 
 @cache
@@ -99,7 +99,7 @@ def spelled_for_request(
 
 def _make_spelling(function: str, declared: Sequence[Declared]) -> _Spelling:
     named = {
-        flag.removeprefix("--"): _Named(each.name, "bool" in each.type, each.is_negated)
+        flag.removeprefix("--"): _Named(each.name, "bool" in each.type, each.option.negates)
         for each in declared
         for part in each.flags
         for flag in part.split("/")

@@ -26,7 +26,7 @@ def plan_text(
     tokenizer: Any = None,
     text_column: str | None = None,
 ) -> DataPlan:
-    """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
+    """Build the data plan of a run; without a length, `DEFAULT_SEQ_LEN` or the model's maximum.
 
     `rows` are read instead of specs. `tokenizer` is used instead of that in the model's folder.
 

@@ -36,9 +36,9 @@ def keep_freed_memory() -> None:
     """Let glibc keep freed memory until `return_freed_memory`; without glibc do nothing.
 
     By default glibc returns tensors of some megabytes one by one as they are freed, and the next
-    ones get new pages from the system: in a streamed run this doubled the page faults. Larger
-    blocks, such as those of logits, it puts among small ones once it has freed one, and they leave
-    holes: 30 MB for each batch that `verify` scored. The setting holds for the whole process.
+    ones get new pages from the system: in a streamed run this doubled the page faults. After it
+    has freed one larger block, such as logits, it puts such blocks among small ones, where they
+    leave holes: 30 MB for each batch that `verify` scored. The setting holds for the whole process.
     """
     with suppress(OSError, TypeError, AttributeError):
         library = ctypes.CDLL(None)

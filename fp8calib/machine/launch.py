@@ -49,7 +49,9 @@ def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
         _read(environment, name, 0) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
     )
     if port >= _PORTS:
-        raise UsageError(f"MASTER_PORT={port}: no port", hint="start all processes with torchrun")
+        raise UsageError(
+            f"MASTER_PORT={port}: not a port", hint="start all processes with torchrun"
+        )
     found = ProcessRank(
         rank=rank,
         size=size,

@@ -37,7 +37,7 @@ class _Buffer:
     room: torch.Tensor
     """uint8, pinned."""
     is_read: torch.cuda.Event
-    """The GPU has read what was last put into it."""
+    """When the GPU has read what was last put into it."""
 
 
 class PinnedCopier:

@@ -1,4 +1,4 @@
-"""How far a run is; a module without torch, because commands that need none report too."""
+"""The protocol of progress, without torch: commands that do not need torch report it too."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import torch
 from fp8calib.stats.positions import split_positions
 
 HISTOGRAM_SEQUENCES = 8
-"""The stride of the sequences in histograms; amax and counts are those of all sequences."""
+"""The stride of the sequences in histograms; amax and counts cover all sequences."""
 INPUT_HISTOGRAM_TOKENS = 4
-"""The stride of the tokens of these in histograms of inputs; those of K and V count all tokens."""
+"""The stride of their tokens in histograms of inputs; histograms of K and V count all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

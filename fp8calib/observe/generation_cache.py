@@ -54,7 +54,7 @@ def _hooked_updates(geometry: ModelGeometry, hooks: TensorHooks) -> Iterator[Non
         Cache.update = original
 
 
-class _UnaskedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """The cache of a call that did not ask for one; it is not returned."""
 
 
@@ -67,12 +67,12 @@ def _always_cached(model: PreTrainedModel) -> Iterator[None]:
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = kwargs.get("past_key_values")
         if cache is None:
-            is_asked = kwargs.get("use_cache") is not False
-            cache = (DynamicCache if is_asked else _UnaskedCache)(config=config)
+            is_requested = kwargs.get("use_cache") is not False
+            cache = (DynamicCache if is_requested else _UnrequestedCache)(config=config)
         return args, {**kwargs, "past_key_values": cache, "use_cache": True}
 
     def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(getattr(output, "past_key_values", None), _UnaskedCache):
+        if isinstance(getattr(output, "past_key_values", None), _UnrequestedCache):
             output.past_key_values = None
 
     with ExitStack() as stack:

@@ -49,7 +49,7 @@ class AttentionCall:
     """The model's own."""
     module: nn.Module
     query: torch.Tensor
-    """[B, H, S, D]; K and V likewise, with KV heads."""
+    """[B, H, S, D]; K and V have KV heads instead."""
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from fp8calib.data.specs import ACCEPTED_SUFFIXES
-from fp8calib.dialects.registry import list_format_names, list_query_format_names
+from fp8calib.data.specs import ACCEPTED_SUFFIXES, parse_spec
+from fp8calib.dialects.registry import (
+    find_dialect,
+    list_format_names,
+    list_query_format_names,
+)
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.options.option import Option
-from fp8calib.scales.rules import AMAX, Fallback
+from fp8calib.scales.rules import AMAX, Fallback, parse_rule
 
 DEFAULT_SEQ_LEN = 2048
 _DEFAULT_SAMPLES = 512
 
 
 class Specs(tuple[str, ...]):
-    """Data specs, as of `--data`; any other list of strings is a list of texts."""
+    """Data specs from `--data`; any other list of strings is a list of texts."""
 
 
 def split_names(values: Sequence[str] | None) -> list[str] | None:
@@ -29,11 +35,19 @@ def split_names(values: Sequence[str] | None) -> list[str] | None:
     return list(dict.fromkeys(name for name in names if name))
 
 
+def _check_rule(text: str) -> None:
+    try:
+        parse_rule(text)
+    except UsageError as error:
+        raise UsageError(f"--rule: {error.message}", hint=error.hint) from error
+
+
 DATA = Option(
     "--data",
     metavar="SPEC",
     reads=list[str],
     collect=Specs,
+    check=parse_spec,
     key="data.sources",
     default=(),
     help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder of files or of save_to_disk[:SPLIT], "
@@ -86,6 +100,7 @@ SEED = Option(
 RULE = Option(
     "--rule",
     metavar="amax|percentile:P|mse|headroom:H",
+    check=_check_rule,
     key="scales.rule",
     default=AMAX,
     help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
@@ -93,13 +108,13 @@ RULE = Option(
 )
 FALLBACK = Option(
     "--fallback",
-    metavar="|".join(Fallback),
+    choices=tuple(Fallback),
     key="scales.fallback",
     help="Scale of a site for which none can be computed.",
 )
 FP8_DTYPE = Option(
     "--fp8-dtype",
-    metavar="|".join(KV_FORMATS),
+    choices=tuple(KV_FORMATS),
     key="scales.fp8_dtype",
     default=E4M3FN.name,
     help=f"FP8 format; default {E4M3FN.name}.",
@@ -109,6 +124,7 @@ FORMATS = Option(
     metavar="|".join(list_format_names()),
     reads=list[str],
     collect=split_names,
+    check=find_dialect,
     key="formats",
     default=("kv-overlay",),
     help="What to write; several names, or repeat for more.",
@@ -129,3 +145,24 @@ QUERY_SCALE = Option(
     help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
     "needs it in some layer.",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeOptions:
+    """What a calibration can be asked beside its recipe; None leaves the value of the recipe.
+
+    A field here is an option of the command line, an argument in Python, and a key of recipes.
+    """
+
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
+    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
+    tp: Annotated[int | Sequence[int] | None, TP] = None
+    samples: Annotated[int | None, SAMPLES] = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
+    pack: Annotated[bool | None, PACK] = None
+    seed: Annotated[int | None, SEED] = None
+    rule: Annotated[str | None, RULE] = None
+    fallback: Annotated[str | None, FALLBACK] = None
+    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
+    query_scale: Annotated[str | None, QUERY_SCALE] = None

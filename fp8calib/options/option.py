@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, get_args, get_type_hints
+
+from fp8calib.errors import UsageError, join_or, suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +19,10 @@ class Option:
     """
 
     flags: str = ""
-    """As the command line spells it, other spellings behind it; empty: a positional argument."""
+    """Its spellings on the command line, the usual one first; empty for a positional argument."""
     metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    """All values that it can have; they replace `metavar`."""
     help: str = ""
     """For `--help` and `help()`."""
     least: int | None = None
@@ -26,15 +30,20 @@ class Option:
     most: int | None = None
     """The largest number."""
     parser: Callable[[str], Any] | None = None
-    """Reads a value that is no plain number, text or path; raises UsageError."""
+    """Reads a value that is neither a plain number nor text nor a path; raises UsageError."""
     reads: Any = None
     """The type that the command line reads, where the function of Python takes more."""
     collect: Callable[[Any], Any] | None = None
     """Makes the field's value of what the command line read; raises UsageError."""
+    check: Callable[[Any], object] | None = None
+    """Refuses an unknown name or a missing file, of several values one at a time, before a command
+    imports torch, which takes seconds."""
     negates: bool = False
     """Whether the flag makes the field False, as --no-pack does."""
     is_layout: bool = False
     """Whether it only chooses what a terminal shows: JSON and the function of Python give all."""
+    only_in_python: bool = False
+    """Whether only the function has it, because a command line cannot express it."""
     about_argument: str = ""
     """The help of the function's argument, where that differs."""
     key: str = ""
@@ -50,42 +59,28 @@ class Option:
         return self.about_argument or self.help
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A field that only the function of Python has: a command line cannot express it."""
-
-    help: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """All that is known of one field of a request."""
+    """A field of a request: an option with the name, the type and the default of the field."""
 
     name: str
     """The argument of the function."""
-    flags: tuple[str, ...]
-    """As the command line spells it; empty for a positional argument, and without an option."""
-    metavar: str | None
     annotation: Any
     type: str
     """As it is spelled in code."""
     default: Any
     is_required: bool
-    least: int | None
-    most: int | None
-    help: str
-    option: Option | None
-    """None where only the function has it."""
+    option: Option
 
     @property
-    def is_negated(self) -> bool:
-        """Whether the flag makes the field False."""
-        return self.option is not None and self.option.negates
+    def flags(self) -> tuple[str, ...]:
+        """Its spellings on the command line; empty for a positional argument."""
+        return tuple(self.option.flags.split())
 
     @property
-    def key(self) -> str:
-        """The key of a recipe that it overrides; empty where there is none."""
-        return "" if self.option is None else self.option.key
+    def metavar(self) -> str | None:
+        """How `--help` names its value."""
+        return "|".join(self.option.choices) or self.option.metavar
 
     @property
     def spelled(self) -> str:
@@ -93,32 +88,57 @@ class Declared:
         return self.flags[0] if self.flags else self.name
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         """The words that the metavar lists."""
         words = (self.metavar or "").split("|")
         return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9-]*", word))
 
+    def check_bounds(self, value: Any) -> None:
+        """Refuse a number outside its bounds; the parser does so on the command line.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        least, most = self.option.least, self.option.most
+        if value is None:
+            return
+        if least is not None and not value >= least:
+            raise UsageError(f"{self.spelled} {value}: must be {least} or more")
+        if most is not None and not value <= most:
+            raise UsageError(f"{self.spelled} {value}: must be {most} or less")
+
+    def check(self, value: Any) -> None:
+        """Refuse an unknown name or a missing file; None is not given.
+
+        Raises:
+            Fp8CalibError: naming the option or the file.
+        """
+        choices = self.option.choices
+        if value is None:
+            return
+        if choices and value not in choices:
+            raise UsageError(
+                f"{self.spelled} {value}: must be {join_or(choices)}", hint=suggest(value, choices)
+            )
+        if self.option.check is not None:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                self.option.check(each)
+
 
 def list_options(request: type) -> list[Declared]:
-    """List the fields of a request, in the order of their declaration."""
+    """List the fields of a request, as its signature does: positional arguments first."""
     hints = get_type_hints(request, include_extras=True)
-    return [_declare(each, *get_args(hints[each.name])) for each in fields(request)]
+    ordered = sorted(fields(request), key=lambda field: field.kw_only is True)
+    return [_declare(field, *get_args(hints[field.name])) for field in ordered]
 
 
-def _declare(field: Any, annotation: Any, given: Option | Argument) -> Declared:
-    option = given if isinstance(given, Option) else None
-    has_factory = field.default_factory is not MISSING
+def _declare(field: Field[Any], annotation: Any, option: Option) -> Declared:
     return Declared(
         name=field.name,
-        flags=() if option is None else tuple(option.flags.split()),
-        metavar=None if option is None else option.metavar,
         annotation=annotation,
         type=_spell(annotation),
-        default=field.default_factory() if has_factory else field.default,
-        is_required=field.default is MISSING and not has_factory,
-        least=None if option is None else option.least,
-        most=None if option is None else option.most,
-        help=given.help if option is None else option.about,
+        default=field.default,
+        is_required=field.default is MISSING,
         option=option,
     )
 

@@ -1,4 +1,4 @@
-"""What each command is asked. A module here is a command, except for two."""
+"""The requests of the commands. Every module here is a command, except for `shared`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 
-_NO_COMMANDS = ("early_checks", "shared")
-
 
 def list_commands() -> list[str]:
     """List the commands, as their modules and functions are named."""
-    return sorted(each.name for each in iter_modules(__path__) if each.name not in _NO_COMMANDS)
+    return sorted(each.name for each in iter_modules(__path__) if each.name != "shared")
 
 
 def find_request(command: str) -> type:
-    """Import the request of a command: the class of its module that is named so."""
+    """Import the request of a command: the class of its module whose name ends in Request."""
     module = import_module(f"{__name__}.{command}")
     (found,) = (
         item
@@ -28,10 +26,9 @@ def find_request(command: str) -> type:
 
 
 def find_implementation(command: str) -> ModuleType | None:
-    """Import the module with the command's `run`; None where there is none.
+    """Import the module with the command's `run`; None if there is none.
 
-    It stands in `fp8calib.commands`. A command that imports nothing slow may have it beside its
-    request.
+    It is in `fp8calib.commands`, or in the module of the request if it imports nothing slow.
     """
     place = f"fp8calib.commands.{command}"
     module = import_module(place if find_spec(place) else f"{__name__}.{command}")

@@ -1,4 +1,4 @@
-"""The request of `fp8calib auto`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib auto`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.engines.registry import list_emulated_and_replayed
-from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES
+from fp8calib.engines.registry import find_emulated, list_emulated_and_replayed
+from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    UNQUANTIZED,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    ForceOption,
-    MemoryOption,
-    ProgressArgument,
-    RevisionOption,
-    SeqLenOption,
-    TextColumnOption,
-    TrustOption,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +23,16 @@ class AutoRequest:
     Example: fp8calib auto HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl --engine vllm
     """
 
-    model: Annotated[str | Path, UNQUANTIZED]
+    model: Annotated[str | Path, shared.UNQUANTIZED]
     data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
     _: KW_ONLY
-    text_column: TextColumnOption = None
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
     gate: Annotated[
         str,
         Option(
             "--gate",
             metavar="w8a8|kv",
+            check=shared.check_gate,
             help="What becomes FP8, and the gate that it has to pass: weights, inputs and KV cache "
             "(w8a8), or the KV cache alone (kv).",
         ),
@@ -53,6 +42,7 @@ class AutoRequest:
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
+            check=find_emulated,
             help=f"The engine that has to serve it: {', '.join(list_emulated_and_replayed())}.",
         ),
     ] = "vllm"
@@ -61,20 +51,20 @@ class AutoRequest:
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),
     ] = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: SeqLenOption = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     pack: Annotated[bool, PACK] = True
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    device_map: DeviceMapOption = None
-    memory: MemoryOption = None
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")] = (
         False
     )
     resume: Annotated[
         bool, Option("--resume", help="Continue an interrupted run from its statistics.")
     ] = False
-    force: ForceOption = False
-    progress: ProgressArgument = None
+    force: shared.ForceOption = False
+    progress: shared.ProgressArgument = None

@@ -1,4 +1,4 @@
-"""The request of `fp8calib calibrate`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib calibrate`."""
 
 from __future__ import annotations
 
@@ -7,44 +7,21 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.keys import BATCH_SIZE, SAMPLES, SEED
-from fp8calib.options.option import Argument, Option
-from fp8calib.requests.shared import (
-    DataOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    FallbackOption,
-    ForceOption,
-    FormatOption,
-    Fp8DtypeOption,
-    MemoryOption,
-    PackOption,
-    ProgressArgument,
-    QueryScaleOption,
-    ReplaceScalesOption,
-    RevisionOption,
-    RuleOption,
-    RunModel,
-    SeqLenOption,
-    TextColumnOption,
-    TokenizerArgument,
-    TpOption,
-    TrustOption,
-)
+from fp8calib.options.keys import RecipeOptions
+from fp8calib.options.option import Option
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrateRequest:
+class CalibrateRequest(RecipeOptions):
     """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
 
-    model: RunModel
-    data: DataOption = None
+    model: shared.RunModel
+    data: shared.DataOption = None
     _: KW_ONLY
-    text_column: TextColumnOption = None
     recipe: Annotated[
         str | Path,
         Option(
@@ -56,7 +33,10 @@ class CalibrateRequest:
     ] = "kv"
     observe: Annotated[
         Collection[str] | None,
-        Argument("The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's."),
+        Option(
+            only_in_python=True,
+            help="The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's.",
+        ),
     ] = None
     out: Annotated[
         str | Path | None,
@@ -68,21 +48,10 @@ class CalibrateRequest:
             about_argument="Output folder; None writes nothing.",
         ),
     ] = None
-    formats: FormatOption = None
-    tp: TpOption = None
-    samples: Annotated[int | None, SAMPLES] = None
-    seq_len: SeqLenOption = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: PackOption = None
-    seed: Annotated[int | None, SEED] = None
-    rule: RuleOption = None
-    fallback: FallbackOption = None
-    fp8_dtype: Fp8DtypeOption = None
-    query_scale: QueryScaleOption = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    device_map: DeviceMapOption = None
-    memory: MemoryOption = None
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print the plan and exit: run and write nothing.")
     ] = False
@@ -97,12 +66,12 @@ class CalibrateRequest:
             help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
         ),
     ] = None
-    replace_scales: ReplaceScalesOption = False
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    force: ForceOption = False
-    tokenizer: TokenizerArgument = None
-    progress: ProgressArgument = None
+    replace_scales: shared.ReplaceScalesOption = False
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None
 
     def on_command_line(self) -> CalibrateRequest:
         """Fill in the folder: the command always writes."""

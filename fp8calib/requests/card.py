@@ -1,4 +1,4 @@
-"""The request of `fp8calib card`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib card`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.options.option import Option
 
 
@@ -60,6 +61,7 @@ class CardRequest:
             "--model",
             metavar="MODEL",
             reads=str,
+            check=find_local_model,
             help="The unquantized model, whose layers are checked; files of scales need it.",
         ),
     ] = None

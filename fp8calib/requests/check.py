@@ -1,4 +1,4 @@
-"""The request of `fp8calib check`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib check`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.engines.registry import list_defaults, list_replayed
+from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import Stats
+from fp8calib.requests import shared
+
+
+def _check_engines(names: str) -> None:
+    for name in names.split(","):
+        find_replayed(name.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class CheckRequest:
         Option(
             metavar="PATH",
             reads=Path,
+            check=shared.require_input("name a checkpoint folder or a JSON file"),
             help="A checkpoint folder or hub id, or a JSON file of any tool.",
         ),
     ]
@@ -37,6 +44,7 @@ class CheckRequest:
             "--engine",
             metavar="NAME[==VERSION]",
             reads=list[str],
+            check=_check_engines,
             help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
         ),
     ] = None
@@ -49,6 +57,7 @@ class CheckRequest:
             "--model",
             metavar="MODEL",
             reads=str,
+            check=find_local_model,
             help="The model the scales are for; for files.",
         ),
     ] = None
@@ -60,15 +69,16 @@ class CheckRequest:
         bool,
         Option(
             "--allow-suspicious",
-            help="Accept scales that are most likely wrong, such as one 1000 times the others.",
+            help="Accept scales that are most likely wrong, such as one 1000 times the median.",
         ),
     ] = False
     stats: Annotated[
-        Stats | None,
+        shared.Stats | None,
         Option(
             "--stats",
             metavar="FILE",
             reads=Path,
+            check=shared.check_stats,
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""The request of `fp8calib export`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib export`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.options.keys import FORMATS
+from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.options.keys import FALLBACK, FORMATS, FP8_DTYPE, QUERY_SCALE, RULE, TP
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    BaseOption,
-    FallbackOption,
-    ForceOption,
-    Fp8DtypeOption,
-    Model,
-    OtherWeightsOption,
-    QueryScaleOption,
-    ReplaceScalesOption,
-    RuleOption,
-    Stats,
-    TokenizerArgument,
-    TpOption,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +21,36 @@ class ExportRequest:
     """
 
     stats: Annotated[
-        Stats, Option(metavar="STATS", reads=Path, help="stats.safetensors of a calibration.")
+        shared.Stats,
+        Option(
+            metavar="STATS",
+            reads=Path,
+            check=shared.check_stats,
+            help="stats.safetensors of a calibration.",
+        ),
     ]
     formats: Annotated[str | Sequence[str], FORMATS]
     out: Annotated[str | Path, Option("--out", metavar="DIR", reads=Path, help="Output folder.")]
     _: KW_ONLY
-    tp: TpOption = None
+    tp: Annotated[int | Sequence[int] | None, TP] = None
     model: Annotated[
-        Model | None,
+        shared.Model | None,
         Option(
             "--model",
             metavar="MODEL",
             reads=str,
-            help="The calibrated model, or a quantized checkpoint of it (of which an overlay keeps "
-            "the quantization); needed for overlays and weights.",
+            check=find_local_model,
+            help="The calibrated model, or a quantized checkpoint of it (an overlay "
+            "keeps its quantization); needed for overlays and weights.",
         ),
     ] = None
-    base: BaseOption = None
-    other_weights: OtherWeightsOption = False
-    replace_scales: ReplaceScalesOption = False
-    rule: RuleOption = None
-    fallback: FallbackOption = None
-    fp8_dtype: Fp8DtypeOption = None
-    query_scale: QueryScaleOption = None
+    base: shared.BaseOption = None
+    other_weights: shared.OtherWeightsOption = False
+    replace_scales: shared.ReplaceScalesOption = False
+    rule: Annotated[str | None, RULE] = None
+    fallback: Annotated[str | None, FALLBACK] = None
+    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
+    query_scale: Annotated[str | None, QUERY_SCALE] = None
     with_weights: Annotated[
         bool,
         Option(
@@ -65,5 +60,5 @@ class ExportRequest:
             "holds the compound scales.",
         ),
     ] = False
-    force: ForceOption = False
-    tokenizer: TokenizerArgument = None
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None

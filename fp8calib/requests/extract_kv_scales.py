@@ -1,23 +1,17 @@
-"""The request of `fp8calib extract-kv-scales`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib extract-kv-scales`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.options.keys import FORMATS, FP8_DTYPE
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    BaseOption,
-    ForceOption,
-    FormatOption,
-    Fp8DtypeOption,
-    OtherWeightsOption,
-    ReplaceScalesOption,
-    RevisionOption,
-    TrustOption,
-)
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +27,7 @@ class ExtractRequest:
             "--quantized-model",
             metavar="PATH",
             reads=Path,
+            check=shared.require_input("name a checkpoint folder or a file of scales"),
             help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
         ),
     ]
@@ -42,8 +37,9 @@ class ExtractRequest:
             "--model",
             metavar="MODEL",
             reads=str,
-            help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
-            "keeps the quantization): folder or Hub id.",
+            check=find_local_model,
+            help="The unquantized model, or a quantized checkpoint of it (an overlay keeps "
+            "its quantization): folder or Hub id.",
         ),
     ]
     save_path: Annotated[
@@ -56,19 +52,19 @@ class ExtractRequest:
         ),
     ]
     _: KW_ONLY
-    formats: FormatOption = None
-    base: BaseOption = None
-    other_weights: OtherWeightsOption = False
-    replace_scales: ReplaceScalesOption = False
+    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
+    base: shared.BaseOption = None
+    other_weights: shared.OtherWeightsOption = False
+    replace_scales: shared.ReplaceScalesOption = False
     source_dtype: Annotated[
         str | None,
         Option(
             "--source-dtype",
-            metavar="|".join(KV_FORMATS),
+            choices=tuple(KV_FORMATS),
             help="FP8 format that the scales were made for, if the files do not state it.",
         ),
     ] = None
-    fp8_dtype: Fp8DtypeOption = None
+    fp8_dtype: Annotated[str | None, FP8_DTYPE] = None
     tp: Annotated[
         list[int] | None,
         Option(
@@ -78,6 +74,6 @@ class ExtractRequest:
             "the source.",
         ),
     ] = None
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    force: ForceOption = False
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    force: shared.ForceOption = False

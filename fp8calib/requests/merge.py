@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.options.option import Option
 
 
@@ -22,6 +24,9 @@ class MergeRequest:
         Option(
             metavar="STATS...",
             reads=list[Path],
+            check=partial(
+                require_path, hint="name the output folder of a shard, or its stats.safetensors"
+            ),
             help="stats.safetensors of every shard, or its output folder.",
         ),
     ]

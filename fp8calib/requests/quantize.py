@@ -1,4 +1,4 @@
-"""The request of `fp8calib quantize`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib quantize`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import list_written
+from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
-from fp8calib.options.keys import BATCH_SIZE, SAMPLES
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, find_scheme
+from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    DataOption,
-    DtypeOption,
-    ForceOption,
-    MemoryOption,
-    PackOption,
-    ProgressArgument,
-    RevisionOption,
-    SeqLenOption,
-    StatsOption,
-    TextColumnOption,
-    TokenizerArgument,
-    TrustOption,
-    UnquantizedModel,
-)
+from fp8calib.requests import shared
 
 
 def _describe_schemes() -> Iterator[str]:
@@ -41,7 +27,7 @@ def _describe_dialects() -> Iterator[str]:
         yield f"{dialect.name}{only}"
 
 
-def read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
+def _read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
     """Read the names of schemes by pattern.
 
     Raises:
@@ -58,6 +44,11 @@ def read_layer_schemes(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _check_layer_schemes(by_pattern: Mapping[str, str]) -> None:
+    for name in by_pattern.values():
+        find_scheme(name, option=f"--layer-scheme {name}")
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeRequest:
     """Write an FP8 checkpoint shard by shard, without loading the model.
@@ -65,7 +56,7 @@ class QuantizeRequest:
     Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
     """
 
-    model: UnquantizedModel
+    model: shared.UnquantizedModel
     scheme: Annotated[
         str,
         Option(
@@ -84,7 +75,7 @@ class QuantizeRequest:
         str,
         Option(
             "--rounding",
-            metavar=f"{NEAREST}|{GPTQ}",
+            choices=(NEAREST, GPTQ),
             help=f"How weights are rounded: {NEAREST}, or {GPTQ}, which runs text through the "
             "model layer by layer, and lets later columns of a weight make up for the errors of "
             "earlier ones. Its files lose less; nearest is the default because it needs neither "
@@ -92,13 +83,13 @@ class QuantizeRequest:
             "--seq-len, --batch-size and --no-pack.",
         ),
     ] = NEAREST
-    data: DataOption = None
-    text_column: TextColumnOption = None
+    data: shared.DataOption = None
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
     samples: Annotated[int | None, SAMPLES] = None
-    seq_len: SeqLenOption = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: PackOption = None
-    stats: StatsOption = None
+    pack: Annotated[bool | None, PACK] = None
+    stats: shared.StatsOption = None
     dialect: Annotated[
         str,
         Option(
@@ -113,7 +104,8 @@ class QuantizeRequest:
             "--layer-scheme",
             metavar="PATTERN=SCHEME",
             reads=list[str],
-            collect=read_layer_schemes,
+            collect=_read_layer_schemes,
+            check=_check_layer_schemes,
             help="Another scheme for the linears that a pattern like those of --ignore matches; "
             "repeat for more: the first pattern that matches counts.",
         ),
@@ -170,8 +162,8 @@ class QuantizeRequest:
             "--rounding gptq a GPU if there is one.",
         ),
     ] = "auto"
-    dtype: DtypeOption = "auto"
-    memory: MemoryOption = None
+    dtype: shared.DtypeOption = "auto"
+    memory: shared.MemoryOption = None
     dry_run: Annotated[
         bool,
         Option("--dry-run", help="Print the plan of --rounding gptq and exit."),
@@ -182,11 +174,16 @@ class QuantizeRequest:
             "--resume", help="Continue an interrupted run after its last finished shard or layer."
         ),
     ] = False
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    force: ForceOption = False
-    tokenizer: TokenizerArgument = None
-    progress: ProgressArgument = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    force: shared.ForceOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None
+
+    def on_command_line(self) -> QuantizeRequest:
+        """Refuse a scheme that the format cannot express."""
+        find_written(self.dialect, find_scheme(self.scheme))
+        return self
 
     @property
     def runs_text(self) -> bool:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
-from fp8calib.errors import UsageError
-from fp8calib.options.keys import (
-    DATA,
-    FALLBACK,
-    FORMATS,
-    FP8_DTYPE,
-    PACK,
-    QUERY_SCALE,
-    RULE,
-    SEQ_LEN,
-    TEXT_COLUMN,
-    TP,
-)
-from fp8calib.options.option import Argument, Option
+from fp8calib.errors import UsageError, suggest
+from fp8calib.options.keys import DATA
+from fp8calib.options.option import Option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,24 +41,47 @@ as in JSONL."""
 ProgressCallback: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the name of a stage, the steps done, and all steps (None: unknown)."""
 
-FormatOption = Annotated[str | Sequence[str] | None, FORMATS]
-TpOption = Annotated[int | Sequence[int] | None, TP]
-RuleOption = Annotated[str | None, RULE]
-FallbackOption = Annotated[str | None, FALLBACK]
-Fp8DtypeOption = Annotated[str | None, FP8_DTYPE]
-QueryScaleOption = Annotated[str | None, QUERY_SCALE]
 GATE_NAMES = ("kv", "w8a8")
 """The gates of `fp8calib.verification.judge.gates`, which imports torch."""
+
+
+def check_gate(gate: str) -> None:
+    """Refuse what is neither a gate nor a file."""
+    if gate in GATE_NAMES or os.path.isfile(gate):  # noqa: PTH113 -- long names
+        return
+    raise UsageError(
+        f"--gate {gate}: neither a gate ({', '.join(GATE_NAMES)}) nor a file",
+        hint=suggest(gate, GATE_NAMES),
+    )
+
+
+def require_input(hint: str) -> Callable[[Path], None]:
+    """Make the check that refuses a path that does not exist, unless it may be a Hub id."""
+
+    def check(path: Path) -> None:
+        if not may_be_on_hub(path):
+            require_path(path, hint=hint)
+
+    return check
+
+
+check_stats = require_input("calibrate writes stats.safetensors")
 ForceOption = Annotated[
     bool,
     Option(
         "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
 ]
-UNQUANTIZED = Option(metavar="MODEL", reads=str, help="The unquantized model: folder or Hub id.")
+UNQUANTIZED = Option(
+    metavar="MODEL",
+    reads=str,
+    check=find_local_model,
+    help="The unquantized model: folder or Hub id.",
+)
 _RUN = Option(
     metavar="MODEL",
     reads=str,
+    check=find_local_model,
     help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
     "of compressed-tensors is dequantized while it is read.",
 )
@@ -87,6 +101,7 @@ StatsOption = Annotated[
         "--stats",
         metavar="STATS",
         reads=Path,
+        check=check_stats,
         help="Statistics of a calibration, for the scales of inputs, K and V.",
     ),
 ]
@@ -96,6 +111,7 @@ BaseOption = Annotated[
         "--base",
         metavar="MODEL",
         reads=str,
+        check=find_local_model,
         help="The calibrated model, where MODEL is quantized and the scales record no hashes of "
         "norms and embeddings.",
     ),
@@ -113,14 +129,16 @@ ReplaceScalesOption = Annotated[
 ]
 
 DataOption = Annotated[TextData | None, DATA]
-TextColumnOption = Annotated[str | None, TEXT_COLUMN]
-SeqLenOption = Annotated[int | None, SEQ_LEN]
-PackOption = Annotated[bool | None, PACK]
 TokenizerArgument = Annotated[
-    Any, Argument("For texts, and written beside a model in memory; None: that of the model.")
+    Any,
+    Option(
+        only_in_python=True,
+        help="For texts, and written beside a model in memory; None: that of the model.",
+    ),
 ]
 ProgressArgument = Annotated[
-    ProgressCallback | None, Argument("Called with stage, steps done and all steps (or None).")
+    ProgressCallback | None,
+    Option(only_in_python=True, help="Called with stage, steps done and all steps (or None)."),
 ]
 DeviceOption = Annotated[
     str, Option("--device", metavar="auto|cpu|cuda[:i]", help="Device to compute on.")
@@ -143,7 +161,7 @@ def read_gib(text: str) -> float:
     """Read a size: `24`, `24GiB` and `24G` are 24 GiB, `500M` is 500 MiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"--memory {text}: is no size such as 24, 24GiB or 500M")
+        raise UsageError(f"--memory {text}: not a size such as 24, 24GiB or 500M")
     return float(found["number"]) * _UNITS_GIB[found["unit"].lower()]
 
 

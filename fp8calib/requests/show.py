@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.checkpoint.locations import require_path
 from fp8calib.options.option import Option
 
 
@@ -21,6 +23,7 @@ class ShowRequest:
         Option(
             metavar="STATS|SCALES",
             reads=Path,
+            check=partial(require_path, hint="name statistics or scales"),
             help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
         ),
     ]

@@ -1,4 +1,4 @@
-"""The request of `fp8calib verify`, as it is asked: nothing is resolved yet."""
+"""The request of `fp8calib verify`."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.engines.registry import list_emulated
+from fp8calib.checkpoint.locations import require_path
+from fp8calib.engines.registry import find_emulated, list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES
+from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
-from fp8calib.requests.shared import (
-    DataOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    MemoryOption,
-    ProgressArgument,
-    RevisionOption,
-    RunModel,
-    SeqLenOption,
-    Stats,
-    TextColumnOption,
-    TokenizerArgument,
-    TrustOption,
-)
+from fp8calib.requests import shared
+from fp8calib.scales.rules import parse_rule
 
 
 def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
+
+
+def _check_rule(name: str) -> None:
+    if name:  # the command refuses an empty one
+        parse_rule(name)
+
+
+def _check_scales(path: str) -> None:
+    require_path(Path(path), option="--scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +37,26 @@ class VerifyRequest:
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
 
-    model: RunModel
+    model: shared.RunModel
     scales: Annotated[
-        Stats | Iterable[Stats],
+        shared.Stats | Iterable[shared.Stats],
         Option(
             "--scales",
             metavar="PATH",
             reads=list[str],
+            check=_check_scales,
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
-    data: DataOption = None
+    data: shared.DataOption = None
     _: KW_ONLY
-    text_column: TextColumnOption = None
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
     engine: Annotated[
         str,
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
+            check=find_emulated,
             help=f"Engine to emulate: {', '.join(list_emulated())}.",
         ),
     ] = "vllm"
@@ -66,6 +65,7 @@ class VerifyRequest:
         Option(
             "--scheme",
             metavar="|".join(SCHEMES),
+            check=find_scheme,
             help="Emulate FP8 weights and inputs instead of an FP8 KV cache.",
         ),
     ] = None
@@ -76,6 +76,7 @@ class VerifyRequest:
             metavar="NAME,...",
             reads=str,
             collect=_split,
+            check=_check_rule,
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None
@@ -86,12 +87,12 @@ class VerifyRequest:
         str,
         Option(
             "--fp8-dtype",
-            metavar="|".join(FP8_FORMATS),
+            choices=tuple(FP8_FORMATS),
             help="FP8 format for statistics and scale 1.0.",
         ),
     ] = E4M3FN.name
     samples: Annotated[int, SAMPLES] = SAMPLES.default
-    seq_len: SeqLenOption = None
+    seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
     pack: Annotated[bool, PACK] = True
     gate: Annotated[
@@ -99,6 +100,7 @@ class VerifyRequest:
         Option(
             "--gate",
             metavar="kv|w8a8|FILE",
+            check=shared.check_gate,
             help="Thresholds; FILE is YAML. Exit code 8 if a --scales candidate fails.",
         ),
     ] = None
@@ -148,7 +150,11 @@ class VerifyRequest:
     ] = None
     server_model: Annotated[
         str | None,
-        Option("--server-model", metavar="NAME", help="The model's name there, if it has several."),
+        Option(
+            "--server-model",
+            metavar="NAME",
+            help="The model's name on the server, if it has several.",
+        ),
     ] = None
     server_kind: Annotated[
         str | None,
@@ -201,7 +207,7 @@ class VerifyRequest:
         Option(
             "--reference-server-model",
             metavar="NAME",
-            help="The model's name there, if it has several.",
+            help="The model's name on the server, if it has several.",
         ),
     ] = None
     reference_dump: Annotated[
@@ -213,14 +219,14 @@ class VerifyRequest:
             help="What --dump wrote of the same text on another machine; nothing is computed here.",
         ),
     ] = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    device_map: DeviceMapOption = None
-    memory: MemoryOption = None
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    device_map: shared.DeviceMapOption = None
+    memory: shared.MemoryOption = None
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and exit: run nothing.")] = (
         False
     )
-    revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    tokenizer: TokenizerArgument = None
-    progress: ProgressArgument = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    tokenizer: shared.TokenizerArgument = None
+    progress: shared.ProgressArgument = None

@@ -11,7 +11,7 @@ from fp8calib.overview import Overview
 from fp8calib.results.record import LayerScheme, Result, ShardIndex
 
 
-class MemoryPlan(TypedDict):
+class ResourcePlan(TypedDict):
     """How a run uses memory; only `streamed` is known where no plan was needed."""
 
     streamed: bool
@@ -27,7 +27,7 @@ class MemoryPlan(TypedDict):
     expected_s: NotRequired[float | None]
 
 
-class MeasuredMemory(MemoryPlan):
+class MeasuredMemory(ResourcePlan):
     """The plan, and the peak that was measured."""
 
     peak_measured_bytes: int | None
@@ -46,7 +46,7 @@ class TextRows(TypedDict):
     examples: list[str]
 
 
-class Plan(MemoryPlan):
+class Plan(ResourcePlan):
     """A planned run."""
 
     model: str
@@ -76,7 +76,7 @@ class Plan(MemoryPlan):
     values and no given scales fit."""
 
 
-class AutoPlan(MemoryPlan):
+class AutoPlan(ResourcePlan):
     """A planned run of `auto`."""
 
     model: str

@@ -116,9 +116,10 @@ def compute_linear_scales(
 ) -> ScaleTable:
     """Compute per-tensor input and weight scales of every attention and MLP projection.
 
-    The projections in a fused weight have separate scales (`q_proj` of a `qkv_proj`), and so have
-    the experts. A scale covers the rank's rows of a column-parallel weight, and the rank's channels
-    of a row-parallel weight and its input. `rule` applies to inputs; weights always use their amax.
+    Every projection in a fused weight (`q_proj` of a `qkv_proj`) has its own scale, and so does
+    every expert. A scale covers the rank's rows of a column-parallel weight, and the rank's
+    channels of a row-parallel weight and its input. `rule` applies to inputs;
+    weights always use their amax.
 
     Raises:
         ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.

@@ -47,9 +47,9 @@ class Scale:
     values: torch.Tensor
     source: ScaleSource
     is_substitute: bool = False
-    """No value was computed from the site's own statistics."""
+    """Whether no value was computed from the site's own statistics."""
     is_joint: bool = False
-    """A file stores it for k and v together."""
+    """Whether a file stores it for k and v together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class ScaleTable:
     def kv(self, attention: Attention, rank: int = 0) -> float:
         """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.
 
-        A substitute does not count beside a real scale: zeros fit any scale.
+        A substitute is ignored if there is a real scale: zeros fit any scale.
         """
         pair = [self.scales[attention.site(role)] for role in (Role.K, Role.V)]
         real = [scale for scale in pair if not scale.is_substitute]

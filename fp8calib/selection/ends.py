@@ -1,4 +1,4 @@
-"""Paths of what stays unquantized, under other prefixes and names that engines use."""
+"""The ends of paths of unquantized modules, for engines that use other prefixes or names."""
 
 from __future__ import annotations
 

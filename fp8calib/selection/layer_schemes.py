@@ -1,4 +1,4 @@
-"""Which scheme each linear has: that of the first pattern that matches it, else the default."""
+"""The scheme of each linear: that of the first pattern that matches it, else the default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayerSchemes:
 
     default: Scheme
     by_pattern: tuple[tuple[str, Scheme], ...] = ()
-    """Of linears that a pattern matches, as `--ignore` does; the first pattern counts."""
+    """Patterns as of `--ignore`, each with the scheme of its linears; the first match counts."""
 
     def of(self, module: str) -> Scheme:
         """Give the scheme of a linear."""
@@ -75,7 +75,7 @@ def _find_first(patterns: tuple[str, ...], module: str) -> int | None:
 def make_layer_schemes(
     scheme: str, by_pattern: Mapping[str, str], rounding: str, power_of_two: bool | None = None
 ) -> LayerSchemes:
-    """Find the schemes by their names; `choose_block_scales` makes those of blocks.
+    """Find the schemes by their names; `choose_block_scales` chooses the scales of blocks.
 
     Raises:
         UsageError: a name is unknown.

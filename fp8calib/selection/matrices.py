@@ -1,4 +1,4 @@
-"""The weights of linears, and how to find those of stacked experts in their tensor."""
+"""The weights of linears, and the places of experts in the tensors that stack them."""
 
 from __future__ import annotations
 
@@ -100,21 +100,23 @@ class ExpertStacks:
         stack = find_stack(self._layout, name) if self._layout else None
         if stack is None or self._layout is None:
             return ()
-        turns = self._list_turns(self._layout, stack, name)
-        if len(turns) > 1:  # a square matrix fits both ways
-            turns = self._list_turns_beside(self._layout, stack, name)
-        if len(turns) != 1:
+        orientations = self._list_orientations(self._layout, stack, name)
+        if len(orientations) > 1:  # a square matrix fits both ways
+            orientations = self._list_matching_orientations(self._layout, stack, name)
+        if len(orientations) != 1:
             return ()
         entry = self._tensors[name]
-        return tuple(_list_matrices(stack, name, entry, is_transposed=turns[0]))
+        return tuple(_list_matrices(stack, name, entry, is_transposed=orientations[0]))
 
-    def _list_turns(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
+    def _list_orientations(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
         """List the orientations that fit a stack's shape: whether it is transposed."""
         shape = self._tensors[name].shape if name in self._tensors else ()
-        turns = _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ()
-        return [turn for turn in turns if self._fits(stack, shape, is_transposed=turn)]
+        orientations = _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ()
+        return [each for each in orientations if self._fits(stack, shape, is_transposed=each)]
 
-    def _list_turns_beside(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
+    def _list_matching_orientations(
+        self, layout: ExpertLayout, stack: Stack, name: str
+    ) -> list[bool]:
         """List the orientations of a square stack that fit the other stack of the same experts.
 
         Where that one is transposed, transformers (whose Transpose looks at each shape alone) and
@@ -122,7 +124,7 @@ class ExpertStacks:
         """
         base = name.removesuffix(stack.ending)
         others = [other for other in layout.stacks if other.projections != stack.projections]
-        beside = [self._list_turns(layout, other, base + other.ending) for other in others]
+        beside = [self._list_orientations(layout, other, base + other.ending) for other in others]
         return [False] if [False] in beside else []
 
     def _fits(self, stack: Stack, shape: tuple[int, ...], *, is_transposed: bool) -> bool:

@@ -60,8 +60,8 @@ _DELTA_GATES = re.compile(r"(.*\.)?linear_attn\.in_proj_(a|b|ba)")
 (`configs/ptq/units/default_disabled_quantizers.yaml`), and vLLM 0.32.0 cannot run them with block
 scales (`layers/mamba/gdn/qwen_gdn_linear_attn.py`)."""
 _INDEXER_KEY = ".indexer.wk"
-"""The end of a path; engines join it with `weights_proj`, and vLLM 0.32.0 fails on a scale that is
-one for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
+"""The end of a path; engines join it with `weights_proj`, and vLLM 0.32.0 fails on one
+scale for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
 
 
 @dataclass(frozen=True, slots=True)

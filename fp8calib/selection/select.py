@@ -10,6 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, TensorEntry
 from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.geometry.expert_layouts import list_configs
 from fp8calib.selection.ends import find_ends
 from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
 from fp8calib.selection.patterns import (
@@ -197,7 +198,7 @@ def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
 def _find_reason_of_experts(
     name: str, inside: Collection[Matrix], ignored: Mapping[str, str]
 ) -> Reason | None:
-    """Find the pattern for which a stack of experts stays unquantized; None when there is none.
+    """Find the pattern that leaves a stack of experts unquantized; None if there is none.
 
     Raises:
         UsageError: patterns match a part of its experts.
@@ -208,7 +209,8 @@ def _find_reason_of_experts(
     if len(named) < len(inside):
         raise UsageError(
             f"--ignore {named[0]}: names {len(named)} of the {len(inside)} matrices in {name}",
-            hint="a stack of experts is quantized whole or not at all: name it, or all in it",
+            hint="experts stored in one tensor are quantized together: name the tensor, or all its "
+            "experts",
         )
     return Reason(f"--ignore {named[0]}")
 
@@ -256,10 +258,7 @@ def _refuse_linears(
     return None
 
 
-def _find_values(config: object, key: str) -> Iterator[object]:
+def _find_values(config: Mapping[str, object], key: str) -> Iterator[object]:
     """Find every value of a key in a config and the configs inside it."""
-    if isinstance(config, Mapping):
-        if isinstance(config.get(key), str | int):
-            yield config[key]
-        for value in config.values():
-            yield from _find_values(value, key)
+    found = (inner.get(key) for inner in list_configs(config))
+    return (value for value in found if isinstance(value, str | int))

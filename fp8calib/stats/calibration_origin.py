@@ -64,7 +64,7 @@ class CalibrationOrigin:
             raise ValueError(f"not an object of {', '.join(_KEYS)}")
         model, data, text = (fields.get(key, "") for key in _KEYS)
         if not _is_fingerprint(model) or not (data == "" or _is_fingerprint(data)):
-            raise ValueError(f"no fingerprint of {_FINGERPRINT_DIGITS} hexadecimal digits")
+            raise ValueError(f"not a fingerprint of {_FINGERPRINT_DIGITS} hexadecimal digits")
         return cls(model=str(model), data=str(data), text=_decode(text))
 
 

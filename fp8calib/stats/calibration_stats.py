@@ -35,7 +35,7 @@ from fp8calib.stats.statistic import STATISTICS, SiteStats
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
 REPORT_NAME = "report.json"
-"""The name of the report beside it."""
+"""The name of the report in the same folder."""
 METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
 """The metadata key of a shard; the file of a whole run does not have it."""
@@ -186,7 +186,7 @@ class _Envelope(Frozen):
     digest: str
     """sha256 over the header, the counts and every tensor, so that damage is detected."""
     aliases: dict[str, str]
-    """Tensors that are not stored, and the equal one that is: q, k and v have the same input."""
+    """Tensors that are not stored -> the equal tensor that is: q, k and v have the same input."""
 
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:

@@ -50,7 +50,7 @@ def decode_sketch(text: str) -> torch.Tensor:
     """Convert the text of a sketch back.
 
     Raises:
-        ValueError: it is no sketch.
+        ValueError: it is not a sketch.
     """
     try:
         raw = base64.b64decode(text.encode(), validate=True)

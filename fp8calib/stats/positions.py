@@ -1,4 +1,4 @@
-"""The ranges of token positions in a sequence, each of which has its own amax."""
+"""The ranges of token positions in a sequence; every range has its own amax."""
 
 from __future__ import annotations
 

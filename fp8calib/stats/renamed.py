@@ -12,7 +12,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 def rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> CalibrationStats:
-    """Name the sites as `geometry` does, which is of the same checkpoint.
+    """Rename the sites to the paths of `geometry`, which is of the same checkpoint.
 
     A multimodal model in memory has its text decoder at another path than the decoder alone that is
     loaded from its folder. Layers correspond by index, and modules by their order in a layer.
@@ -56,6 +56,6 @@ def _pair(own: Layer, other: Layer) -> Iterator[tuple[str, str]]:
 
 def _differ(own: Layer, other: Layer) -> ModelError:
     return ModelError(
-        f"the statistics of {own.module} are of another shape than {other.module} of the model",
+        f"the statistics of {own.module} have another shape than {other.module} of the model",
         hint="calibrate this model",
     )

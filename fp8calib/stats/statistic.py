@@ -25,7 +25,7 @@ class Statistic:
     name: str
     """Its tensor is `<site>/<name>` in a stats file."""
     is_count: bool = False
-    """int64 counts, which add up; otherwise fp32 magnitudes, of which the larger is kept."""
+    """int64 counts, which are added; otherwise fp32 magnitudes, whose maximum is kept."""
     observe: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Reduces one tensor of a batch, [N, channels] without padding; it must not wait for a GPU.
     None for the built-in statistics, which `fp8calib.observe.reductions` computes together."""

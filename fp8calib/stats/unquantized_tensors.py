@@ -25,10 +25,10 @@ from fp8calib.stats.matrix_sketch import (
 )
 
 _SAMPLE_ELEMENTS = 2048
-"""Statistics of earlier versions hash as many values from the middle of an embedding."""
+"""How many values from the middle of an embedding the statistics of earlier versions hash."""
 _HASH_DIGITS = 16
 _WHOLE_DIGITS = 32
-"""Of the hash of a whole embedding, which is told from the hash of a sample by its length."""
+"""Digits of the hash of a whole embedding: the length tells it from the hash of a sample."""
 _ELEMENTS_AT_ONCE = 2**18
 _SKETCH = "sketch:"
 _NORM = re.compile(r"(norm|ln|layernorm)[^.]*\.weight$", re.IGNORECASE)
@@ -42,7 +42,7 @@ _CHANGES = {"": 0.01, "FP8": 0.1, "INT8": 0.25}
 """The largest distance that a form of weights can cause. FP8 rounds a value by 1/16 of it at most.
 INT8 depends on outliers. A weight that is not quantized is rounded to 16 bits."""
 _CHANGE = 0.5
-"""Of the other forms, which have 4 bits. Unrelated projections differ by 1.4."""
+"""The largest distance for other forms, which have 4 bits. Unrelated projections differ by 1.4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median_low
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
+from fp8calib.machine.progress import Progress
 from fp8calib.selection.patterns import spell_options
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, advance_once

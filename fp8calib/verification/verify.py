@@ -9,12 +9,12 @@ from itertools import product
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import (

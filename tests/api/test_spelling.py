@@ -61,7 +61,7 @@ def test_each_function_has_its_own_arguments(command: str, expected: str) -> Non
 def test_errors_and_warnings_of_the_functions_name_their_arguments(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"^samples: must be greater than or equal to 1"):
+    with pytest.raises(UsageError, match=r"^samples=0: must be 1 or more"):
         fp8calib.calibrate(model, str(data), samples=0)
     with pytest.raises(UsageError, match="limit= has no effect without tasks="):
         fp8calib.verify(model, limit=3)

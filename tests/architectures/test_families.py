@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.calibration import PreparedModel
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.architectures import families
 from tests.cli.conftest import write_rows

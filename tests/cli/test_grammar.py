@@ -154,7 +154,7 @@ def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "5 apples", "500K", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    assert "is no size" in fail(2, "calibrate", "nowhere", "--memory", text)
+    assert "not a size" in fail(2, "calibrate", "nowhere", "--memory", text)
 
 
 @pytest.mark.parametrize(

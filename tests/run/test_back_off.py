@@ -167,7 +167,9 @@ def test_a_probe_that_does_not_fit_tries_a_half(tmp_path: Path) -> None:
                 torch.tensor([0, 5]),
                 subject.streaming,
             ) as streamed:
-                observer = LayerObserver(streamed, subject.checkpoint, Observe(), ignored=())
+                observer = LayerObserver(
+                    streamed, subject.checkpoint, Observe(), ignored=(), linears=()
+                )
                 probes.append(observer.probe(batch, subject.streaming))
             handle.remove()
     whole, halved = probes

@@ -272,11 +272,12 @@ def test_a_layer_is_read_while_the_one_before_runs() -> None:
 def test_a_workload_is_measured_from_the_batches() -> None:
     rows = draw([7, 20, 13, 3, 20], seed=9)
     found = list(batches(make_plan(rows, packed=False), 2))
-    work = Workload.of(found, 9)
+    work = Workload.of(found)
     assert (work.rows, work.columns) == max(
         (b.input_ids.shape for b in found), key=lambda s: s[0] * s[1]
     )
     assert work.num_batches == len(found)
+    assert work.num_distinct == len({0, *(token for row in rows for token in row.tolist())})
     assert work.num_tokens == sum(b.input_ids.shape[0] * b.input_ids.shape[1] for b in found)
 
 

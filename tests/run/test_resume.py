@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.calibration import WorkShare, make_header
+from fp8calib.calibration import make_header
 from fp8calib.data.shares import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.observe import recorder
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume import journal as journal_module
 from fp8calib.run.resume.journal import Journal
+from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming import layer_journal
 from fp8calib.stats.calibration_stats import StatsHeader, load_stats
 from tests import zoo

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import calibrate, prepare
+from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import build_skeleton, load_model, open_source
+from fp8calib.model.prepared import prepare
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import save_stats

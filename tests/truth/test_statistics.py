@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8calib.calibration import PreparedModel, calibrate, prepare
+from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import load_model, open_source
+from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import calibrate, prepare
+from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
@@ -16,6 +16,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
+from fp8calib.model.prepared import prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streaming.model import Streaming, open_streamed

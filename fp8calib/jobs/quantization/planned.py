@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
@@ -28,6 +27,7 @@ from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.progress import Progress
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (

@@ -34,9 +34,10 @@ class ResumableJob(CalibrationJob):
     """How the FP8 checkpoint is written; None without one."""
 
     @property
-    def rounds_by_gptq(self) -> bool:
-        """Whether the pass also rounds weights, layer by layer."""
-        return self.quantization is not None and self.quantization.rounding == GPTQ
+    def rounding(self) -> PlanSettings | None:
+        """How the pass also rounds weights, layer by layer; None if it does not."""
+        settings = self.quantization
+        return None if settings is None or settings.rounding != GPTQ else settings
 
     @property
     def folder(self) -> Path:

@@ -30,7 +30,7 @@ _SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {SCALE_STEPS} fo
 
 
 def check_rounding_data(plan: DataPlan | None) -> None:
-    """Refuse a text of which nothing could be held back.
+    """Refuse a text that is too short to hold back a part of it.
 
     Raises:
         UsageError: there are too few sequences.
@@ -46,11 +46,11 @@ def check_rounding_data(plan: DataPlan | None) -> None:
 
 def find_rounding(job: ResumableJob) -> RoundingTask | None:
     """Find the weights that a job rounds; None if it rounds nothing."""
-    if job.quantization is None or not job.rounds_by_gptq:
+    if (settings := job.rounding) is None:
         return None
-    matrices = select_matrices(job, job.quantization).quantized
+    matrices = select_matrices(job, settings).quantized
     return RoundingTask(
-        settings=job.quantization, matrices=matrices, inputs=map_inputs(job.prepared, matrices)
+        settings=settings, matrices=matrices, inputs=map_inputs(job.prepared, matrices)
     )
 
 
@@ -78,9 +78,8 @@ def check_same_rounding(job: ResumableJob, folder: Path) -> None:
     Raises:
         UsageError: the working folder holds such codes.
     """
-    if job.quantization is None or not job.rounds_by_gptq:
-        return
-    if not RoundedCodes(folder / _CODES).is_of(_list_options(job.quantization)):
+    settings = job.rounding
+    if settings is not None and not RoundedCodes(folder / _CODES).is_of(_list_options(settings)):
         raise UsageError(
             f"{folder}: the interrupted run had another scheme or other options",
             hint="omit --resume to start again, or use the options of that run",

@@ -48,7 +48,7 @@ class WorkFolder:
     path: Path
     journal: Journal
     finished: CalibrateResult | None = None
-    """Of an earlier run that wrote all output here but could not move it into place."""
+    """The result of an earlier run that wrote all output here but could not move it."""
 
 
 def check_output_of(job: ResumableJob) -> None:

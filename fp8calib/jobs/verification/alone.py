@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from fp8calib.calibration import Progress
 from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.machine.progress import Progress
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.server.alone import report_alone
 from fp8calib.verification.server.assess import Evidence, assess

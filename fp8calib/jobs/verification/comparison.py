@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.rows import Row
 from fp8calib.errors import ModelError, UsageError
@@ -24,6 +23,7 @@ from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.jobs.verification.memory import open_reference
 from fp8calib.jobs.verification.request import build_request
 from fp8calib.machine.memory import PeakMemory
+from fp8calib.machine.progress import Progress
 from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.model.prepared import PreparedModel

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.jobs.models import RunModel
+from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.rules import Rule
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, batches
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.request import build_request
+from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
@@ -129,7 +129,6 @@ def _describe_run(
     found: Sequence[Batch],
 ) -> PlanInputs:
     emulations = list_emulations(request)
-    distinct = torch.unique(torch.cat(list(job.plan.sequences)))
     roles = {site.role for each in emulations.values() for site in each.quantizers}
     itemsize = DTYPES[job.dtype].itemsize
     return PlanInputs(
@@ -138,7 +137,7 @@ def _describe_run(
         checkpoint=job.checkpoint,
         weights=weights,
         work=replace(
-            Workload.of(found, len(distinct) + 1),
+            Workload.of(found),
             num_models=len(emulations) + 1,
             changes_weights=any(each.weights for each in emulations.values()),
             changes_inputs=Role.INPUT in roles,

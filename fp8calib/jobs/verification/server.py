@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.verification.job import AskServer, ServerRequest
+from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers

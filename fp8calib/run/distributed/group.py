@@ -43,7 +43,7 @@ _NOTICE_S = 2.0
 
 
 class RankLostError(CalibrationError):
-    """A process of the run died, so the others cannot continue."""
+    """A process of the run died, so the run cannot continue."""
 
 
 class _PeerError(Fp8CalibError):
@@ -93,15 +93,13 @@ class ProcessGroup:
         """Join the statistics of all processes.
 
         Returns:
-            The joined statistics in the first process, nothing in the others.
+            The joined statistics in the first process, nothing in every other process.
 
         Raises:
             RankLostError: a process died.
         """
         own = dict(_tensors(sites))
-        shapes: dict[str, list[int]] = {}
-        for each in self.all_gather({key: list(tensor.shape) for key, tensor in own.items()}):
-            shapes |= each
+        shapes = self._gather_shapes(own)
         joined: dict[str, torch.Tensor] = {}
         for is_count in (False, True):
             dtype = torch.int64 if is_count else torch.float32
@@ -122,15 +120,20 @@ class ProcessGroup:
         Raises:
             RankLostError: a process died.
         """
-        shapes: dict[str, list[int]] = {}
-        for each in self.all_gather({name: list(tensor.shape) for name, tensor in own.items()}):
-            shapes |= each
+        shapes = self._gather_shapes(own)
         summed: dict[str, torch.Tensor] = {}
         for name in sorted(shapes):
             tensor = own[name].cpu() if name in own else torch.zeros(shapes[name])
             (found,) = self._all_reduce([tensor], distributed.ReduceOp.SUM)
             summed[name] = found.to(own[name].device) if name in own else found
         return summed
+
+    def _gather_shapes(self, own: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+        """Gather the shapes of the named tensors of all processes; each may lack some."""
+        shapes: dict[str, list[int]] = {}
+        for each in self.all_gather({name: list(tensor.shape) for name, tensor in own.items()}):
+            shapes |= each
+        return shapes
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
@@ -168,13 +171,13 @@ class ProcessGroup:
 
 @contextmanager
 def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | None]:
-    """Connect to the other processes; None where there are none.
+    """Connect to the other processes; None if this process runs alone.
 
     An error of one process ends all of them. The first one raises it and names its rank.
 
     Raises:
         RankLostError: a process died or failed.
-        CalibrationError: the others cannot be reached.
+        CalibrationError: the other processes cannot be reached.
     """
     if process_rank.size == 1:
         yield None
@@ -230,7 +233,8 @@ def _init_torch(group: ProcessGroup, store: Any) -> None:
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise CalibrationError(
-            f"rank {group.rank} of {group.size} cannot reach the others: {error}", hint=START_HINT
+            f"rank {group.rank} of {group.size} cannot reach the other processes: {error}",
+            hint=START_HINT,
         ) from error
 
 

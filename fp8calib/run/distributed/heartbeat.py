@@ -141,7 +141,7 @@ def _host() -> str:
 
 
 def _has_died(process: str) -> bool:
-    """Whether a process of this machine has died; of one of another machine nobody knows."""
+    """Whether a process is dead; False if that is unknown (it runs on another machine)."""
     host, _, pid = process.rpartition(" ")
     if host != _host():
         return False

@@ -14,8 +14,8 @@ from fp8calib.errors import CalibrationError, first_line
 from fp8calib.machine.launch import ProcessRank
 
 RENDEZVOUS_S = 40.0
-"""A process that starts so much later than the others counts as dead; no weight is loaded before
-all have started."""
+"""A process that has not started by then counts as dead. No weight is loaded before all processes
+have started."""
 POLL_S = 0.02
 _CONNECT_S = 5.0
 START_HINT = (
@@ -48,9 +48,10 @@ def connect_store(process_rank: ProcessRank) -> Any:
         )
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         server = "torchrun's store" if is_of_torchrun else "rank 0"
+        peer = "the other processes" if is_server else server
         raise CalibrationError(
-            f"rank {process_rank.rank} of {process_rank.size} cannot reach "
-            f"{'the others' if is_server else server} at {address}:{port}: {first_line(error)}",
+            f"rank {process_rank.rank} of {process_rank.size} cannot reach {peer} at "
+            f"{address}:{port}: {first_line(error)}",
             hint=START_HINT,
         ) from error
 
@@ -70,7 +71,7 @@ def _await_listener(address: str, port: int) -> None:
 
 
 def rendezvous(process_rank: ProcessRank, store: Any) -> None:
-    """Wait until all processes have started; the first one decides which never will.
+    """Wait until all processes have started; the first one reports those that have not.
 
     Raises:
         CalibrationError: some have not started; the message names them.

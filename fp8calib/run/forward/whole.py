@@ -30,7 +30,7 @@ class WholeRunner:
         on_checked: Callable[[], None],
         on_back_off: Callable[[BackOff], None],
     ) -> None:
-        """Run all batches. One that does not fit into memory is halved, and so are later ones.
+        """Run all batches; halve one that does not fit into memory, and all later ones.
 
         Args:
             batches: the micro-batches.

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.plan import Batch, find_distinct_tokens
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.weight_source import WeightSource
@@ -52,7 +52,7 @@ class Workload:
     """Whether a micro-batch contains padding."""
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], num_distinct: int) -> Self:
+    def of(cls, batches: Sequence[Batch]) -> Self:
         """Measure the micro-batches of a run of one model."""
         largest = max((batch.input_ids for batch in batches), key=torch.Tensor.numel, default=None)
         rows, columns = (0, 0) if largest is None else largest.shape
@@ -61,7 +61,7 @@ class Workload:
             columns=columns,
             num_batches=len(batches),
             num_tokens=sum(batch.input_ids.numel() for batch in batches),
-            num_distinct=num_distinct,
+            num_distinct=len(find_distinct_tokens(batches)),
             is_padded=any(batch.mask is not None for batch in batches),
         )
 

@@ -14,7 +14,7 @@ from fp8calib.machine.units import GIB
 _RESERVED_SHARE = 0.1
 """The share of the available memory left to other programs, which may grow during the run."""
 _UNKNOWN_PROCESS_BYTES = 2**29
-"""The size of the interpreter and the libraries, where the system has no count."""
+"""The assumed size of the interpreter and the libraries, if the system does not count it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class PlanInputs:
     itemsize: int
     """Bytes per number of the dtype the model computes in."""
     extra: Mapping[str, int]
-    """Bytes a run needs besides, whole or streamed (for example statistics), by name."""
+    """Further bytes of a run, whole or streamed, by what needs them (for example statistics)."""
     logits_bytes: int = 0
     """Bytes for logits, computed when no layer is in use; 0 where no logits are computed."""
 

@@ -113,7 +113,7 @@ class StreamPlanner:
         return sum(self._expect_s(probe, share) for share in (1.0, *further_walks))
 
     def _fits_ahead(self, probe: Probe | None) -> bool:
-        """Whether a GPU can hold the next layer too, and the host what it is made from."""
+        """Whether the GPU can hold the next layer too, and the host its stored tensors."""
         room = self._limits.device_bytes
         return (
             room is not None

@@ -1,4 +1,4 @@
-"""Whether a model is held in memory whole or streamed layer by layer, decided before it runs."""
+"""Decide before a run whether a model is held whole in memory or streamed layer by layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemoryMode:
     plan: ResourcePlan | None
     """None with --device-map, which plans nothing."""
     model: LoadedModel
-    """Without weights; when streamed, in the dtype it computes in."""
+    """The model without weights; a streamed one has the dtype that it computes in."""
     weights: WeightSource
     streaming: Streaming | None = None
     """None: the model is loaded whole."""
@@ -61,10 +61,9 @@ def choose_memory_mode(
     """Hold the model whole where it fits, else plan to stream it.
 
     `probe` is called only for a model that is streamed, and with `expects_duration`, to predict the
-    time of the run. Hidden states that do not fit into memory
-    are written to `scratch`. At least `total_bytes` are read. `further_walks` is the work of each
-    further pass over the layers, as a share of the first. `always_streams` is the reason why the
-    model is streamed even where it fits whole.
+    time of the run. Hidden states that do not fit into memory are written to `scratch`. At least
+    `total_bytes` are read. `further_walks` is the work of each further pass over the layers, as a
+    share of the first. `always_streams` is the reason why the model is streamed even if it fits.
 
     Raises:
         UsageError: the model fits neither whole nor streamed; or it does not fit whole, and

@@ -36,7 +36,7 @@ LONGEST_INTERVAL_S = 10.0
 _SHORTEST_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 50.0
 NAME_PREFIX = "checkpoint-"
-"""How the names of checkpoints begin; all are removed when the run is finished."""
+"""The prefix of the names of checkpoints, which are removed when the run is finished."""
 _WORTH_SAVING_S = 1.0
 """Weights that were read faster than this are not saved."""
 
@@ -237,7 +237,7 @@ class Journal:
 
 
 def _drop_repeated(found: Sequence[CalibrationStats]) -> list[CalibrationStats]:
-    """Drop checkpoints with a sequence of another one: a process may have outlived its run."""
+    """Drop checkpoints that repeat a sequence: a process may have outlived its run."""
     kept: list[CalibrationStats] = []
     for stats in sorted(found, key=lambda stats: -_shard_of(stats).num_sequences):
         known = [each for other in kept for each in _shard_of(other).sequences]

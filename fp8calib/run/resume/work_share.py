@@ -1,4 +1,4 @@
-"""Which batches this process runs; which other shards and earlier runs have covered."""
+"""The share of a run that this process does, without what earlier runs have done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WorkShare:
     group: ProcessGroup | None = None
     """The processes that divide the shard among them."""
     back_offs: list[BackOff] = field(default_factory=list)
-    """Filled by the run: from where on batches had to be smaller."""
+    """Filled by the run: where batches became smaller because memory ran out."""
 
     @property
     def done(self) -> Done:
@@ -53,14 +53,9 @@ class WorkShare:
         return items if self.group is None else self.group.share_of(items)
 
     def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        """Join the statistics of this process with those of all others and of earlier runs."""
+        """Join the statistics of all processes and of earlier runs."""
         found = sites if self.group is None else self.group.reduce(sites)
         return merge_sites([found, {} if self.journal is None else self.journal.sites])
-
-    def save_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
-        """Write a checkpoint of the statistics of weights."""
-        if self.journal is not None:
-            self.journal.save_weights(sites, duration_s=duration_s)
 
     @property
     def reads_other_weights(self) -> bool:

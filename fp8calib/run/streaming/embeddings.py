@@ -19,7 +19,8 @@ _ROWS_AT_ONCE = 1024
 def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str, nn.Embedding]:
     """Find the token embeddings whose rows can be read one by one, by their path.
 
-    They are of the class of the input embedding and at least as large: others may not get tokens.
+    They have the class of the input embedding and are at least as large: smaller ones may not get
+    tokens.
     """
     path, decoder = find_text_decoder(model)
     inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]

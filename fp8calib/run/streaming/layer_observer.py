@@ -49,12 +49,11 @@ class LayerObserver:
         observe: Observe,
         *,
         ignored: Collection[str],
-        linears: Sequence[Linear] | None = None,
+        linears: Sequence[Linear],
         work: LayerWork | None = None,
     ) -> None:
-        """Observe the weights of `linears` (None: of all); others are only checked for NaN."""
-        every = (linear for _, linear in streamed.geometry.linears())
-        self._linears = {linear.module for linear in (every if linears is None else linears)}
+        """Observe the weights of `linears`; other weights are only checked for NaN."""
+        self._linears = {linear.module for linear in linears}
         self._streamed = streamed
         self._checkpoint = checkpoint
         self._observe = observe

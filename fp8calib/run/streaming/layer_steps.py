@@ -2,7 +2,7 @@
 
 What surrounds the layers (embeddings, masks, rotary tables, inputs of single layers) runs again
 for each layer and micro-batch, which costs little beside a layer. The layers before the chosen one
-do not run: the last of them returns its stored output, the others return NaN, which reveals a model
+do not run: the last of them returns its stored output, earlier ones return NaN. NaN reveals a model
 whose layers read more than the output before them. Only that output is stored between layers.
 """
 
@@ -34,7 +34,7 @@ class LayerState(NamedTuple):
 
 
 class _LayerIsDone(BaseException):
-    """Ends a forward pass after the layer. No Exception, so that no model handles it."""
+    """Ends a forward pass after the layer. It is not an Exception, so that no model handles it."""
 
 
 class LayerSteps:
@@ -118,8 +118,8 @@ class LayerSteps:
     def _require_order(self, index: int) -> None:
         if index != self._next:
             raise ModelError(
-                f"{self._names[index]} runs where layer {self._next} was due: the model does not "
-                "run its layers once each, in order",
+                f"{self._names[index]} runs instead of layer {self._next}: the model does not "
+                "run each of its layers once, in order",
                 hint=NO_STREAMING_HINT,
             )
         self._next += 1

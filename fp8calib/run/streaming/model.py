@@ -72,9 +72,9 @@ class StreamedModel:
         self.device = torch.device(loader.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
         self.begin_next: Callable[[], None] = lambda: None
-        """Begin to read the next layer: for one that will not be placed."""
+        """Begin to read the next layer, if the current one will not be placed."""
         self._begin_placed: Callable[[], None] = lambda: None
-        """Begin to read the next layer, and to copy it to the GPU where it has room."""
+        """Begin to read the next layer, and to copy it to the GPU if that has room."""
         self._loader = loader
         self._copies_ahead = copies_ahead
         self._parts = layer_parts(geometry, loader)

@@ -63,7 +63,7 @@ class StreamedRunner:
             advance: called with the number of tokens of each batch, in each layer.
             on_layer_read: called with each layer when its tensors have been read, before it runs.
             on_layer_run: called with each layer that has run all batches, while it is placed.
-            journal: saves the state after layers, and knows those an earlier run has done.
+            journal: saves the state after layers, and loads the state that an earlier run saved.
 
         Raises:
             CalibrationError: an activation is NaN or inf; the message names layer and sample.

@@ -23,7 +23,7 @@ from fp8calib.model.weight_source import TensorSource, WeightSource
 
 
 class HeldTensors:
-    """A checkpoint with some tensors in memory; the others are read on request."""
+    """A checkpoint with some tensors in memory; all other tensors are read on request."""
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         self.folder = checkpoint.folder
@@ -37,7 +37,7 @@ class HeldTensors:
         return self._checkpoint.read(name) if held is None else held
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Give rows of the leading dimension; those of a tensor in memory are not copied."""
+        """Give rows of the leading dimension; rows of a tensor in memory are not copied."""
         held = self._held.get(name)
         return self._checkpoint.read_rows(name, start, stop) if held is None else held[start:stop]
 
@@ -222,8 +222,8 @@ class PartLoader:
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Replace a parameter or buffer of a model.
 
-    Parameters require gradients as those of a whole model do: torch 2.13 multiplies by others with
-    another kernel where the input is transposed (`should_fold`), which rounds differently.
+    Parameters require gradients, as in a whole model. Without, torch 2.13 multiplies with another
+    kernel where the input is transposed (`should_fold`), which rounds differently.
     """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)

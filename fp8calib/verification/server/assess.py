@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.calibration import Progress
+from fp8calib.machine.progress import Progress
 from fp8calib.verification.compare.summary import (
     Summary,
     bounded_exp,

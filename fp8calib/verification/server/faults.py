@@ -9,9 +9,9 @@ from functools import cached_property
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.machine.progress import Progress
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult, advance_once
 from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches

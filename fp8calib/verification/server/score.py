@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
+from fp8calib.machine.progress import Progress
 from fp8calib.verification.server.client import (
     Answer,
     Endpoint,

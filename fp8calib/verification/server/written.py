@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.errors import VerificationError
+from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 
 NUM_GIVEN = 16

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, VerificationError
+from fp8calib.machine.progress import Progress
 from fp8calib.observe.generation_cache import open_cache_hooks
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated

@@ -16,11 +16,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fp8calib.calibration import PreparedModel, calibrate, prepare
+from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, build_plan
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.model.load import load_model, open_source
+from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.recipe import Recipe, load_recipe
 from fp8calib.stats.calibration_stats import CalibrationStats
 from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_plain

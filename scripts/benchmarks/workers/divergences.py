@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from fp8calib.calibration import PreparedModel, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel, load_model, open_source
+from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
