@@ -14,6 +14,7 @@ from fp8calib.calibration import calibrate
 from fp8calib.data.plan import DataPlan
 from fp8calib.jobs.calibration import load_prepared
 from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.resumable.rounding import open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.distributed.group import ProcessGroup
