@@ -21,6 +21,7 @@ from fp8calib.cli import app as commands
 from fp8calib.errors import UsageError
 from fp8calib.options.option import list_options
 from fp8calib.requests import find_request, list_commands
+from scripts.reference import list_requests, make_commands
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 from tests.cli.quantized_sources import SOURCES
@@ -143,6 +144,7 @@ def test_a_file_is_a_command(made_up: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_file_is_a_function(made_up: str) -> None:
     assert made_up in list_commands()
+    assert "### count-sheep\n\nCount the sheep.\n" in make_commands(list_requests())
     count = getattr(fp8calib, made_up)
     with pytest.warns(fp8calib.Fp8CalibWarning, match="^most is small|^most= is small") as warned:
         assert count("x", most=3, herd="a") == "x 3 True a"

@@ -9,8 +9,6 @@ CPU their way back to fp32 takes longer than everything here.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from fp8calib.fp8.formats import Fp8Format, Rounding, Specials
@@ -73,11 +71,9 @@ def _truncate(x: torch.Tensor) -> torch.Tensor:
     return torch.copysign(x.abs().floor_(), x)
 
 
-def encode(
-    x: torch.Tensor, fmt: Fp8Format, rounding: Rounding = Rounding.NEAREST_EVEN
-) -> torch.Tensor:
-    """Give the code of each element: uint8, the shape of `x`; rounding as `round_to_format`."""
-    values = round_to_format(x, fmt, rounding)
+def encode(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Give the code of each element, rounded to nearest: uint8, the shape of `x`."""
+    values = round_to_format(x, fmt)
     magnitude = values.abs()
     smallest = 1 - fmt.bias
     exponents = (torch.frexp(magnitude).exponent - 1).clamp(min=smallest)
@@ -87,13 +83,3 @@ def encode(
     codes = ((exponents + fmt.bias - 1) << fmt.mantissa_bits) + mantissas
     codes = codes + (values.signbit().to(torch.int32) << 7)
     return torch.where(values.isnan(), fmt.nan_code, codes).to(torch.uint8)
-
-
-def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Give the value of each code: fp32, the shape of `codes` (uint8)."""
-    return _values(fmt).to(codes.device)[codes.to(torch.int64)]
-
-
-@cache
-def _values(fmt: Fp8Format) -> torch.Tensor:
-    return torch.tensor([fmt.value_of(code) for code in range(256)])
