@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
 from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
+    SCALE_ONE,
     CandidateResult,
     LayerResult,
     PairedResult,
     RuleResult,
     TaskResult,
     TaskSetup,
+    VerifyReport,
     format_db,
     format_difference,
     format_kld,
@@ -101,6 +103,36 @@ def rules_table(rules: Sequence[RuleResult]) -> Table:
         rows=rows,
         words=(0, 2),
     )
+
+
+def list_shown_pairs(report: VerifyReport) -> Iterator[PairedResult]:
+    """List the comparisons to show: with scale 1.0 or else the best of its kind, and by engine.
+
+    Of two engines, the one that was named later is compared with the other.
+    """
+    places = {one.name: place for place, one in enumerate(report.candidates)}
+    klds = {one.name: one.kld_mean or 0.0 for one in report.candidates}
+    engines = {one.name: one.engines for one in report.candidates}
+    for pair in report.comparisons:
+        if engines[pair.candidate] != engines[pair.base]:
+            if places[pair.base] < places[pair.candidate]:
+                yield pair
+            continue
+        bases = {
+            each.base
+            for each in report.comparisons
+            if each.candidate == pair.candidate and engines[each.base] == engines[pair.base]
+        }
+        best = min(bases, key=lambda name: klds[name])
+        if pair.base == (SCALE_ONE if SCALE_ONE in bases else best):
+            yield pair
+
+
+def pairs_table(report: VerifyReport) -> Table | None:
+    """Make the table of the comparisons in pairs; None without one."""
+    rows = [[each.candidate, each.base, describe_pair(each)] for each in list_shown_pairs(report)]
+    columns = ["candidate", "against", "difference of KLD ± se"]
+    return Table(columns=columns, rows=rows, words=(0, 1, 2)) if rows else None
 
 
 def describe_pair(pair: PairedResult) -> str:

@@ -54,13 +54,15 @@ class VerifyRequest:
     _: KW_ONLY
     text_column: TextColumnOption = None
     engine: Annotated[
-        str,
+        str | Sequence[str],
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
-            help=f"Engine to emulate: {', '.join(list_emulated())}.",
+            reads=list[str],
+            help=f"Engine to emulate: {', '.join(list_emulated())}; repeat to compare engines. "
+            "Default: vllm.",
         ),
-    ] = "vllm"
+    ] = ("vllm",)
     scheme: Annotated[
         str | None,
         Option(

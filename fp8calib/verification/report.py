@@ -102,6 +102,10 @@ class CandidateResult(_Model):
     """One candidate beside the unquantized model."""
 
     name: str
+    subject: str = ""
+    """What is compared: the name without the engine."""
+    engines: tuple[str, ...] = ()
+    """The engines that compute it so: several where their arithmetic is the same."""
     description: str
     """What is quantized, in words."""
     ppl: float
@@ -312,7 +316,8 @@ class VerifyReport(WithOverview, _Model):
     kv: KvNeed | None = None
     """Whether KV scales are needed; None where no KV cache is compared with scale 1.0."""
     comparisons: tuple[PairedResult, ...] = ()
-    """Every candidate with the best of its kind: KV scales, or FP8 weights."""
+    """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
+    other engine."""
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""

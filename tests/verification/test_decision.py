@@ -17,7 +17,6 @@ from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.kv import fit_kv
 from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
 from fp8calib.verification.judge.decide import Basis, decide, decide_kv
 from fp8calib.verification.judge.kv_need import FittedScales, assess_need, list_losing
@@ -97,7 +96,6 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
     request = VerificationRequest(
         numerics=PLAIN,
         candidates=(*candidates, unscaled),
-        fitted=fit_kv(subject.geometry, E4M3FN, PLAIN),
         diagnosis_of=next(iter(tables), ""),
     )
     asked = ReferenceModel(
@@ -530,6 +528,50 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
         assert weights(a, b, other).candidate == "b"
     assert weights(unknown).remedy is Remedy.NONE
     assert weights(failed, refused=("c",)).remedy is Remedy.NONE
+
+
+@pytest.mark.parametrize(
+    ("answer", "difference", "more", "expected"),
+    [
+        (PairedAnswer.BETTER, -0.006, {}, "is better (KLD -0.0060 ± 0.0005)"),
+        (PairedAnswer.WORSE, 0.006, {}, "is worse (KLD +0.0060 ± 0.0005)"),
+        (PairedAnswer.NO_DIFFERENCE, 0.0, {"se": 0.0}, "has the same KLD in every sequence"),
+        (PairedAnswer.NO_DIFFERENCE, 1e-4, {}, "makes no difference (KLD +0.0001 ± 0.0005)"),
+        (
+            PairedAnswer.CANNOT_TELL,
+            0.0001,
+            {"tokens_to_tell": 8160},
+            "differs by less than this text can tell (KLD +0.0001 ± 0.0005; about 8,200 tokens "
+            "would)",
+        ),
+    ],
+)
+def test_an_engine_is_compared_with_the_first(
+    answer: PairedAnswer, difference: float, more: dict[str, Any], expected: str
+) -> None:
+    """No engine is recommended, whatever the answer is."""
+    found = settle(
+        Basis(
+            candidates=[
+                candidate("w8a16 in vllm", 0.02, subject="w8a16", engines=("vllm", "vllm==0.31")),
+                candidate("w8a16 in tgi", 0.02, Verdict.FAIL, subject="w8a16", engines=("tgi",)),
+            ],
+            layers=[row(name, "weight") for name in ("w8a16 in vllm", "w8a16 in tgi")],
+            fits={},
+            kv=None,
+            paired={
+                ("w8a16 in tgi", "w8a16 in vllm"): pair(
+                    "w8a16 in tgi", "w8a16 in vllm", difference, answer, **more
+                )
+            },
+            refused=("w8a16 in vllm",),
+        )
+    )
+    assert found.headline == (
+        f"Same arithmetic: vllm = vllm==0.31. w8a16: against vllm, tgi {expected}. vllm cannot "
+        "load w8a16. w8a16 in tgi: fail."
+    )
+    assert found.remedy is Remedy.NONE
 
 
 def test_weights_that_are_not_what_they_were_are_named() -> None:

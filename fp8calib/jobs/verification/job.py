@@ -57,6 +57,8 @@ class VerifyOptions:
     """Paths as given, or statistics in memory."""
     engine: Engine
     numerics: Numerics
+    others: tuple[tuple[Engine, Numerics], ...] = ()
+    """The engines that are compared with it."""
     scheme: Scheme | None
     rules: tuple[Rule, ...]
     fmt: Fp8Format
@@ -90,6 +92,8 @@ class VerifyJob(RunModel):
     options: VerifyOptions
     target: Target
     opened: tuple[OpenedCandidate, ...]
+    others: tuple[VerifyJob, ...] = ()
+    """The same for each engine that is compared with that of the options."""
     plan: DataPlan
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None

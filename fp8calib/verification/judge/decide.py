@@ -57,23 +57,24 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
     scaled = [one for one in basis.candidates if one not in weights and one.name != SCALE_ONE]
     weights = [one for one in weights if one.name != SCALE_ONE]
-    if cached is not None:
+    if len({one.engines for one in basis.candidates}) > 1:
+        found = _compare_engines(basis)
+    elif cached is not None:
         found = cached
+        if weights and scaled:
+            headline = f"{_decide_weights(basis, weights).headline} {cached.headline}"
+            found = cached.model_copy(update={"headline": headline})
     elif weights:
         found = _decide_weights(basis, weights)
     else:
         verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in basis.candidates)
         found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
-    first = " ".join(_list_collapses(basis))
+    first = " ".join((*_list_collapses(basis), *_list_same_engines(basis)))
     details = " ".join(
         text
         for one in basis.candidates
         if one.name != SCALE_ONE and (text := _describe_unfit(one.name, basis))
     )
-    if weights and scaled:
-        found = found.model_copy(
-            update={"headline": f"{_decide_weights(basis, weights).headline} {found.headline}"}
-        )
     return found.model_copy(
         update={"headline": f"{first} {found.headline}".strip(), "details": details}
     )
@@ -99,6 +100,13 @@ def _list_collapses(basis: Basis) -> Iterator[str]:
                 f"{_name(one.name)} predicts another token than the unquantized model "
                 f"{1 - one.top1_agreement:.0%} of the time."
             )
+
+
+def _list_same_engines(basis: Basis) -> Iterator[str]:
+    """Say which engines compute the same, so that nothing is left to compare."""
+    for engines in dict.fromkeys(one.engines for one in basis.candidates):
+        if len(engines) > 1:
+            yield f"Same arithmetic: {' = '.join(engines)}."
 
 
 # --- scales that do not fit -----------------------------------------------------------------------
@@ -198,7 +206,7 @@ def _leave_open(need: KvNeed, where: str) -> Decision:
     text = f"whether this model needs KV scales cannot be told: {where} at scale 1.0"
     if paired is None:
         return Decision(headline=f"{text}.")
-    more = "" if paired.tokens_to_tell is None else f"; about {_round(paired.tokens_to_tell)} would"
+    more = _tell_more(paired)
     return Decision(
         headline=f"{text}, but on this text that changes the KLD by {format_difference(paired)} "
         f"({'too few tokens to tell' if more else 'too few sequences'}{more})."
@@ -336,9 +344,11 @@ def _join_layers(layers: Sequence[int]) -> str:
     return f"layers {shown} and {layers[-1]}"
 
 
-def _round(tokens: int) -> str:
-    """Round a number of tokens to two digits."""
-    return f"{float(f'{tokens:.2g}'):,.0f} tokens"
+def _tell_more(paired: PairedResult) -> str:
+    """Say how many tokens would tell, to two digits; empty where it is told, or unknown."""
+    if paired.tokens_to_tell is None:
+        return ""
+    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would"
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
@@ -380,6 +390,43 @@ def _prefer(best: CandidateResult, passing: Sequence[CandidateResult], basis: Ba
         return f"use {best.name}"
     listed = ", ".join(f"{name} (KLD {format_difference(paired)})" for name, paired in equal)
     return f"use {best.name}, or, as this text does not tell them apart, {listed}"
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def _compare_engines(basis: Basis) -> Decision:
+    """Say of every candidate what the other engines make of it, against the first one.
+
+    No engine is recommended: which one serves depends on more than its arithmetic.
+    """
+    sentences = []
+    for subject in dict.fromkeys(one.subject for one in basis.candidates):
+        first, *others = (one for one in basis.candidates if one.subject == subject)
+        answers = [
+            f"{one.engines[0]} {_compare_with_engine(basis.paired[one.name, first.name])}"
+            for one in others
+        ]
+        if answers:
+            sentences.append(f"{subject}: against {first.engines[0]}, {'; '.join(answers)}")
+    for one in basis.candidates:
+        if one.verdict in {Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL}:
+            sentences.append(f"{one.name}: {one.verdict}")
+        if one.name in basis.refused:
+            sentences.append(f"{one.engines[0]} cannot load {one.subject}")
+    return Decision(headline=f"{'. '.join(sentences)}.")
+
+
+def _compare_with_engine(paired: PairedResult) -> str:
+    if paired.difference == 0 and paired.se == 0:
+        return "has the same KLD in every sequence"
+    words = {
+        PairedAnswer.BETTER: "is better",
+        PairedAnswer.WORSE: "is worse",
+        PairedAnswer.NO_DIFFERENCE: "makes no difference",
+        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
+    }
+    return f"{words[paired.answer]} (KLD {format_difference(paired)}{_tell_more(paired)})"
 
 
 def _name(candidate: str) -> str:
