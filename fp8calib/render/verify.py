@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.plan import describe_plan
 from fp8calib.render.verify_tables import (
-    describe_pair,
     list_shown_pairs,
     rules_table,
     sites_table,
@@ -20,6 +19,7 @@ from fp8calib.verification.report import (
     DiagnosisResult,
     VerifyReport,
     candidates_table,
+    describe_pair,
     format_db,
     format_kld,
     format_share,

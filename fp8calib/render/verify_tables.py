@@ -15,8 +15,8 @@ from fp8calib.verification.report import (
     TaskResult,
     TaskSetup,
     VerifyReport,
+    describe_pair,
     format_db,
-    format_difference,
     format_kld,
     format_ratio,
     format_share,
@@ -87,7 +87,7 @@ def _format_scale(row: LayerResult) -> str:
 
 
 def rules_table(rules: Sequence[RuleResult]) -> Table:
-    """Make the table of scale rules, best first."""
+    """Make the table of scale rules, the smallest divergence first."""
     rows = [
         [
             each.rule,
@@ -98,7 +98,7 @@ def rules_table(rules: Sequence[RuleResult]) -> Table:
         for each in rules
     ]
     return Table(
-        title=f"{rules[0].candidate}: scale rules on this text, best first",
+        title=f"{rules[0].candidate}: scale rules on this text, the smallest KLD first",
         columns=["rule", "KLD mean ± se", "against the first", "ratio ± se"],
         rows=rows,
         words=(0, 2),
@@ -133,13 +133,6 @@ def pairs_table(report: VerifyReport) -> Table | None:
     rows = [[each.candidate, each.base, describe_pair(each)] for each in list_shown_pairs(report)]
     columns = ["candidate", "against", "difference of KLD ± se"]
     return Table(columns=columns, rows=rows, words=(0, 1, 2)) if rows else None
-
-
-def describe_pair(pair: PairedResult) -> str:
-    """Describe a comparison of two candidates in one line."""
-    answer = pair.answer.value.replace("-", " ")
-    more = "" if pair.tokens_to_tell is None else f"; about {pair.tokens_to_tell:,} tokens would"
-    return f"KLD {format_difference(pair)}: {answer}{more}"
 
 
 def tasks_table(tasks: Sequence[TaskResult], setup: TaskSetup | None) -> Table:

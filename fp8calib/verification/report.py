@@ -211,7 +211,7 @@ class Sensitivity(_Model):
 
 
 class RuleResult(_Model):
-    """One scale rule on held-out text; the list is sorted, best first."""
+    """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
     candidate: str
     rule: str
@@ -424,6 +424,19 @@ def format_difference(paired: PairedResult) -> str:
     if paired.se is None:
         return f"{sign}{format_kld(abs(paired.difference))}, error unknown"
     return f"{sign}{format_kld(abs(paired.difference), paired.se)}"
+
+
+def describe_pair(paired: PairedResult) -> str:
+    """Describe a comparison of two candidates in one line."""
+    answer = paired.answer.value.replace("-", " ")
+    return f"KLD {format_difference(paired)}: {answer}{tell_more(paired)}"
+
+
+def tell_more(paired: PairedResult) -> str:
+    """Say how many tokens would tell, to two digits; empty where it is told, or unknown."""
+    if paired.tokens_to_tell is None:
+        return ""
+    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would"
 
 
 def _count_decimals(se: float | None) -> int:

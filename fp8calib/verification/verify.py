@@ -109,6 +109,8 @@ class VerificationRequest:
     """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
     """None: each candidate's own."""
+    is_strict: bool = False
+    """Whether a warning of the gate is a failure."""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
@@ -361,6 +363,7 @@ def _build_report(
         kv=need,
         paired={(pair.candidate, pair.base): pair for pair in pairs},
         refused=request.refused,
+        is_strict=request.is_strict,
         reference_ppl=ppl,
         vocab_size=int(reference.model.config.get_text_config(decoder=True).vocab_size),
     )
@@ -465,7 +468,7 @@ def _make_result(
     verdict, why = correct_if_misleading(
         *judge(summary, gate),
         damage=describe_damage(candidate.name, layers, computed.fits),
-        kld_mean=summary.kld_mean,
+        summary=summary,
         gate=gate,
     )
     overflowing = _find_overflow(candidate, compared)

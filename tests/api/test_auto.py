@@ -391,6 +391,40 @@ def test_schemes_that_pass_are_ranked(
     assert decide.find_closest(warned, {}) == ("fp8-dynamic: warn (by hand), KLD 0.1000", False)
 
 
+@pytest.mark.parametrize(
+    ("paired", "answer", "name", "told"),
+    [
+        (PairedAnswer.BETTER, "yes", "kv-and-q-scales", "better"),
+        (PairedAnswer.WORSE, "no", "kv-scales", "worse"),
+        (PairedAnswer.NO_DIFFERENCE, "no", "kv-scales", "no difference"),
+        (PairedAnswer.CANNOT_TELL, "unknown", "kv-and-q-scales", "cannot tell"),
+    ],
+)
+def test_whether_q_needs_scales_is_told_by_the_paired_difference(
+    paired: PairedAnswer, answer: str, name: str, told: str
+) -> None:
+    report = make_report(candidate("kv-and-q-scales", 0.1), candidate("kv-scales", 0.2))
+    first, *others = report.comparisons
+    report = report.model_copy(
+        update={"comparisons": (first.model_copy(update={"answer": paired}), *others)}
+    )
+    found = decide.choose_kv(report, {3: 700.0})
+    decision = found.decisions[1]
+    assert (decision.answer, found.name) == (answer, name)
+    assert f"KLD -0.1000 ± 0.0001: {told}" in decision.why
+    assert ("They are written" in decision.why) is (answer == "unknown")
+
+
+def test_every_scheme_is_compared_with_the_one_of_the_smallest_divergence() -> None:
+    report = make_report(
+        candidate("fp8-static", 0.03), candidate("fp8-dynamic", 0.02), candidate("w8a16", 0.01)
+    )
+    assert decide.describe_schemes(report, {}).endswith(
+        "; against w8a16: fp8-dynamic, KLD +0.0100 ± 0.0001: worse; fp8-static, KLD +0.0200 ± "
+        "0.0001: worse"
+    )
+
+
 def test_each_scheme_is_tried_with_and_without_an_fp8_cache() -> None:
     ranked = [candidate("fp8-dynamic", 0.1), candidate("w8a16", 0.2)]
     kv = decide.choose_kv(make_report(candidate("kv-scales", 0.1), candidate(SCALE_ONE, 0.2)), {})

@@ -175,7 +175,12 @@ def test_tables_are_printed_for_people(model: Path, held_out: Path, files: Path)
         "--rules",
         "amax,mse,percentile:99,headroom:2",
     )
-    for words in ("scale-1.0", "sites of lowest SQNR", "one layer at a time", "best first"):
+    for words in (
+        "scale-1.0",
+        "sites of lowest SQNR",
+        "one layer at a time",
+        "the smallest KLD first",
+    ):
         assert words in outcome.out
 
 

@@ -397,8 +397,8 @@ def test_scale_one_that_loses_nothing_is_served() -> None:
     assert (found.remedy, found.candidate) == (Remedy.SERVE, SCALE_ONE)
     assert found.headline == (
         "this model does not need KV scales: no K, V or q loses anything at scale 1.0 that another "
-        "scale would keep. FP8 itself costs KLD 0.0060 ± 0.0001 (why); mine happens to round "
-        "better (KLD -0.0020 ± 0.0005)."
+        "scale would keep. FP8 itself costs KLD 0.0060 ± 0.0001 (why); against scale 1.0, mine "
+        "is better (KLD -0.0020 ± 0.0005) by another rounding alone."
     )
 
 
@@ -439,6 +439,26 @@ def test_scales_that_fit_are_used_only_if_they_pass(
     assert end in found.headline
     start = "this model needs KV scales: v of layer 3 clips at scale 1.0, which adds KLD +0.0020"
     assert found.headline.startswith(start)
+
+
+def test_a_warning_is_a_failure_where_the_gate_is_strict() -> None:
+    """What exits with 8 is not what the report recommends."""
+    warned = candidate(SCALE_ONE, 0.006, Verdict.WARN)
+    assert conclude(need(None), one=warned, is_strict=True).remedy is Remedy.FIND_LAYERS
+    mine = candidate("mine", 0.004, Verdict.WARN)
+    found = conclude(need(PairedAnswer.WORSE, CLIPS), mine, is_strict=True)
+    assert found.remedy is Remedy.FIND_LAYERS
+    assert weights(candidate("a", 0.03, Verdict.WARN), is_strict=True).remedy is Remedy.FIND_LAYERS
+
+
+def test_of_scales_that_fit_those_that_pass_come_first() -> None:
+    found = conclude(
+        need(PairedAnswer.WORSE, CLIPS),
+        candidate("mine", 0.003, Verdict.FAIL),
+        candidate("other", 0.004),
+    )
+    assert (found.remedy, found.candidate) == (Remedy.USE, "other")
+    assert "use other: KLD -0.0020 ± 0.0005 against scale 1.0" in found.headline
 
 
 def test_scales_that_do_not_fit_are_not_recommended() -> None:
@@ -493,10 +513,12 @@ def test_what_makes_the_figures_meaningless_is_said_first() -> None:
 
 
 def weights(
-    *found: CandidateResult, refused: tuple[str, ...] = (), **answers: PairedAnswer
+    *found: CandidateResult,
+    refused: tuple[str, ...] = (),
+    is_strict: bool = False,
+    **answers: PairedAnswer,
 ) -> Decision:
-    """Decide between candidates with FP8 weights; `answers` are those against the best."""
-    best = min(found, key=lambda each: each.kld_mean or 0.0)
+    """Decide between candidates with FP8 weights; `answers` are those against the others."""
     return settle(
         Basis(
             candidates=(*found, candidate(SCALE_ONE, 0.006)),
@@ -504,10 +526,12 @@ def weights(
             fits={},
             kv=None,
             paired={
-                (name, best.name): pair(name, best.name, 0.001, answer)
+                (name, base.name): pair(name, base.name, 0.001, answer)
                 for name, answer in answers.items()
+                for base in found
             },
             refused=refused,
+            is_strict=is_strict,
         )
     )
 
@@ -516,16 +540,16 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
     a, b = candidate("a", 0.03), candidate("b", 0.02)
     failed, unknown = candidate("c", 0.01, Verdict.FAIL), candidate("c", 0.01, Verdict.CANNOT_TELL)
     found = weights(a, b, a=PairedAnswer.WORSE)
-    assert found.headline.endswith("; use b.")
+    assert found.headline.endswith("; use b; against it, a is worse (KLD +0.0010 ± 0.0005).")
     assert (found.remedy, found.candidate) == (Remedy.USE, "b")
     found = weights(a, b, a=PairedAnswer.CANNOT_TELL)
     assert found.headline.endswith(
-        "; use b, or, as this text does not tell them apart, a (KLD +0.0010 ± 0.0005)."
+        "; use b; against it, a differs by less than this text can tell (KLD +0.0010 ± 0.0005)."
     )
     assert weights(a, b, refused=("b",)).candidate == "a"
     assert weights(failed).remedy is Remedy.FIND_LAYERS
     for other in (failed, unknown):
-        assert weights(a, b, other).candidate == "b"
+        assert weights(a, b, other, a=PairedAnswer.WORSE).candidate == "b"
     assert weights(unknown).remedy is Remedy.NONE
     assert weights(failed, refused=("c",)).remedy is Remedy.NONE
 

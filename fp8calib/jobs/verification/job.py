@@ -63,6 +63,8 @@ class VerifyOptions:
     rules: tuple[Rule, ...]
     fmt: Fp8Format
     gate: Gate | None
+    is_strict: bool = False
+    """Whether a warning of the gate is a failure."""
     sensitivity: bool
     batch_size: int
     tasks: tuple[str, ...] = ()

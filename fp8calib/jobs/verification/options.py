@@ -53,6 +53,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
         gate=None if request.gate is None else load_gate(request.gate),
+        is_strict=request.strict,
         sensitivity=request.sensitivity,
         batch_size=request.batch_size,
         tasks=tuple(request.tasks or ()),

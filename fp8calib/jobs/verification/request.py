@@ -59,6 +59,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
+        is_strict=job.options.is_strict,
         faults=list_faults(candidates) if job.options.with_faults else {},
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),

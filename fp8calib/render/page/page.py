@@ -116,7 +116,7 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
     yield sensitivity_section(report.sensitivity)
     yield PageSection(
         title="Scale rules",
-        lead="On the text of this verification, best first.",
+        lead="On the text of this verification, the smallest KLD first.",
         table=rules_table(report.rules) if report.rules else None,
         is_folded=False,
     )

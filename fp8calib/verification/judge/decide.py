@@ -21,6 +21,7 @@ from fp8calib.verification.report import (
     Verdict,
     format_difference,
     format_kld,
+    tell_more,
 )
 
 _MOST_NAMED = 6
@@ -44,6 +45,8 @@ class Basis:
     """By candidate and base: of KV scales with scale 1.0, of FP8 weights with the best."""
     refused: Collection[str] = ()
     """The candidates that the engine cannot load."""
+    is_strict: bool = False
+    """Whether a warning of the gate is a failure."""
     reference_ppl: float = 1.0
     vocab_size: int = 0
 
@@ -206,7 +209,7 @@ def _leave_open(need: KvNeed, where: str) -> Decision:
     text = f"whether this model needs KV scales cannot be told: {where} at scale 1.0"
     if paired is None:
         return Decision(headline=f"{text}.")
-    more = _tell_more(paired)
+    more = tell_more(paired)
     return Decision(
         headline=f"{text}, but on this text that changes the KLD by {format_difference(paired)} "
         f"({'too few tokens to tell' if more else 'too few sequences'}{more})."
@@ -230,8 +233,8 @@ def _decide_without(
         )
     text = f"this model does not need KV scales: {why}. {cost} ({unscaled.verdict_why})"
     if others := [_compare_with_one(basis, one) for one in scaled]:
-        text = f"{text}; {'; '.join(others)}"
-    if unscaled.verdict is Verdict.FAIL:
+        text = f"{text}; against scale 1.0, {'; '.join(others)}"
+    if _fails(unscaled, basis):
         text = f"{text}. That fails the {unscaled.gate} gate: leave the KV cache of some layers "
         return Decision(
             headline=f"{text}unquantized, or of all.",
@@ -248,15 +251,8 @@ def _decide_without(
 
 def _compare_with_one(basis: Basis, one: CandidateResult) -> str:
     paired = basis.paired[one.name, SCALE_ONE]
-    words = {
-        PairedAnswer.BETTER: f"{one.name} happens to round better",
-        PairedAnswer.WORSE: f"{one.name} is worse than scale 1.0",
-        PairedAnswer.NO_DIFFERENCE: f"{one.name} makes no difference",
-        PairedAnswer.CANNOT_TELL: (
-            f"{one.name} differs from scale 1.0 by less than this text can tell"
-        ),
-    }
-    return f"{words[paired.answer]} (KLD {format_difference(paired)})"
+    by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
+    return f"{one.name} {_describe_answer(paired)}{by_chance}"
 
 
 def _decide_unfit(
@@ -302,9 +298,10 @@ def _choose_scaled(
         named = ", ".join(one.name for one in fitting)
         text = f"{needed}. {named} would fit, but the engine cannot load it"
         return Decision(headline=f"{text}: use another engine or format.")
-    best = min(loadable, key=_kld)
+    passing = [one for one in loadable if not _is_unusable(one, basis)]
+    best = min(passing or loadable, key=_kld)
     klds = f"KLD {format_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
-    if best.verdict is Verdict.FAIL:
+    if _fails(best, basis):
         text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
         return Decision(
             headline=f"{text}layers unquantized, or of all.",
@@ -316,6 +313,7 @@ def _choose_scaled(
         return Decision(headline=f"{text}.")
     removed = format_difference(basis.paired[best.name, SCALE_ONE])
     text = f"{needed}; use {best.name}: KLD {removed} against scale 1.0 ({klds})"
+    text = f"{text}{_compare_with_best(best, passing, basis)}"
     return Decision(headline=f"{text}.", remedy=Remedy.USE, candidate=best.name)
 
 
@@ -344,13 +342,6 @@ def _join_layers(layers: Sequence[int]) -> str:
     return f"layers {shown} and {layers[-1]}"
 
 
-def _tell_more(paired: PairedResult) -> str:
-    """Say how many tokens would tell, to two digits; empty where it is told, or unknown."""
-    if paired.tokens_to_tell is None:
-        return ""
-    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would"
-
-
 # --- FP8 weights ----------------------------------------------------------------------------------
 
 
@@ -362,12 +353,12 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
         for one in found
     )
     loadable = [one for one in found if one.name not in basis.refused]
-    failing = (Verdict.FAIL, Verdict.CANNOT_TELL)
-    if passing := [one for one in loadable if one.verdict not in failing]:
+    if passing := [one for one in loadable if not _is_unusable(one, basis)]:
         best = min(passing, key=_kld)
-        choice = f"; {_prefer(best, passing, basis)}" if len(found) > 1 else ""
+        choice = f"; use {best.name}{_compare_with_best(best, passing, basis)}"
+        choice = choice if len(found) > 1 else ""
         return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
-    if failed := [one for one in loadable if one.verdict is Verdict.FAIL]:
+    if failed := [one for one in loadable if _fails(one, basis)]:
         return Decision(
             headline=f"{listed}; leave the most sensitive layers unquantized, or use another "
             "scheme.",
@@ -377,19 +368,26 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
     return Decision(headline=f"{listed}.")
 
 
-def _prefer(best: CandidateResult, passing: Sequence[CandidateResult], basis: Basis) -> str:
-    """Name the candidate to use, and those that are not surely worse."""
-    equal = [
-        (one.name, paired)
+def _compare_with_best(
+    best: CandidateResult, passing: Sequence[CandidateResult], basis: Basis
+) -> str:
+    """Say how the others that pass compare with the one to use; empty without others."""
+    others = [
+        f"{one.name} {_describe_answer(basis.paired[one.name, best.name])}"
         for one in passing
         if one is not best
-        and (paired := basis.paired.get((one.name, best.name)))
-        and paired.answer is not PairedAnswer.WORSE
     ]
-    if not equal:
-        return f"use {best.name}"
-    listed = ", ".join(f"{name} (KLD {format_difference(paired)})" for name, paired in equal)
-    return f"use {best.name}, or, as this text does not tell them apart, {listed}"
+    return f"; against it, {'; '.join(others)}" if others else ""
+
+
+def _fails(one: CandidateResult, basis: Basis) -> bool:
+    """Whether the gate fails: by a warning too if it is strict."""
+    return one.verdict is Verdict.FAIL or (basis.is_strict and one.verdict is Verdict.WARN)
+
+
+def _is_unusable(one: CandidateResult, basis: Basis) -> bool:
+    """Whether a candidate fails, or cannot be judged."""
+    return _fails(one, basis) or one.verdict is Verdict.CANNOT_TELL
 
 
 # --- engines --------------------------------------------------------------------------------------
@@ -404,7 +402,7 @@ def _compare_engines(basis: Basis) -> Decision:
     for subject in dict.fromkeys(one.subject for one in basis.candidates):
         first, *others = (one for one in basis.candidates if one.subject == subject)
         answers = [
-            f"{one.engines[0]} {_compare_with_engine(basis.paired[one.name, first.name])}"
+            f"{one.engines[0]} {_describe_answer(basis.paired[one.name, first.name])}"
             for one in others
         ]
         if answers:
@@ -417,7 +415,8 @@ def _compare_engines(basis: Basis) -> Decision:
     return Decision(headline=f"{'. '.join(sentences)}.")
 
 
-def _compare_with_engine(paired: PairedResult) -> str:
+def _describe_answer(paired: PairedResult) -> str:
+    """Describe what a comparison tells, as the predicate of the candidate."""
     if paired.difference == 0 and paired.se == 0:
         return "has the same KLD in every sequence"
     words = {
@@ -426,7 +425,7 @@ def _compare_with_engine(paired: PairedResult) -> str:
         PairedAnswer.NO_DIFFERENCE: "makes no difference",
         PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
     }
-    return f"{words[paired.answer]} (KLD {format_difference(paired)}{_tell_more(paired)})"
+    return f"{words[paired.answer]} (KLD {format_difference(paired)}{tell_more(paired)})"
 
 
 def _name(candidate: str) -> str:
