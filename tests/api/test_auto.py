@@ -181,9 +181,10 @@ def test_an_interrupted_run_continues_with_its_statistics(
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
-    finished = run(*command, "--resume")
-    assert finished.code == 2
-    assert finished.json["error"]["message"] == f"{out} is finished already"
+    finished = succeed(*command, "--resume")
+    assert finished.json == expected
+    assert f"{out} is finished already" in finished.err
+    assert "by another run" in fail(2, *command[:-5], "--gate", "w8a8", *command[-3:], "--resume")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
