@@ -74,7 +74,7 @@ def _refuse_unknown_names(settings: Any) -> None:
             find_written(dialect, known)
     for name in (getattr(settings, "layer_schemes", None) or {}).values():
         find_scheme(name, option=f"--layer-scheme {name}")
-    _check_engines(getattr(settings, "engine", None))
+    _check_engines(settings)
     if (rule := getattr(settings, "rule", None)) is not None:
         _check_rule(rule)
     for name in getattr(settings, "rules", None) or ():
@@ -106,13 +106,13 @@ def _check_gate(gate: str | None) -> None:
     )
 
 
-def _check_engines(engine: Any) -> None:
-    """Check the one engine that is emulated, or all whose loading is replayed."""
-    if isinstance(engine, str):
-        find_emulated(engine)
-    else:
-        for name in (each for value in engine or () for each in value.split(",")):
-            find_replayed(name.strip())
+def _check_engines(settings: Any) -> None:
+    """Check the engines that `verify` and `auto` emulate, or whose loading `check` replays."""
+    engine = getattr(settings, "engine", None) or ()
+    is_emulated = isinstance(engine, str) or hasattr(settings, "rules")
+    for value in [engine] if isinstance(engine, str) else engine:
+        for name in value.split(","):
+            (find_emulated if is_emulated else find_replayed)(name.strip())
 
 
 def _check_rule(rule: str) -> None:

@@ -312,9 +312,9 @@ def test_scales_are_compared_with_each_other_and_by_engine(verify: Any, files: P
 
 
 def test_scale_one_is_compared_by_engine_where_nothing_else_is(verify: Any) -> None:
-    report = verify("--engine", "vllm", "--engine", "sglang").json
+    report = verify("--engine", "reference,sglang").json
     names = [candidate["name"] for candidate in report["candidates"]]
-    assert names == ["scale-1.0 in vllm", "scale-1.0 in sglang"]
+    assert names == ["scale-1.0 in reference", "scale-1.0 in sglang"]
 
 
 def test_engines_of_one_arithmetic_are_computed_once(verify: Any) -> None:
@@ -511,10 +511,11 @@ def test_scale_one_decides_where_there_are_no_other_scales(
     assert mine < one
     gate = tmp_path / "gate.yaml"
     gate.write_text(f"pass_at: 5.0\nfail_above: 10.0\nkld_fail_above: {(mine + one) / 2}\n")
-    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate)
+    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate, "--strict")
     assert run(*command, "--scales", files).code == 0
     alone = run(*command)
     assert (alone.code, alone.json["passed"]) == (8, False)
+    assert "is within one standard error of" in alone.json["candidates"][0]["verdict_why"]
     # no site loses at scale 1.0: calibrating cannot help
     assert alone.json["next"] == f"fp8calib verify {model} --sensitivity"
 

@@ -74,7 +74,8 @@ def list_engines(request: VerifyRequest) -> list[str]:
     named = [request.engine] if isinstance(request.engine, str) else request.engine
     if not named:
         raise UsageError("--engine: no name given", hint="leave it out to emulate vllm")
-    return list(dict.fromkeys(named))
+    parts = (part.strip() for name in named for part in name.split(","))
+    return list(dict.fromkeys(parts))
 
 
 def _require_one_engine(request: VerifyRequest) -> None:
