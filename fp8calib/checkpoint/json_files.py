@@ -53,6 +53,17 @@ def load_json_object(
     return document
 
 
+def is_result(path: Path) -> bool:
+    """Whether a file holds what a command prints with `--json`, which many keep as a report."""
+    if path.suffix != ".json":
+        return False
+    try:
+        document = load_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and "schema_version" in document
+
+
 def encode_json(document: object) -> bytes:
     """Encode a JSON file as Hugging Face's tools do."""
     return (json.dumps(document, indent=2) + "\n").encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import get_origin
 
 from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
@@ -21,6 +23,8 @@ from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
 from fp8calib.machine.command_line import remember_arguments
 from fp8calib.machine.launch import ProcessRank, find_process_rank
+from fp8calib.options.option import list_options
+from fp8calib.requests import find_request, list_commands
 from fp8calib.requests.shared import spread_formats
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
@@ -152,6 +156,26 @@ def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
     return show_error(error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code)
 
 
+_EXTRA = re.compile(r"unexpected extra argument\(s\) \((\S+?)[ )]")
+
+
+def _explain_extra(message: str, arguments: Sequence[str]) -> str:
+    """Say how several values of an option are written, where the second of them is the fault."""
+    found = _EXTRA.search(message)
+    command = next(iter(arguments), "").replace("-", "_")
+    if found is None or command not in list_commands():
+        return ""
+    place = list(arguments).index(found[1])
+    flag, value, extra = ["", "", *arguments][place : place + 3]
+    options = list_options(find_request(command))
+    option = next((each.option for each in options if flag in each.flags), None)
+    if option is None or option.metavar is None:
+        return ""
+    if get_origin(option.reads) is list:
+        return f"repeat the option: {flag} {value} {flag} {extra}"
+    return f"{flag} takes one value"
+
+
 def _require_one_process(arguments: Sequence[str], process_rank: ProcessRank) -> None:
     """Refuse several processes for every command but calibrate, and quantize with text."""
     command = next(iter(arguments), "")
@@ -179,7 +203,8 @@ def _guarded(  # noqa: PLR0911 -- one return per kind of error
     except TyperException as error:
         _wait_for_first(process_rank)
         message = error.format_message().strip().replace(": Input should be", ": must be")
-        return show_error("usage", fit_line(message), _HINTS["usage"], as_json=as_json, exit_code=2)
+        hint = _explain_extra(message, arguments) or _HINTS["usage"]
+        return show_error("usage", fit_line(message), hint, as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort) as interruption:
         if not process_rank.is_first:
             return INTERRUPTED

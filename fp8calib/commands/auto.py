@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from fp8calib.checkpoint.json_files import encode_json
+from pydantic import ValidationError
+
+from fp8calib.checkpoint.json_files import encode_json, load_json_object
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.commands.auto_writing import write_combination
 from fp8calib.data.plan import DataPlan
@@ -82,10 +84,9 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     if request.dry_run:
         return _plan(task)
     if request.resume and not request.force and (_find_out(task) / REPORT_NAME).exists():
-        raise UsageError(
-            f"{out} is finished already",
-            hint=f"its answer is in {REPORT_NAME}; --force instead of --resume runs it again",
-        )
+        finished = _read_finished(task)
+        reporter.say(f"{out} is finished already")
+        return finished
     with (
         _open_auto(task) as opened,
         ResumableFolder(
@@ -124,6 +125,26 @@ def _find_out(task: AutoRequest) -> Path:
     """Give the output folder, which `run` has set."""
     assert task.out is not None  # noqa: S101
     return Path(task.out)
+
+
+def _read_finished(task: AutoRequest) -> AutoResult:
+    """Read the result of a run that ended, which has its exit code too.
+
+    Raises:
+        UsageError: it is of another model, engine or gate, or cannot be read.
+    """
+    path = _find_out(task) / REPORT_NAME
+    try:
+        finished = AutoResult.from_json(load_json_object(path))
+    except (ModelError, ValidationError):
+        finished = None
+    asked = (task.model, task.engine, task.gate)
+    if finished is None or (finished.model, finished.engine, finished.gate) != asked:
+        raise UsageError(
+            f"{path.parent} is finished already, by another run",
+            hint="use --force instead of --resume to replace it, or another --out",
+        )
+    return finished
 
 
 def _plan(task: AutoRequest) -> RunPlan:

@@ -59,7 +59,7 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
     warnings += [] if facts.losses else facts.other_reports
     if report is not None and not any(found.ok for found in report.engines.values()):
         engines = ", ".join(report.engines)
-        warnings += [f"none of {engines} uses all of {folder}: see fp8calib check {folder}"]
+        warnings += [f"none of {engines} uses all of {folder}: see `fp8calib check {folder}`"]
     for warning in warnings:
         reporter.warn(warning)
     return CardResult(

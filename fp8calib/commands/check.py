@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.dialects.metadata import read_file_origin
-from fp8calib.dialects.read import check_origin, require_kv_scales
+from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
@@ -59,8 +60,10 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
             geometry,
         )
     if is_folder:
+        folder = found if request.model is None else open_folder(path)
+        _refuse_unreadable(folder)
         report = check_folder(
-            found if request.model is None else open_folder(path),
+            folder,
             geometry,
             engines,
             tp,
@@ -214,6 +217,8 @@ def _is_folder(path: Path) -> bool:
     require_path(path, hint="name a checkpoint folder or a JSON file")
     if path.is_dir():
         return True
+    if is_result(path):
+        raise refuse_result(path)
     if path.suffix not in _FILE_SUFFIXES or not path.is_file():
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
         if path.suffix == ".gguf":
@@ -236,6 +241,18 @@ def _refuse_outer_folder(path: Path) -> None:
             f"{path}: the output folder of calibrate, not a checkpoint",
             hint="name what an engine loads: `fp8calib export` writes it from the statistics",
         )
+
+
+def _refuse_unreadable(folder: ScaleFolder) -> None:
+    """Refuse a checkpoint with a damaged file that engines open, as every command does.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    indexed = folder.indexed
+    for file, fault in folder.faults.items():
+        if indexed is None or file in indexed.values():
+            raise ModelError(fault, hint="download or copy the file again")
 
 
 def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:

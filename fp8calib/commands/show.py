@@ -9,11 +9,12 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
-from fp8calib.checkpoint.json_files import parse_strict
+from fp8calib.checkpoint.json_files import is_result, parse_strict
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
+from fp8calib.dialects.read import refuse_result
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.jobs.function import as_function
@@ -64,6 +65,8 @@ def _show_scales(path: Path) -> ScalesShown:
         ModelError: the file is of an unsupported kind, holds no scales, or cannot be read.
     """
     rows = sorted(_list_rows(path), key=_natural_key)
+    if not rows and is_result(path):
+        raise refuse_result(path)
     if not rows:
         raise ModelError(f"{path} holds no scales", hint="pass statistics or a file of scales")
     return ScalesShown(path=path, scales={name: _make_json(values) for name, values in rows})

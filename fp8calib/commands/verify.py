@@ -28,6 +28,7 @@ from fp8calib.jobs.verification.options import (
     list_scales,
     resolve_options,
 )
+from fp8calib.jobs.verification.request import build_request
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.options.keys import Specs
@@ -36,7 +37,6 @@ from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
-from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -124,15 +124,16 @@ def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest |
 def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
     """Describe the planned run."""
     expected_s = None if mode.plan is None else mode.plan.expected_s
-    num_models = 2 + len(job.opened)  # the unquantized one, and scale 1.0
+    names = [each.name for each in build_request(job, job.prepared.model).candidates]
+    num_models = 1 + len(names)  # the unquantized one first
     return RunPlan(
         plan={
             "model": job.name,
             "architecture": job.target.geometry.architecture,
             "layers": len(job.target.geometry.layers),
             "weights_size_bytes": job.checkpoint.total_size_bytes,
-            "engine": job.options.numerics.name,
-            "candidates": [*(opened.name for opened in job.opened), SCALE_ONE],
+            "engine": ", ".join(each.options.engine.key for each in (job, *job.others)),
+            "candidates": names,
             "dtype": job.dtype,
             "dtype_why": job.dtype_why,
             "device": job.device,

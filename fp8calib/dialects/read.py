@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
+from fp8calib.checkpoint.json_files import is_result, load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -205,10 +205,20 @@ def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, ob
             yield path, document
 
 
+def refuse_result(path: Path) -> ModelError:
+    """Make the error for the report of a command where scales are asked for."""
+    return refusal(path, "the result of a command, not scales", hint=_RESULT_HINT)
+
+
+_RESULT_HINT = "name the checkpoint, the scales or the statistics that it is about"
+
+
 def _no_scales(files: ScaleFiles) -> ModelError:
     if inner := list_inner_checkpoints(files.place):
         hint = f"name one of the checkpoints in it, such as {inner[0]}"
         return refusal(files.place, "there are no KV scales in the folder itself", hint=hint)
+    if files.place.is_file() and is_result(files.place):
+        return refuse_result(files.place)
     opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
     if any(METADATA_KEY in file.header.metadata for file in opened):
         hint = "these are statistics: `fp8calib export` makes scales from them"

@@ -106,8 +106,9 @@ def check_overlay_source(
     if not dialects:
         return
     if source is None:
-        hint = "pass the model whose weights the overlay contains"
-        raise UsageError(f"--format {dialects[0].name} needs --model", hint=hint)
+        name = dialects[0].name
+        hint = f"pass the model whose weights the {name} folder contains"
+        raise UsageError(f"--format {name} needs --model", hint=hint)
     _check_attentions(geometry, source)
     for dialect in dialects:
         check_attachable(

@@ -19,9 +19,12 @@ from fp8calib.fp8.formats import E4M3FN, Rounding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """How one engine quantizes; the defaults are the plain rule."""
+    """How one engine quantizes; the defaults are the plain rule.
 
-    name: str
+    Two engines are equal that compute the same, whatever they are called and wherever it was read.
+    """
+
+    name: str = field(compare=False)
     """The key of the engine, for messages."""
     kv_rounding: Rounding = Rounding.NEAREST_EVEN
     """How the KV cache write rounds."""
@@ -92,11 +95,11 @@ class Numerics:
     modelopt_keeps_equal_scales: bool = False
     """At load, linears of ModelOpt's dialect whose fused projections have equal scales are not
     quantized again."""
-    kv_skip_flag: str = ""
+    kv_skip_flag: str = field(default="", compare=False)
     """The option that leaves the KV cache of some layers unquantized; their indices follow."""
-    run: frozenset[str] = frozenset()
+    run: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields whose effect was compared with the engine itself; the others were read."""
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By field: the file and function it was read from."""
 
     def find_joint_dtype(self, model_type: str) -> str:

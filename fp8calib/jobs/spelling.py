@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -34,7 +35,7 @@ def _find_options() -> re.Pattern[str]:
 
 
 _COMMAND = re.compile(r"(`[^`]*`)")
-"""What is between backticks is a command line, and stays one."""
+"""What is between backticks is a command line: one of ours becomes a call, others stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,9 @@ class _Spelling:
         """Replace the options in a message by the arguments of the function that has them."""
         parts = _COMMAND.split(text)
         return "".join(
-            part if part.startswith("`") else _find_options().sub(self._spell_option, part)
+            _spell_command(part)
+            if part.startswith("`")
+            else _find_options().sub(self._spell_option, part)
             for part in parts
         )
 
@@ -80,6 +83,39 @@ class _Spelling:
         if found.start() and not is_literal and value not in _list_words():
             return f"{name}= {value}"  # a word of the sentence
         return f"{name}={value if is_literal else repr(value)}"
+
+
+def _spell_command(quoted: str) -> str:
+    """Spell a command line of ours between backticks as the function, called if it has arguments.
+
+    Options that the function lacks, such as --json, are left out.
+    """
+    program, *words = quoted.strip("`").split(" ", 2)
+    command = words[0].replace("-", "_") if words else ""
+    if program != "fp8calib" or command not in list_commands():
+        return quoted
+    declared = list_options(find_request(command))
+    arguments = list(_spell_arguments(iter(shlex.split(" ".join(words[1:]))), declared))
+    called = f"({', '.join(arguments)})" if arguments else ""
+    return f"`fp8calib.{command}{called}`"
+
+
+def _spell_arguments(words: Iterator[str], declared: Sequence[Declared]) -> Iterator[str]:
+    named = {flag: each for each in declared for flag in each.flags}
+    for word in words:
+        option = named.get(word)
+        if option is not None and "bool" in option.type:
+            yield f"{option.name}={not option.is_negated}"
+        elif option is not None:
+            value = next(words, "")
+            yield f"{option.name}={_spell_value(value)}"
+        elif not word.startswith("--"):
+            yield _spell_value(word)
+
+
+def _spell_value(word: str) -> str:
+    """Spell a value as Python does; a placeholder such as MODEL, or `...`, stays."""
+    return word if word == "..." or word.isupper() or word.isdigit() else repr(word)
 
 
 _current: ContextVar[_Spelling | None] = ContextVar("spelling", default=None)

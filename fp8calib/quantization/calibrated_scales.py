@@ -210,7 +210,8 @@ class InputScales:
         if site not in self._stats.sites:
             raise ExportError(
                 f"the stats have no data for {site}",
-                hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
+                hint="`fp8calib calibrate --recipe w8a8-static` observes it; --ignore leaves it "
+                "unquantized",
             )
         measured = self._stats.sites[site]
         amax = measured.amax.max()

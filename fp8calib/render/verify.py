@@ -6,16 +6,20 @@ from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.plan import describe_plan
-from fp8calib.render.verify_tables import describe_pair, rules_table, sites_table, tasks_table
+from fp8calib.render.verify_tables import (
+    list_shown_pairs,
+    rules_table,
+    sites_table,
+    tasks_table,
+)
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.report import (
-    SCALE_ONE,
     DiagnosisResult,
-    PairedResult,
     VerifyReport,
     candidates_table,
+    describe_pair,
     format_db,
     format_kld,
     format_share,
@@ -61,17 +65,9 @@ def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
     for candidate in report.candidates:
         yield Line(f"  {candidate.name}: {candidate.description}")
         yield Line(f"    {candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}")
-        for pair in report.comparisons:
-            if pair.candidate == candidate.name and _is_shown(pair, report):
+        for pair in list_shown_pairs(report):
+            if pair.candidate == candidate.name:
                 yield Line(f"    against {pair.base}: {describe_pair(pair)}")
-
-
-def _is_shown(pair: PairedResult, report: VerifyReport) -> bool:
-    """Whether a comparison is with scale 1.0, or with the best candidate of its kind."""
-    bases = {each.base for each in report.comparisons if each.candidate == pair.candidate}
-    klds = {one.name: one.kld_mean or 0.0 for one in report.candidates}
-    best = min(bases, key=lambda name: klds[name])
-    return pair.base == (SCALE_ONE if SCALE_ONE in bases else best)
 
 
 def _describe_server(report: VerifyReport) -> Iterator[Block]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
 from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
+    SCALE_ONE,
     CandidateResult,
     LayerResult,
     PairedResult,
     RuleResult,
     TaskResult,
     TaskSetup,
+    VerifyReport,
+    describe_pair,
     format_db,
-    format_difference,
     format_kld,
     format_ratio,
     format_share,
@@ -85,7 +87,7 @@ def _format_scale(row: LayerResult) -> str:
 
 
 def rules_table(rules: Sequence[RuleResult]) -> Table:
-    """Make the table of scale rules, best first."""
+    """Make the table of scale rules, the smallest divergence first."""
     rows = [
         [
             each.rule,
@@ -96,18 +98,41 @@ def rules_table(rules: Sequence[RuleResult]) -> Table:
         for each in rules
     ]
     return Table(
-        title=f"{rules[0].candidate}: scale rules on this text, best first",
+        title=f"{rules[0].candidate}: scale rules on this text, the smallest KLD first",
         columns=["rule", "KLD mean ± se", "against the first", "ratio ± se"],
         rows=rows,
         words=(0, 2),
     )
 
 
-def describe_pair(pair: PairedResult) -> str:
-    """Describe a comparison of two candidates in one line."""
-    answer = pair.answer.value.replace("-", " ")
-    more = "" if pair.tokens_to_tell is None else f"; about {pair.tokens_to_tell:,} tokens would"
-    return f"KLD {format_difference(pair)}: {answer}{more}"
+def list_shown_pairs(report: VerifyReport) -> Iterator[PairedResult]:
+    """List the comparisons to show: with scale 1.0 or else the best of its kind, and by engine.
+
+    Of two engines, the one that was named later is compared with the other.
+    """
+    places = {one.name: place for place, one in enumerate(report.candidates)}
+    klds = {one.name: one.kld_mean or 0.0 for one in report.candidates}
+    engines = {one.name: one.engines for one in report.candidates}
+    for pair in report.comparisons:
+        if engines[pair.candidate] != engines[pair.base]:
+            if places[pair.base] < places[pair.candidate]:
+                yield pair
+            continue
+        bases = {
+            each.base
+            for each in report.comparisons
+            if each.candidate == pair.candidate and engines[each.base] == engines[pair.base]
+        }
+        best = min(bases, key=lambda name: klds[name])
+        if pair.base == (SCALE_ONE if SCALE_ONE in bases else best):
+            yield pair
+
+
+def pairs_table(report: VerifyReport) -> Table | None:
+    """Make the table of the comparisons in pairs; None without one."""
+    rows = [[each.candidate, each.base, describe_pair(each)] for each in list_shown_pairs(report)]
+    columns = ["candidate", "against", "difference of KLD ± se"]
+    return Table(columns=columns, rows=rows, words=(0, 1, 2)) if rows else None
 
 
 def tasks_table(tasks: Sequence[TaskResult], setup: TaskSetup | None) -> Table:

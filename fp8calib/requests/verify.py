@@ -26,6 +26,11 @@ def _check_rule(name: str) -> None:
         parse_rule(name)
 
 
+def _check_engines(names: str) -> None:
+    for name in _split(names):
+        find_emulated(name)
+
+
 def _check_scales(path: str) -> None:
     require_path(Path(path), option="--scales")
 
@@ -52,14 +57,16 @@ class VerifyRequest:
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None
     engine: Annotated[
-        str,
+        str | Sequence[str],
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
-            check=find_emulated,
-            help=f"Engine to emulate: {', '.join(list_emulated())}.",
+            reads=list[str],
+            check=_check_engines,
+            help=f"Engine to emulate: {', '.join(list_emulated())}; repeat to compare engines. "
+            "Default: vllm.",
         ),
-    ] = "vllm"
+    ] = ("vllm",)
     scheme: Annotated[
         str | None,
         Option(

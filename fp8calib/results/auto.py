@@ -112,7 +112,8 @@ class AutoResult(Outcome, Result):
         """Give the decisions, what was written, and the warnings."""
         found = self.verified
         figures = (
-            f"read back: {found.verdict}, KLD {format_kld(found.kld_mean)}, {found.verdict_why}"
+            f"read back: {found.verdict}, KLD {format_kld(found.kld_mean, found.kld_se)}, "
+            f"{found.verdict_why}"
             if found
             else f"closest: {self.closest}"
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -54,6 +55,16 @@ class Result(WithOverview, Record):
         found = self.model_dump(mode="json", by_alias=True, exclude=absent)
         common = {"schema_version": SCHEMA_VERSION, "passed": self.passed}
         return {**common, **{key: found[key] for key in self.first_keys}, **found}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, object]) -> Self:
+        """Read an object that `to_json` made.
+
+        Raises:
+            ValidationError: it is no such object.
+        """
+        computed = {*cls.model_computed_fields, "schema_version", "passed"}
+        return cls.model_validate({k: v for k, v in document.items() if k not in computed})
 
 
 class BeforeAfter(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,7 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
     explain_plain_cache,
+    fit_kv,
     make_unscaled_table,
     takes_latents_unscaled,
 )
@@ -96,8 +97,14 @@ class Candidate:
     name: str
     description: str
     emulation: Emulation
+    fitted: Mapping[Site, Quantizer] = field(default_factory=dict)
+    """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""
+    subject: str = ""
+    """What is compared: the name without the engine."""
+    engines: tuple[str, ...] = ()
+    """The engines that compute it so."""
 
     @property
     def default_gate(self) -> str:
@@ -241,6 +248,7 @@ def build_kv_candidate(
         name=name,
         description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
+        fitted=fit_kv(table.geometry, table.fmt, numerics),
     )
 
 
@@ -253,6 +261,7 @@ def build_unscaled(
         name=name,
         description=f"KV cache {fmt.name}, every scale 1.0",
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
+        fitted=fit_kv(geometry, fmt, numerics),
     )
 
 
@@ -324,15 +333,18 @@ def build_checkpoint(
     )
     emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
+    fitted: Mapping[Site, Quantizer] = {}
     if opened.found is not None:
         found = opened.found
         kv = emulate_kv(found.table, numerics)
         emulation = replace(emulation, quantizers={**emulation.quantizers, **kv})
+        fitted = fit_kv(target.geometry, found.table.fmt, numerics)
         parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,
         description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
         emulation=emulation,
+        fitted=fitted,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),

@@ -102,6 +102,10 @@ class CandidateResult(_Model):
     """One candidate beside the unquantized model."""
 
     name: str
+    subject: str = ""
+    """What is compared: the name without the engine."""
+    engines: tuple[str, ...] = ()
+    """The engines that compute it so: several where their arithmetic is the same."""
     description: str
     """What is quantized, in words."""
     ppl: float
@@ -207,7 +211,7 @@ class Sensitivity(_Model):
 
 
 class RuleResult(_Model):
-    """One scale rule on held-out text; the list is sorted, best first."""
+    """One scale rule on held-out text; the list is sorted, the smallest divergence first."""
 
     candidate: str
     rule: str
@@ -312,7 +316,8 @@ class VerifyReport(WithOverview, _Model):
     kv: KvNeed | None = None
     """Whether KV scales are needed; None where no KV cache is compared with scale 1.0."""
     comparisons: tuple[PairedResult, ...] = ()
-    """Every candidate with the best of its kind: KV scales, or FP8 weights."""
+    """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
+    other engine."""
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
@@ -419,6 +424,19 @@ def format_difference(paired: PairedResult) -> str:
     if paired.se is None:
         return f"{sign}{format_kld(abs(paired.difference))}, error unknown"
     return f"{sign}{format_kld(abs(paired.difference), paired.se)}"
+
+
+def describe_pair(paired: PairedResult) -> str:
+    """Describe a comparison of two candidates in one line."""
+    answer = paired.answer.value.replace("-", " ")
+    return f"KLD {format_difference(paired)}: {answer}{tell_more(paired)}"
+
+
+def tell_more(paired: PairedResult) -> str:
+    """Say how many tokens would tell, to two digits; empty where it is told, or unknown."""
+    if paired.tokens_to_tell is None:
+        return ""
+    return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would"
 
 
 def _count_decimals(se: float | None) -> int:

@@ -21,7 +21,8 @@ SEQUENCES = 8
 LAYERS_AT_ONCE = 8
 """Their hidden states wait for the head together; every round runs the reference again."""
 _STANDS_OUT = 8.0
-"""A layer whose KLD is above this multiple of the lower median is worth leaving unquantized."""
+"""A layer whose KLD is above this multiple of the lower median, by more than twice its standard
+error, is worth leaving unquantized."""
 
 
 def measure_sensitivity(
@@ -90,7 +91,7 @@ def find_skippable(
     Of a KV cache it is the engine's flag; of FP8 weights, `--ignore` of `fp8calib quantize`.
     """
     usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
-    chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
+    chosen = tuple(layer.layer for layer in layers if _find_least(layer) > _STANDS_OUT * usual)
     flag = ""
     if candidate.emulation.weights:
         named = {layer.index: layer.checkpoint_name for layer in geometry.layers}
@@ -105,6 +106,11 @@ def find_skippable(
         skip_layers=chosen,
         flag=flag,
     )
+
+
+def _find_least(layer: SensitivityResult) -> float:
+    """Give the divergence less twice its error, which is unknown where all sequences are equal."""
+    return layer.kld_mean - 2 * (layer.kld_se or 0.0)
 
 
 def _list_modules(layer: Layer) -> frozenset[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 
@@ -90,16 +89,16 @@ class VerificationRequest:
     """The candidates to compare with a model, and the settings of the report."""
 
     numerics: Numerics
-    """How the engine computes."""
+    """How the engine computes, the first of several."""
     candidates: tuple[Candidate, ...]
     """In the order of the report."""
+    engine: str = ""
+    """The name of the engine, or of several; empty: that of `numerics`."""
     engine_version: str = ""
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by name; all from the same statistics."""
     rules_of: str = ""
     """The candidate that the rules are applied to."""
-    fitted: Mapping[Site, Quantizer] = field(default_factory=dict)
-    """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     per_head: Mapping[Site, Quantizer] = field(default_factory=dict)
     """Those of the per-head scales of `diagnosis_of`, where they are known."""
     diagnosis_of: str = ""
@@ -110,6 +109,8 @@ class VerificationRequest:
     """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
     """None: each candidate's own."""
+    is_strict: bool = False
+    """Whether a warning of the gate is a failure."""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
@@ -117,6 +118,11 @@ class VerificationRequest:
     refused: Collection[str] = ()
     """The candidates that the engine cannot load."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether engines are compared."""
+        return len({candidate.engines for candidate in self.candidates}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +156,7 @@ def verify(
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    names = [candidate.name for candidate in request.candidates]
-    sites = [s for s, q in request.fitted.items() if not isinstance(q.scale, torch.Tensor)]
-    measurements = MeasurementHooks(_list_scale_kinds(request), set(product(names, sites)))
+    measurements = MeasurementHooks(_list_scale_kinds(request), set(_list_scalable(request)))
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
     emulations = list_emulations(request)
@@ -254,17 +258,25 @@ class _Compared:
 
 def _list_scale_kinds(request: VerificationRequest) -> dict[str, Mapping[Site, Quantizer]]:
     """List what is measured on K, V and q: each candidate's scales, and per-head ones."""
-    if not request.fitted:
+    if not any(candidate.fitted for candidate in request.candidates):
         return {}
     kinds = {
         candidate.name: {
             site: quantizer
             for site, quantizer in candidate.emulation.quantizers.items()
-            if site in request.fitted and site.role is not Role.P
+            if site in candidate.fitted and site.role is not Role.P
         }
         for candidate in request.candidates
     }
     return {**kinds, PER_HEAD: request.per_head}
+
+
+def _list_scalable(request: VerificationRequest) -> Iterator[tuple[str, Site]]:
+    """List the sites of each candidate where its engine uses a scale."""
+    for candidate in request.candidates:
+        for site, quantizer in candidate.fitted.items():
+            if not isinstance(quantizer.scale, torch.Tensor):
+                yield candidate.name, site
 
 
 def _require_quantized(candidates: Sequence[Candidate], compared: ComparisonResult) -> None:
@@ -309,7 +321,8 @@ def _run_fitted(
     They tell what scale 1.0 adds to the cost of FP8. Where it loses nothing, it adds nothing; where
     the scales of a candidate fit, that candidate tells.
     """
-    if not list_losing(fits.get(SCALE_ONE, ())):
+    unscaled = next((c for c in request.candidates if c.name == SCALE_ONE), None)
+    if unscaled is None or not list_losing(fits.get(SCALE_ONE, ())):
         return None
     others = [c for c in request.candidates if c.name != SCALE_ONE]
     cached = [c.name for c in others if not c.emulation.weights]
@@ -321,7 +334,7 @@ def _run_fitted(
     progress.stage("scales that fit", tokens, unit="tokens", layers=comparison.num_layers)
     found = comparison.run(
         batches(plan, batch_size),
-        {_FITTED_NAME: Emulation(quantizers=request.fitted)},
+        {_FITTED_NAME: Emulation(quantizers=unscaled.fitted)},
         advance=advance_by_share(2, progress.advance),
     )
     return found.candidates[_FITTED_NAME]
@@ -350,6 +363,7 @@ def _build_report(
         kv=need,
         paired={(pair.candidate, pair.base): pair for pair in pairs},
         refused=request.refused,
+        is_strict=request.is_strict,
         reference_ppl=ppl,
         vocab_size=int(reference.model.config.get_text_config(decoder=True).vocab_size),
     )
@@ -358,7 +372,7 @@ def _build_report(
         need = need.model_copy(update={"why": cached.headline})
     return VerifyReport(
         model=reference.name,
-        engine=request.numerics.name,
+        engine=request.engine or request.numerics.name,
         engine_version=request.engine_version,
         dtype=reference.dtype,
         device=reference.device,
@@ -395,7 +409,7 @@ def _pair_candidates(
 ) -> tuple[PairedResult, ...]:
     """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights.
 
-    A candidate is compared with those after it, best first.
+    Of several engines, two candidates are compared that differ in the engine, or in the rest.
     """
     klds = {name: scores.klds for name, scores in compared.candidates.items()}
     cached = [one for one in results if has_kv_only(one.name, layers)]
@@ -406,6 +420,7 @@ def _pair_candidates(
         for one in kind
         for base in kind
         if one is not base and one.name != SCALE_ONE
+        if one.engines == base.engines or one.subject == base.subject
     )
 
 
@@ -453,14 +468,16 @@ def _make_result(
     verdict, why = correct_if_misleading(
         *judge(summary, gate),
         damage=describe_damage(candidate.name, layers, computed.fits),
-        kld_mean=summary.kld_mean,
+        summary=summary,
         gate=gate,
     )
     overflowing = _find_overflow(candidate, compared)
     if overflowing:
-        verdict, why = Verdict.FAIL, f"{request.numerics.name} turns {overflowing}"
+        verdict, why = Verdict.FAIL, f"{_name_engine(candidate, request)} turns {overflowing}"
     return CandidateResult(
         name=candidate.name,
+        subject=candidate.subject,
+        engines=candidate.engines,
         description=candidate.description,
         **list_figures(summary),
         verdict=verdict,
@@ -478,9 +495,14 @@ def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) 
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
             yield (
-                f"{candidate.name}: {missed[0]}{more}: quantized by {request.numerics.name} but "
-                "not emulated: the model computes it without a hook"
+                f"{candidate.name}: {missed[0]}{more}: quantized by "
+                f"{_name_engine(candidate, request)} but not emulated: the model computes it "
+                "without a hook"
             )
+
+
+def _name_engine(candidate: Candidate, request: VerificationRequest) -> str:
+    return " = ".join(candidate.engines) if request.has_engines else request.numerics.name
 
 
 def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:

@@ -181,9 +181,10 @@ def test_an_interrupted_run_continues_with_its_statistics(
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
-    finished = run(*command, "--resume")
-    assert finished.code == 2
-    assert finished.json["error"]["message"] == f"{out} is finished already"
+    finished = succeed(*command, "--resume")
+    assert finished.json == expected
+    assert f"{out} is finished already" in finished.err
+    assert "by another run" in fail(2, *command[:-5], "--gate", "w8a8", *command[-3:], "--resume")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -389,6 +390,40 @@ def test_schemes_that_pass_are_ranked(
     warned = make_report(candidate("fp8-dynamic", 0.1, Verdict.WARN))
     assert not decide.rank_schemes(warned, {})
     assert decide.find_closest(warned, {}) == ("fp8-dynamic: warn (by hand), KLD 0.1000", False)
+
+
+@pytest.mark.parametrize(
+    ("paired", "answer", "name", "told"),
+    [
+        (PairedAnswer.BETTER, "yes", "kv-and-q-scales", "better"),
+        (PairedAnswer.WORSE, "no", "kv-scales", "worse"),
+        (PairedAnswer.NO_DIFFERENCE, "no", "kv-scales", "no difference"),
+        (PairedAnswer.CANNOT_TELL, "unknown", "kv-and-q-scales", "cannot tell"),
+    ],
+)
+def test_whether_q_needs_scales_is_told_by_the_paired_difference(
+    paired: PairedAnswer, answer: str, name: str, told: str
+) -> None:
+    report = make_report(candidate("kv-and-q-scales", 0.1), candidate("kv-scales", 0.2))
+    first, *others = report.comparisons
+    report = report.model_copy(
+        update={"comparisons": (first.model_copy(update={"answer": paired}), *others)}
+    )
+    found = decide.choose_kv(report, {3: 700.0})
+    decision = found.decisions[1]
+    assert (decision.answer, found.name) == (answer, name)
+    assert f"KLD -0.1000 ± 0.0001: {told}" in decision.why
+    assert ("They are written" in decision.why) is (answer == "unknown")
+
+
+def test_every_scheme_is_compared_with_the_one_of_the_smallest_divergence() -> None:
+    report = make_report(
+        candidate("fp8-static", 0.03), candidate("fp8-dynamic", 0.02), candidate("w8a16", 0.01)
+    )
+    assert decide.describe_schemes(report, {}).endswith(
+        "; against w8a16: fp8-dynamic, KLD +0.0100 ± 0.0001: worse; fp8-static, KLD +0.0200 ± "
+        "0.0001: worse"
+    )
 
 
 def test_each_scheme_is_tried_with_and_without_an_fp8_cache() -> None:

@@ -200,6 +200,16 @@ def test_a_folder_with_spaces_gets_a_hub_id_and_a_quoted_upload(made: Path, tmp_
     assert shlex.split(upload) == ["hf", "upload", "YOUR-NAME/it-s-n-1", str(folder)]
 
 
+def test_a_folder_of_several_formats_names_them(made: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "all"
+    formats = ("--format", "kv-overlay,tgi,vllm-json", "--model", model, "--out", out)
+    succeed("export", made / "scales" / "stats.safetensors", *formats)
+    message = fail(2, "card", out, *_base())
+    assert f"{out}: not a checkpoint: it holds kv-overlay, tgi, and each has a card" in message
+    assert f"name the one to publish, such as {out / 'kv-overlay'}" in message
+    succeed("card", out / "tgi", *_base())
+
+
 def test_what_cannot_be_published_is_refused(made: Path, model: Path, tmp_path: Path) -> None:
     assert "holds statistics" in fail(2, "card", made / "scales", *_base())
     assert "neither FP8 weights nor KV scales" in fail(2, "card", model, *_base())

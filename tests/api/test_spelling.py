@@ -34,7 +34,22 @@ def spell(command: str, text: str) -> str:
         ("no --data given: using", "no data= given: using"),
         ("--data: --rounding nearest runs", "data: --rounding nearest runs"),
         ("see --help", "see help(fp8calib.verify)"),
-        ("`fp8calib verify --samples 4` does", "`fp8calib verify --samples 4` does"),
+        ("`fp8calib verify --samples 4` does", "`fp8calib.verify(samples=4)` does"),
+        ("use `fp8calib merge`, and", "use `fp8calib.merge`, and"),
+        ("`fp8calib recipes kv` explains", "`fp8calib.recipes('kv')` explains"),
+        (
+            "`fp8calib calibrate ... --shard 1/4 --no-pack --resume`",
+            "`fp8calib.calibrate(..., shard='1/4', pack=False, resume=True)`",
+        ),
+        (
+            "write it: `fp8calib verify MODEL --scales 'a b' --json`",
+            "write it: `fp8calib.verify(MODEL, scales='a b')`",
+        ),
+        (
+            "`fp8calib extract-kv-scales` converts",
+            "`fp8calib.extract_kv_scales` converts",
+        ),
+        ("`lm-eval validate --tasks` and `fp8calib nonsense`",) * 2,
         ("--c4 and vLLM's --kv-cache-dtype fp8", "--c4 and vLLM's --kv-cache-dtype fp8"),
         ("use --device cpu", "use device='cpu'"),
         ("--limit has no effect without --tasks", "limit= has no effect without tasks="),

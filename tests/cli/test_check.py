@@ -631,3 +631,44 @@ def test_the_reason_why_a_config_is_unusable_is_printed(overlay: Path) -> None:
     assert "transformers cannot use it: " in text
     assert "num_hidden_layers" in text
     assert "two" in text
+
+
+# --- what is no checkpoint ------------------------------------------------------------------------
+
+
+def test_a_file_that_engines_open_has_to_be_readable(model: Path, tmp_path: Path) -> None:
+    """As in every command, a damaged file is exit code 4, whatever engines would say."""
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    (weights,) = folder.glob("*.safetensors")
+    (folder / "stray.safetensors").write_bytes(b"no tensors")
+    assert "stray.safetensors: " in fail(4, "check", folder)
+    index = {"weight_map": dict.fromkeys(load_file(weights), weights.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "vllm" in succeed("check", folder, "--engine", "vllm").out  # which does not open it
+    weights.write_bytes(weights.read_bytes()[:5000])
+    for command in (("check", folder), ("show", folder), ("verify", folder, "--samples", 1)):
+        message = fail(4, *command)
+        assert f"{weights.name}: truncated: header says the file has " in message
+        assert "download or copy the file again" in message
+
+
+@pytest.mark.parametrize(
+    "command", ["check", "show", "verify MODEL --scales", "extract-kv-scales --quantized-model"]
+)
+def test_a_report_is_not_taken_for_scales(model: Path, tmp_path: Path, command: str) -> None:
+    report = tmp_path / "report.json"
+    report.write_text('{"schema_version": 1, "passed": true, "candidates": []}')
+    words = [model if word == "MODEL" else word for word in command.split()]
+    is_extracted = command.startswith("extract")
+    options = ("--model", model, "--save-path", tmp_path / "out") if is_extracted else ()
+    message = fail(4, *words, report, *options)
+    assert f"{report}: the result of a command, not scales" in message
+    assert "name the checkpoint, the scales or the statistics that it is about" in message
+
+
+def test_a_report_has_no_card(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text('{"schema_version": 1}')
+    message = fail(2, "card", report, "--base-model", "a/b")
+    assert f"{report}: a file, not a folder" in message
+    assert "name the folder to publish, and a report by --verify-report" in message

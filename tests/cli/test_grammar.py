@@ -170,6 +170,24 @@ def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("calibrate m --tp 1 2", "repeat the option: --tp 1 --tp 2"),
+        ("verify m --data a b", "repeat the option: --data a --data b"),
+        ("verify m --engine vllm tgi sglang", "repeat the option: --engine vllm --engine tgi"),
+        ("check m --tp 1 2", "--tp takes one value"),
+        ("check m n", "see --help"),
+        ("verify m --sensitivity n", "see --help"),
+        ("verify --data a m n", "see --help"),
+    ],
+)
+def test_several_values_of_an_option_are_its_repetition(arguments: str, hint: str) -> None:
+    message = fail(2, *arguments.split())
+    assert "unexpected extra argument" in message
+    assert message.rstrip().endswith(hint)
+
+
+@pytest.mark.parametrize(
     ("arguments", "name"),
     [
         (["card", ""], "card"),

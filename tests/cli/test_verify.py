@@ -175,7 +175,12 @@ def test_tables_are_printed_for_people(model: Path, held_out: Path, files: Path)
         "--rules",
         "amax,mse,percentile:99,headroom:2",
     )
-    for words in ("scale-1.0", "sites of lowest SQNR", "one layer at a time", "best first"):
+    for words in (
+        "scale-1.0",
+        "sites of lowest SQNR",
+        "one layer at a time",
+        "the smallest KLD first",
+    ):
         assert words in outcome.out
 
 
@@ -255,6 +260,78 @@ def test_scales_per_head_are_told(verify: Any, files: Path) -> None:
 def test_a_scheme_without_data_needs_no_scales(verify: Any) -> None:
     report = verify("--scheme", "fp8-dynamic").json
     assert [candidate["name"] for candidate in report["candidates"]] == ["fp8-dynamic", "scale-1.0"]
+
+
+def test_engines_are_compared_on_the_same_tokens(
+    verify: Any, model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """The figures of each engine are those of a run of its own; TGI quantizes inputs of w8a16."""
+    alone = {
+        engine: verify("--scheme", "w8a16", "--engine", engine).json["candidates"][0]
+        for engine in ("vllm", "tgi")
+    }
+    page = tmp_path / "page.html"
+    options = ("--scheme", "w8a16", "--engine", "vllm", "--engine", "tgi", "--report", page)
+    report = verify(*options).json
+    found = {one["name"]: one for one in report["candidates"]}
+    assert list(found) == ["w8a16 in vllm", "w8a16 in tgi"]
+    for engine, expected in alone.items():
+        one = found[f"w8a16 in {engine}"]
+        assert (one["subject"], one["engines"]) == ("w8a16", [engine])
+        assert one["kld_mean"] == expected["kld_mean"]
+        assert one["verdict"] == expected["verdict"]
+    first, second = report["comparisons"]
+    assert (first["candidate"], first["base"]) == ("w8a16 in vllm", "w8a16 in tgi")
+    difference = alone["tgi"]["kld_mean"] - alone["vllm"]["kld_mean"]
+    assert second["difference"] == pytest.approx(difference, rel=1e-6)
+    assert first["difference"] == -second["difference"]
+    assert second["se"] > 0
+    headline = report["decision"]["headline"]
+    assert "w8a16: against vllm, tgi " in headline
+    assert report["decision"]["remedy"] == "none"
+    assert report["next"] == ""
+    outcome = succeed("verify", model, "--data", held_out, *QUICK, *options[:6])
+    assert "against w8a16 in vllm: KLD " in outcome.out
+    assert outcome.out.startswith(headline)
+    text = html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))
+    assert "Candidates in pairs" in text
+    assert headline[1:] in text
+
+
+def test_scales_are_compared_with_each_other_and_by_engine(verify: Any, files: Path) -> None:
+    names = [str(files / name) for name in ("kv-overlay", "kv-overlay-head")]
+    options = [part for name in names for part in ("--scales", name)]
+    report = verify(*options, "--engine", "vllm", "--engine", "vllm-cpu").json
+    found = {(each["candidate"], each["base"]) for each in report["comparisons"]}
+    one, other = names
+    assert (f"{one} in vllm", f"{other} in vllm") in found
+    assert (f"{one} in vllm-cpu", f"{one} in vllm") in found
+    assert (f"{one} in vllm", f"{other} in vllm-cpu") not in found
+    assert len(found) == 8
+    assert report["kv"] is None
+
+
+def test_scale_one_is_compared_by_engine_where_nothing_else_is(verify: Any) -> None:
+    report = verify("--engine", "reference,sglang").json
+    names = [candidate["name"] for candidate in report["candidates"]]
+    assert names == ["scale-1.0 in reference", "scale-1.0 in sglang"]
+
+
+def test_engines_of_one_arithmetic_are_computed_once(verify: Any) -> None:
+    report = verify("--scheme", "w8a16", "--engine", "vllm", "--engine", "vllm==0.30").json
+    assert [one["name"] for one in report["candidates"]] == ["w8a16", "scale-1.0"]
+    assert report["candidates"][0]["engines"] == ["vllm", "vllm==0.30"]
+    assert "Same arithmetic: vllm = vllm==0.30. w8a16: " in report["decision"]["headline"]
+    assert report["engine"] == "vllm, vllm==0.30"
+
+
+@pytest.mark.parametrize("option", [("--rules", "amax,mse"), ("--sensitivity",)])
+def test_what_is_about_one_engine_is_refused_beside_several(
+    refuse: Any, files: Path, option: tuple[str, ...]
+) -> None:
+    engines = ("--engine", "vllm", "--engine", "tgi")
+    message = refuse(2, "--scales", files, *engines, *option)
+    assert f"{option[0]} is about one engine, and --engine names several" in message
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -434,10 +511,11 @@ def test_scale_one_decides_where_there_are_no_other_scales(
     assert mine < one
     gate = tmp_path / "gate.yaml"
     gate.write_text(f"pass_at: 5.0\nfail_above: 10.0\nkld_fail_above: {(mine + one) / 2}\n")
-    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate)
+    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate, "--strict")
     assert run(*command, "--scales", files).code == 0
     alone = run(*command)
     assert (alone.code, alone.json["passed"]) == (8, False)
+    assert "is within one standard error of" in alone.json["candidates"][0]["verdict_why"]
     # no site loses at scale 1.0: calibrating cannot help
     assert alone.json["next"] == f"fp8calib verify {model} --sensitivity"
 

@@ -17,7 +17,6 @@ from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.damage import Damage
-from fp8calib.verification.emulation.kv import fit_kv
 from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
 from fp8calib.verification.judge.decide import Basis, decide, decide_kv
 from fp8calib.verification.judge.kv_need import FittedScales, assess_need, list_losing
@@ -97,7 +96,6 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
     request = VerificationRequest(
         numerics=PLAIN,
         candidates=(*candidates, unscaled),
-        fitted=fit_kv(subject.geometry, E4M3FN, PLAIN),
         diagnosis_of=next(iter(tables), ""),
     )
     asked = ReferenceModel(
@@ -399,8 +397,8 @@ def test_scale_one_that_loses_nothing_is_served() -> None:
     assert (found.remedy, found.candidate) == (Remedy.SERVE, SCALE_ONE)
     assert found.headline == (
         "this model does not need KV scales: no K, V or q loses anything at scale 1.0 that another "
-        "scale would keep. FP8 itself costs KLD 0.0060 ± 0.0001 (why); mine happens to round "
-        "better (KLD -0.0020 ± 0.0005)."
+        "scale would keep. FP8 itself costs KLD 0.0060 ± 0.0001 (why); against scale 1.0, mine "
+        "is better (KLD -0.0020 ± 0.0005) by another rounding alone."
     )
 
 
@@ -441,6 +439,26 @@ def test_scales_that_fit_are_used_only_if_they_pass(
     assert end in found.headline
     start = "this model needs KV scales: v of layer 3 clips at scale 1.0, which adds KLD +0.0020"
     assert found.headline.startswith(start)
+
+
+def test_a_warning_is_a_failure_where_the_gate_is_strict() -> None:
+    """What exits with 8 is not what the report recommends."""
+    warned = candidate(SCALE_ONE, 0.006, Verdict.WARN)
+    assert conclude(need(None), one=warned, is_strict=True).remedy is Remedy.FIND_LAYERS
+    mine = candidate("mine", 0.004, Verdict.WARN)
+    found = conclude(need(PairedAnswer.WORSE, CLIPS), mine, is_strict=True)
+    assert found.remedy is Remedy.FIND_LAYERS
+    assert weights(candidate("a", 0.03, Verdict.WARN), is_strict=True).remedy is Remedy.FIND_LAYERS
+
+
+def test_of_scales_that_fit_those_that_pass_come_first() -> None:
+    found = conclude(
+        need(PairedAnswer.WORSE, CLIPS),
+        candidate("mine", 0.003, Verdict.FAIL),
+        candidate("other", 0.004),
+    )
+    assert (found.remedy, found.candidate) == (Remedy.USE, "other")
+    assert "use other: KLD -0.0020 ± 0.0005 against scale 1.0" in found.headline
 
 
 def test_scales_that_do_not_fit_are_not_recommended() -> None:
@@ -495,10 +513,12 @@ def test_what_makes_the_figures_meaningless_is_said_first() -> None:
 
 
 def weights(
-    *found: CandidateResult, refused: tuple[str, ...] = (), **answers: PairedAnswer
+    *found: CandidateResult,
+    refused: tuple[str, ...] = (),
+    is_strict: bool = False,
+    **answers: PairedAnswer,
 ) -> Decision:
-    """Decide between candidates with FP8 weights; `answers` are those against the best."""
-    best = min(found, key=lambda each: each.kld_mean or 0.0)
+    """Decide between candidates with FP8 weights; `answers` are those against the others."""
     return settle(
         Basis(
             candidates=(*found, candidate(SCALE_ONE, 0.006)),
@@ -506,10 +526,12 @@ def weights(
             fits={},
             kv=None,
             paired={
-                (name, best.name): pair(name, best.name, 0.001, answer)
+                (name, base.name): pair(name, base.name, 0.001, answer)
                 for name, answer in answers.items()
+                for base in found
             },
             refused=refused,
+            is_strict=is_strict,
         )
     )
 
@@ -518,18 +540,62 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
     a, b = candidate("a", 0.03), candidate("b", 0.02)
     failed, unknown = candidate("c", 0.01, Verdict.FAIL), candidate("c", 0.01, Verdict.CANNOT_TELL)
     found = weights(a, b, a=PairedAnswer.WORSE)
-    assert found.headline.endswith("; use b.")
+    assert found.headline.endswith("; use b; against it, a is worse (KLD +0.0010 ± 0.0005).")
     assert (found.remedy, found.candidate) == (Remedy.USE, "b")
     found = weights(a, b, a=PairedAnswer.CANNOT_TELL)
     assert found.headline.endswith(
-        "; use b, or, as this text does not tell them apart, a (KLD +0.0010 ± 0.0005)."
+        "; use b; against it, a differs by less than this text can tell (KLD +0.0010 ± 0.0005)."
     )
     assert weights(a, b, refused=("b",)).candidate == "a"
     assert weights(failed).remedy is Remedy.FIND_LAYERS
     for other in (failed, unknown):
-        assert weights(a, b, other).candidate == "b"
+        assert weights(a, b, other, a=PairedAnswer.WORSE).candidate == "b"
     assert weights(unknown).remedy is Remedy.NONE
     assert weights(failed, refused=("c",)).remedy is Remedy.NONE
+
+
+@pytest.mark.parametrize(
+    ("answer", "difference", "more", "expected"),
+    [
+        (PairedAnswer.BETTER, -0.006, {}, "is better (KLD -0.0060 ± 0.0005)"),
+        (PairedAnswer.WORSE, 0.006, {}, "is worse (KLD +0.0060 ± 0.0005)"),
+        (PairedAnswer.NO_DIFFERENCE, 0.0, {"se": 0.0}, "has the same KLD in every sequence"),
+        (PairedAnswer.NO_DIFFERENCE, 1e-4, {}, "makes no difference (KLD +0.0001 ± 0.0005)"),
+        (
+            PairedAnswer.CANNOT_TELL,
+            0.0001,
+            {"tokens_to_tell": 8160},
+            "differs by less than this text can tell (KLD +0.0001 ± 0.0005; about 8,200 tokens "
+            "would)",
+        ),
+    ],
+)
+def test_an_engine_is_compared_with_the_first(
+    answer: PairedAnswer, difference: float, more: dict[str, Any], expected: str
+) -> None:
+    """No engine is recommended, whatever the answer is."""
+    found = settle(
+        Basis(
+            candidates=[
+                candidate("w8a16 in vllm", 0.02, subject="w8a16", engines=("vllm", "vllm==0.31")),
+                candidate("w8a16 in tgi", 0.02, Verdict.FAIL, subject="w8a16", engines=("tgi",)),
+            ],
+            layers=[row(name, "weight") for name in ("w8a16 in vllm", "w8a16 in tgi")],
+            fits={},
+            kv=None,
+            paired={
+                ("w8a16 in tgi", "w8a16 in vllm"): pair(
+                    "w8a16 in tgi", "w8a16 in vllm", difference, answer, **more
+                )
+            },
+            refused=("w8a16 in vllm",),
+        )
+    )
+    assert found.headline == (
+        f"Same arithmetic: vllm = vllm==0.31. w8a16: against vllm, tgi {expected}. vllm cannot "
+        "load w8a16. w8a16 in tgi: fail."
+    )
+    assert found.remedy is Remedy.NONE
 
 
 def test_weights_that_are_not_what_they_were_are_named() -> None:

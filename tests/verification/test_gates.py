@@ -18,7 +18,14 @@ PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DI
 OPEN = Verdict.CANNOT_TELL
 
 
-def make_summary(ratio: float, error: float, *, kld: float = 0.01, tokens: int = 20_000) -> Summary:
+def make_summary(
+    ratio: float,
+    error: float,
+    *,
+    kld: float = 0.01,
+    kld_se: float | None = 0.0001,
+    tokens: int = 20_000,
+) -> Summary:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
     return Summary(
         tokens=tokens,
@@ -26,7 +33,7 @@ def make_summary(ratio: float, error: float, *, kld: float = 0.01, tokens: int =
         log_ratio=math.log(ratio),
         log_ratio_se=error / ratio,
         kld_mean=kld,
-        kld_se=kld / 10,
+        kld_se=kld_se,
         kld_median=kld,
         kld_p99=kld,
         kld_max=kld,
@@ -95,9 +102,17 @@ def test_the_thresholds_are_those_of_the_contract() -> None:
 
 def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
     gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
-    assert judge(make_summary(1.0, 0.0, kld=0.051), gate) == (
+    assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=0.001), gate) == (
         FAIL,
-        "mean KLD 0.0510 is above 0.05",
+        "mean KLD 0.0512 ± 0.0010 is above 0.05 by more than one standard error",
+    )
+    assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=0.002), gate) == (
+        WARN,
+        "mean KLD 0.0512 ± 0.0020 is within one standard error of 0.05",
+    )
+    assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=None), gate) == (
+        OPEN,
+        "mean KLD 0.0512, whose error is unknown: use more and other text",
     )
     assert judge(make_summary(1.0, 0.0, kld=0.05), gate)[0] is SAME
 
@@ -184,8 +199,9 @@ def test_a_broken_site_is_damage(row: LayerResult, is_broken: bool) -> None:
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_damage_is_a_failure_whatever_the_mean_says(verdict: Verdict) -> None:
+    summary = make_summary(1.0, 0.0, kld=0.0)
     found = correct_if_misleading(
-        verdict, "why", damage="layer 7 is destroyed", kld_mean=0.0, gate=GATES["kv"]
+        verdict, "why", damage="layer 7 is destroyed", summary=summary, gate=GATES["kv"]
     )
     assert found[0] is FAIL
     expected = "why" if verdict is FAIL else "why, but layer 7 is destroyed"
@@ -216,7 +232,10 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
     gate: Gate, kld: float, expected: Verdict
 ) -> None:
     """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own takes precedence."""
-    assert correct_if_misleading(PASS, "why", damage="", kld_mean=kld, gate=gate)[0] is expected
+    summary = make_summary(1.0, 0.0, kld=kld)
+    found, why = correct_if_misleading(PASS, "why", damage="", summary=summary, gate=gate)
+    assert found is expected
+    assert (f"the mean KLD is {kld:.4f} ± 0.0001" in why) is (found is WARN)
 
 
 # --- files -------------------------------------------------------------------------------------

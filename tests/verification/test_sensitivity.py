@@ -39,3 +39,16 @@ def test_layers_that_cost_eight_times_the_median_are_named_in_the_engines_flag(
     flag = f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}" if skipped else ""
     assert found.flag == flag
     assert [row.kld_mean for row in found.layers] == sorted(klds, reverse=True)
+
+
+@pytest.mark.parametrize(("error", "skipped"), [(0.0004, (2,)), (0.0006, ())])
+def test_a_layer_stands_out_by_more_than_its_error(error: float, skipped: tuple[int, ...]) -> None:
+    """0.009 is 0.001 above eight times the median."""
+    layers = [
+        SensitivityResult(layer=index, kld_mean=kld, kld_se=error, ppl_ratio=1.0)
+        for index, kld in enumerate([0.001, 0.001, 0.009])
+    ]
+    candidate = Candidate(name="it", description="", emulation=Emulation())
+    geometry = make_geometry([make_attention(index) for index in range(3)])
+    found = find_skippable(candidate, geometry, layers, find_emulated("vllm")[1], sequences=8)
+    assert found.skip_layers == skipped

@@ -236,7 +236,11 @@ def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, tor
     without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
     if 0 < len(without) < len(attentions):
         fault = f"there is no q_scale for {name_layers(without)}, but other layers have one"
-        raise refusal(place, fault, hint="engines use 1.0 there; calibrate with --query-scale yes")
+        raise refusal(
+            place,
+            fault,
+            hint="engines use 1.0 there; `fp8calib calibrate --query-scale yes` writes all",
+        )
 
 
 def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:

@@ -104,11 +104,6 @@ class CheckReport(_Frozen):
     versions: Mapping[str, str]
     """The release of each engine whose rules were replayed."""
 
-    @property
-    def ok(self) -> bool:
-        """Whether the report of every engine is ok."""
-        return bool(self.engines) and all(report.ok for report in self.engines.values())
-
     def allow_suspicious(self) -> CheckReport:
         """Return the same report with suspicious scales as problems."""
         engines = {key: each.allow_suspicious() for key, each in self.engines.items()}

@@ -15,7 +15,7 @@ from fp8calib.verification.report import (
     PairedResult,
     Verdict,
     VerifyReport,
-    format_difference,
+    describe_pair,
     format_kld,
 )
 
@@ -73,8 +73,8 @@ def choose_kv(
         answer="unknown" if need is None or need.answer == "cannot-tell" else need.answer,
         why=_explain_need(report, written=not unused),
     )
-    queries = _decide_query(report, found, unfit_queries)
-    wanted = found[KV_AND_Q_SCALES if queries.answer == "yes" else KV_SCALES]
+    queries, has_queries = _decide_query(report, found, unfit_queries)
+    wanted = found[KV_AND_Q_SCALES if has_queries else KV_SCALES]
     closest = _describe(min(scaled, key=_loss))
     is_unknown = wanted.verdict is Verdict.CANNOT_TELL
     if not unused and wanted.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}:
@@ -103,20 +103,31 @@ def _decide_query(
     report: VerifyReport,
     found: Mapping[str, CandidateResult],
     unfit_queries: Mapping[int, float],
-) -> AnsweredQuestion:
+) -> tuple[AnsweredQuestion, bool]:
+    """Decide whether q needs scales, and whether they are written."""
     question = "does q need scales?"
     if not unfit_queries or KV_AND_Q_SCALES not in found:
         why = "in no layer does q clip or underflow at scale 1.0"
-        return AnsweredQuestion(question=question, answer="no", why=why)
+        return AnsweredQuestion(question=question, answer="no", why=why), False
     paired = find_pair(report, KV_AND_Q_SCALES, KV_SCALES)
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit_queries.items()], 6)
-    figures = f"KLD {format_difference(paired)} with q scales against without"
-    where = f"q clips or underflows at scale 1.0 (layer and amax: {layers}); {figures}"
-    # Where the text cannot tell, a scale that fits cannot be worse than one that clips.
-    if paired.answer in {PairedAnswer.BETTER, PairedAnswer.CANNOT_TELL}:
-        return AnsweredQuestion(question=question, answer="yes", why=where)
-    why = f"q has unusual magnitudes (layer and amax: {layers}), but they change nothing: {figures}"
-    return AnsweredQuestion(question=question, answer="no", why=why)
+    answer, is_written = _QUERY_ANSWERS[paired.answer]
+    why = (
+        f"q clips or underflows at scale 1.0 (layer and amax: {layers}); with q scales against "
+        f"without, {describe_pair(paired)}"
+    )
+    if answer == "unknown":
+        why = f"{why}. They are written: scales that fit clip nothing."
+    return AnsweredQuestion(question=question, answer=answer, why=why), is_written
+
+
+_QUERY_ANSWERS = {
+    PairedAnswer.BETTER: ("yes", True),
+    PairedAnswer.WORSE: ("no", False),
+    PairedAnswer.NO_DIFFERENCE: ("no", False),
+    PairedAnswer.CANNOT_TELL: ("unknown", True),
+}
+"""Whether q needs scales, and whether they are written."""
 
 
 def find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:
@@ -144,13 +155,10 @@ def describe_schemes(report: VerifyReport, refused: Mapping[str, str]) -> str:
     ranked = sorted(_list_usable(report, refused), key=_loss)
     figures = [_describe(each) for each in ranked]
     if len(ranked) > 1:
-        best, second = ranked[:2]
-        paired = find_pair(report, second.name, best.name)
-        if paired.answer is not PairedAnswer.WORSE:
-            told = paired.answer.value.replace("-", " ")
-            figures.append(
-                f"{second.name} against {best.name}: {told} (KLD {format_difference(paired)})"
-            )
+        best, *others = ranked
+        pairs = [find_pair(report, other.name, best.name) for other in others]
+        described = [f"{pair.candidate}, {describe_pair(pair)}" for pair in pairs]
+        figures.append(f"against {best.name}: {'; '.join(described)}")
     return "; ".join([*figures, *(f"{name}: {why}" for name, why in refused.items())])
 
 
@@ -199,7 +207,7 @@ def choose_left_layers(
         if passes(candidate):
             left = tuple(sorted(ranked[:count]))
             why = (
-                "quantized one at a time, they lose most; with them in 16 bits, "
+                "quantized one at a time, they have the largest KLD; with them in 16 bits, "
                 f"{candidate.verdict_why}"
             )
             return left, AnsweredQuestion(

@@ -14,16 +14,17 @@ from pydantic import BaseModel, ValidationError
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint, pair_tensors
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.registry import load_finder
 from fp8calib.dialects.metadata import find_origin, read_file_origin
 from fp8calib.dialects.read import has_kv_scales
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.results.auto import AutoResult
+from fp8calib.results.verify import VerifyResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
 from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
@@ -104,6 +105,9 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         UsageError: the folder holds nothing to publish, or a report is of something else.
         ModelError: a file is damaged, or a report is of another model.
     """
+    if folder.is_file():
+        hint = "name the folder to publish, and a report by --verify-report"
+        raise UsageError(f"{folder}: a file, not a folder", hint=hint)
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder", hint="name the folder to publish")
     tensors = sorted(folder.glob("*.safetensors"))
@@ -111,6 +115,12 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         raise UsageError(
             f"{folder}: holds statistics, which nobody can serve",
             hint="name the checkpoint or the overlay in it",
+        )
+    if inner := list_inner_checkpoints(folder):
+        names = cut_list([each.name for each in inner])
+        raise UsageError(
+            f"{folder}: not a checkpoint: it holds {names}, and each has a card of its own",
+            hint=f"name the one to publish, such as {inner[0]}",
         )
     has_weights = is_fp8_checkpoint(folder)
     has_scales = has_kv_scales(folder)
@@ -224,17 +234,16 @@ def _explain_other(path: Path, folder: Path) -> str:
 def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Loss:
     document = load_json_object(path)
     try:
-        fields = {k: v for k, v in document.items() if k not in _ADDED}
         if document.get("kind") == "auto":
-            loss = _from_auto(AutoResult.model_validate(fields))
+            loss = _from_auto(AutoResult.from_json(document))
         else:
-            loss = _from_verify(VerifyReport.model_validate(fields), path, folder)
+            loss = _from_verify(VerifyResult.from_json(document), path, folder)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UsageError(
             f"{path}: no report of this version's verify or auto: {where}: {first['msg']}",
-            hint="write it again: fp8calib verify MODEL --scales DIR --json",
+            hint="write it again: `fp8calib verify MODEL --scales DIR --json`",
         ) from error
     measured = loss.provenance.model_hash if loss.provenance is not None else ""
     if origin is not None and measured and origin.model != measured:
@@ -243,10 +252,6 @@ def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Lo
             hint="verify this folder with the model that was calibrated",
         )
     return loss
-
-
-_ADDED = ("schema_version", "passed", "next", "advice")
-"""What the command line adds to a report."""
 
 
 def _from_auto(report: AutoResult) -> Loss:
@@ -275,7 +280,7 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
     if not own:
         raise UsageError(
             f"{path}: none of its candidates is {folder}",
-            hint=f"write it with: fp8calib verify MODEL --scales {folder} --json",
+            hint=f"write it with `fp8calib verify MODEL --scales {folder} --json`",
         )
     return Loss(
         model=report.model,

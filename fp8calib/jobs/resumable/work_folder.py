@@ -34,7 +34,6 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.stats.merge import explain_other_run
 
 _TAG = "fp8calib calibrate"
-_NO_FIELDS = ("schema_version", "passed")
 
 
 class UnwrittenError(ExportError):
@@ -98,8 +97,9 @@ def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> Cali
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
         report = json.loads((folder / REPORT_NAME).read_bytes())
-        fields = {key: value for key, value in report.items() if key not in _NO_FIELDS}
-        result = CalibrateResult(stats=PublicStats.of(stats), was_finished=True, **fields)
+        result = CalibrateResult.from_json(
+            {**report, "stats": PublicStats.of(stats), "was_finished": True}
+        )
     except (ModelError, ValueError):
         return None
     return result if _is_of_run(job, header, stats) else None

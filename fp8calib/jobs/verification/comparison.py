@@ -12,6 +12,8 @@ import torch
 
 from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.rows import Row
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
@@ -113,29 +115,42 @@ def open_verify_job(
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
         geometry=model.prepared.geometry,
     )
-    opened = tuple(_open_candidates(options, target))
     plan = text if isinstance(text, DataPlan) else text.plan(model.source)
     ask = None
     if server is not None:
         from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
 
         ask, plan = connect_all(server, model.source, plan)
-    loading = judge_loading(options, model, opened)
-    job = VerifyJob(
-        **fields_of(model),
+    task_job = _open_tasks(model, options, text)
+
+    def open_for(engine: Engine, numerics: Numerics) -> VerifyJob:
+        mine = replace(options, engine=engine, numerics=numerics, others=())
+        opened = tuple(_open_candidates(mine, target))
+        loading = judge_loading(mine, model, opened)
+        return VerifyJob(
+            **fields_of(model),
+            options=mine,
+            target=target,
+            opened=opened,
+            plan=plan,
+            server=ask,
+            task_job=task_job,
+            refused=loading.refused.keys(),
+            warnings=tuple(warn_of_loading(mine, loading)),
+        )
+
+    job = open_for(options.engine, options.numerics)
+    others = tuple(open_for(*each) for each in options.others)
+    job = replace(
+        job,
         options=options,
-        target=target,
-        opened=opened,
-        plan=plan,
-        server=ask,
-        task_job=_open_tasks(model, options, text),
-        refused=loading.refused.keys(),
+        others=others,
         warnings=(
             *model.describe_decoded(),
             *_warn_of_leftovers(model.name, model.prepared),
-            *_warn_of_overlap(plan, opened),
-            *_warn_of_ignored_kv(options.scheme, opened),
-            *warn_of_loading(options, loading),
+            *_warn_of_overlap(plan, job.opened),
+            *_warn_of_ignored_kv(options.scheme, job.opened),
+            *(note for each in (job, *others) for note in each.warnings),
         ),
     )
     build_request(job, model.prepared.model)

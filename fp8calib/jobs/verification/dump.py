@@ -64,7 +64,10 @@ def _read_dump(path: Path, plan: DataPlan) -> dict[str, torch.Tensor]:
         found = {name: file.read(name) for name in file.tensors}
         metadata = file.header.metadata
     if "reference" not in found:
-        raise DataError(f"{path}: holds no reference", hint="name a file that verify --dump wrote")
+        raise DataError(
+            f"{path}: holds no reference",
+            hint="name a file that `fp8calib verify --dump FILE` wrote",
+        )
     broken = next((name for name in found if not bool(found[name].isfinite().all())), None)
     if broken is not None:
         raise DataError(

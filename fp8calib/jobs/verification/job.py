@@ -57,10 +57,14 @@ class VerifyOptions:
     """Paths as given, or statistics in memory."""
     engine: Engine
     numerics: Numerics
+    others: tuple[tuple[Engine, Numerics], ...] = ()
+    """The engines that are compared with it."""
     scheme: Scheme | None
     rules: tuple[Rule, ...]
     fmt: Fp8Format
     gate: Gate | None
+    is_strict: bool = False
+    """Whether a warning of the gate is a failure."""
     sensitivity: bool
     batch_size: int
     tasks: tuple[str, ...] = ()
@@ -90,6 +94,8 @@ class VerifyJob(RunModel):
     options: VerifyOptions
     target: Target
     opened: tuple[OpenedCandidate, ...]
+    others: tuple[VerifyJob, ...] = ()
+    """The same for each engine that is compared with that of the options."""
     plan: DataPlan
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None

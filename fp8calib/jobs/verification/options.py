@@ -40,16 +40,20 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     scales = list_scales(request.scales)
     _check_candidate_names([str(i) for i in scales if not isinstance(i, CalibrationStats)])
     _check_task_options(request.tasks or (), request.limit)
-    known, numerics = find_emulated(request.engine)
+    (engine, numerics), *others = map(find_emulated, list_engines(request))
+    if others:
+        _require_one_engine(request)
     outputs = list_outputs(request)
     return VerifyOptions(
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
-        engine=known,
+        engine=engine,
         numerics=numerics,
+        others=tuple(others),
         scheme=None if request.scheme is None else find_scheme(request.scheme),
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
         gate=None if request.gate is None else load_gate(request.gate),
+        is_strict=request.strict,
         sensitivity=request.sensitivity,
         batch_size=request.batch_size,
         tasks=tuple(request.tasks or ()),
@@ -59,6 +63,37 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         with_histograms=request.report is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
+
+
+def list_engines(request: VerifyRequest) -> list[str]:
+    """List the engines to emulate, each once.
+
+    Raises:
+        UsageError: there is none.
+    """
+    named = [request.engine] if isinstance(request.engine, str) else request.engine
+    if not named:
+        raise UsageError("--engine: no name given", hint="leave it out to emulate vllm")
+    parts = (part.strip() for name in named for part in name.split(","))
+    return list(dict.fromkeys(parts))
+
+
+def _require_one_engine(request: VerifyRequest) -> None:
+    """Refuse several engines beside what is about one.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    of_one_engine = {
+        "--rules": request.rules,
+        "--sensitivity": request.sensitivity,
+        "--server": request.server,
+    }
+    if found := [option for option, value in of_one_engine.items() if value]:
+        raise UsageError(
+            f"{found[0]} is about one engine, and --engine names several",
+            hint=f"leave out {found[0]}, or name one engine",
+        )
 
 
 def list_outputs(request: VerifyRequest) -> list[Path]:

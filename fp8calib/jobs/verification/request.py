@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,7 +27,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.kv import emulate_kv, fit_kv
+from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.report import SCALE_ONE, HistogramResult
 from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
@@ -39,32 +40,74 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         UsageError: options that contradict each other.
         ModelError: a candidate cannot be emulated.
     """
-    candidates = tuple(_list_candidates(job, model))
+    groups = _group_engines(job)
+    candidates = tuple(_list_candidates(groups, model))
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
     rules_of = _find_rules_stats(job)
+    first = _first_with_kv(job) if len(groups) == 1 else None
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
         numerics=job.options.numerics,
-        engine_version=job.options.engine.release,
+        engine=", ".join(each.options.engine.key for each in (job, *job.others)),
+        engine_version=", ".join(each.options.engine.release for each in (job, *job.others)),
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
-        fitted=fit_kv(job.target.geometry, job.options.fmt, job.options.numerics),
-        per_head=_build_per_head(job),
-        diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
+        per_head=_build_per_head(job, first),
+        diagnosis_of=first.name if first else "",
         is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
+        is_strict=job.options.is_strict,
         faults=list_faults(candidates) if job.options.with_faults else {},
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
-        refused=job.refused,
+        refused=tuple(
+            _name_in(name, group[0], groups) for group in groups for name in group[0].refused
+        ),
         warnings=(*job.plan.warnings, *job.warnings, *notes),
     )
 
 
-def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
+def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
+    """Group the jobs of all engines by their arithmetic, in the order of the engines."""
+    groups: list[list[VerifyJob]] = []
+    for each in (job, *job.others):
+        numerics = each.options.numerics
+        same = next((g for g in groups if g[0].options.numerics == numerics), None)
+        if same is None:
+            groups.append([each])
+        else:
+            same.append(each)
+    return groups
+
+
+def _name_in(name: str, job: VerifyJob, groups: Sequence[object]) -> str:
+    """Name a candidate: with its engine where several compute it."""
+    return f"{name} in {job.options.engine.key}" if len(groups) > 1 else name
+
+
+def _list_candidates(
+    groups: Sequence[Sequence[VerifyJob]], model: LoadedModel
+) -> Iterator[Candidate]:
+    """List the candidates of each arithmetic.
+
+    Where several are compared, scale 1.0 is one only if nothing else is.
+    """
+    for group in groups:
+        found = list(_list_of_engine(group[0], model))
+        asked = [each for each in found if each.name != SCALE_ONE]
+        for candidate in asked if asked and len(groups) > 1 else found:
+            yield replace(
+                candidate,
+                name=_name_in(candidate.name, group[0], groups),
+                subject=candidate.name,
+                engines=tuple(each.options.engine.key for each in group),
+            )
+
+
+def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     options, geometry = job.options, job.target.geometry
     if job.make_candidates is not None:
         yield from job.make_candidates(model, job.target)
@@ -162,9 +205,9 @@ def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
     return next((o for o in job.opened if o.stats is not None or o.found is not None), None)
 
 
-def _build_per_head(job: VerifyJob) -> Mapping[Site, Quantizer]:
+def _build_per_head(job: VerifyJob, first: OpenedCandidate | None) -> Mapping[Site, Quantizer]:
     """Build the quantizers of per-head scales for the diagnosis; empty where they are unknown."""
-    options, first = job.options, _first_with_kv(job)
+    options = job.options
     if first is None or not options.numerics.kv_per_head:
         return {}
     if first.stats is None:
@@ -185,7 +228,7 @@ def _list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterato
     if found is None or found.stats is None:
         return
     layer_of = index_layers(job.target.geometry)
-    candidate = next(each for each in candidates if each.name == found.name)
+    candidate = next(each for each in candidates if each.subject == found.name)
     for site, quantizer in candidate.emulation.quantizers.items():
         seen = found.stats.sites.get(site)
         if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.registry import find_emulated
-from fp8calib.jobs.verification.options import list_scales
+from fp8calib.jobs.verification.options import list_engines, list_scales
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.report import Remedy, VerifyReport
@@ -68,7 +68,7 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
 
     The KV cache is served in FP8, but for a checkpoint of which none was emulated.
     """
-    launch = find_emulated(request.engine)[0].launch
+    launch = find_emulated(list_engines(request)[0])[0].launch
     if report.decision.remedy is Remedy.SERVE:
         return "" if launch is None else launch.spell(report.model)
     candidate = Path(report.decision.candidate)

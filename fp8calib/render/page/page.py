@@ -20,7 +20,13 @@ from fp8calib.render.page.sections import (
 )
 from fp8calib.render.page.series import Series, make_series
 from fp8calib.render.templates import HTML
-from fp8calib.render.verify_tables import figures_table, rules_table, sites_table, tasks_table
+from fp8calib.render.verify_tables import (
+    figures_table,
+    pairs_table,
+    rules_table,
+    sites_table,
+    tasks_table,
+)
 from fp8calib.verification.report import LayerResult, Verdict, VerifyReport, candidates_table
 
 _TITLE = "FP8 verification of "
@@ -92,6 +98,13 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
     anchors = index_histograms(report.histograms, [row.site for row in worst])
     labels = {one.name: one.label for one in series}
     has_links = any(row.site in anchors for row in worst)
+    yield PageSection(
+        title="Candidates in pairs",
+        lead="Differences of the KL divergences of the same tokens; below 0 the candidate is "
+        "better.",
+        table=pairs_table(report),
+        is_folded=False,
+    )
     yield needs_section(report)
     yield PageSection(
         title="The worst sites",
@@ -103,7 +116,7 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
     yield sensitivity_section(report.sensitivity)
     yield PageSection(
         title="Scale rules",
-        lead="On the text of this verification, best first.",
+        lead="On the text of this verification, the smallest KLD first.",
         table=rules_table(report.rules) if report.rules else None,
         is_folded=False,
     )

@@ -21,6 +21,7 @@ from fp8calib.verification.report import (
     Verdict,
     format_difference,
     format_kld,
+    tell_more,
 )
 
 _MOST_NAMED = 6
@@ -44,6 +45,8 @@ class Basis:
     """By candidate and base: of KV scales with scale 1.0, of FP8 weights with the best."""
     refused: Collection[str] = ()
     """The candidates that the engine cannot load."""
+    is_strict: bool = False
+    """Whether a warning of the gate is a failure."""
     reference_ppl: float = 1.0
     vocab_size: int = 0
 
@@ -57,23 +60,24 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
     scaled = [one for one in basis.candidates if one not in weights and one.name != SCALE_ONE]
     weights = [one for one in weights if one.name != SCALE_ONE]
-    if cached is not None:
+    if len({one.engines for one in basis.candidates}) > 1:
+        found = _compare_engines(basis)
+    elif cached is not None:
         found = cached
+        if weights and scaled:
+            headline = f"{_decide_weights(basis, weights).headline} {cached.headline}"
+            found = cached.model_copy(update={"headline": headline})
     elif weights:
         found = _decide_weights(basis, weights)
     else:
         verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in basis.candidates)
         found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
-    first = " ".join(_list_collapses(basis))
+    first = " ".join((*_list_collapses(basis), *_list_same_engines(basis)))
     details = " ".join(
         text
         for one in basis.candidates
         if one.name != SCALE_ONE and (text := _describe_unfit(one.name, basis))
     )
-    if weights and scaled:
-        found = found.model_copy(
-            update={"headline": f"{_decide_weights(basis, weights).headline} {found.headline}"}
-        )
     return found.model_copy(
         update={"headline": f"{first} {found.headline}".strip(), "details": details}
     )
@@ -99,6 +103,13 @@ def _list_collapses(basis: Basis) -> Iterator[str]:
                 f"{_name(one.name)} predicts another token than the unquantized model "
                 f"{1 - one.top1_agreement:.0%} of the time."
             )
+
+
+def _list_same_engines(basis: Basis) -> Iterator[str]:
+    """Say which engines compute the same, so that nothing is left to compare."""
+    for engines in dict.fromkeys(one.engines for one in basis.candidates):
+        if len(engines) > 1:
+            yield f"Same arithmetic: {' = '.join(engines)}."
 
 
 # --- scales that do not fit -----------------------------------------------------------------------
@@ -198,7 +209,7 @@ def _leave_open(need: KvNeed, where: str) -> Decision:
     text = f"whether this model needs KV scales cannot be told: {where} at scale 1.0"
     if paired is None:
         return Decision(headline=f"{text}.")
-    more = "" if paired.tokens_to_tell is None else f"; about {_round(paired.tokens_to_tell)} would"
+    more = tell_more(paired)
     return Decision(
         headline=f"{text}, but on this text that changes the KLD by {format_difference(paired)} "
         f"({'too few tokens to tell' if more else 'too few sequences'}{more})."
@@ -222,8 +233,8 @@ def _decide_without(
         )
     text = f"this model does not need KV scales: {why}. {cost} ({unscaled.verdict_why})"
     if others := [_compare_with_one(basis, one) for one in scaled]:
-        text = f"{text}; {'; '.join(others)}"
-    if unscaled.verdict is Verdict.FAIL:
+        text = f"{text}; against scale 1.0, {'; '.join(others)}"
+    if _fails(unscaled, basis):
         text = f"{text}. That fails the {unscaled.gate} gate: leave the KV cache of some layers "
         return Decision(
             headline=f"{text}unquantized, or of all.",
@@ -240,15 +251,8 @@ def _decide_without(
 
 def _compare_with_one(basis: Basis, one: CandidateResult) -> str:
     paired = basis.paired[one.name, SCALE_ONE]
-    words = {
-        PairedAnswer.BETTER: f"{one.name} happens to round better",
-        PairedAnswer.WORSE: f"{one.name} is worse than scale 1.0",
-        PairedAnswer.NO_DIFFERENCE: f"{one.name} makes no difference",
-        PairedAnswer.CANNOT_TELL: (
-            f"{one.name} differs from scale 1.0 by less than this text can tell"
-        ),
-    }
-    return f"{words[paired.answer]} (KLD {format_difference(paired)})"
+    by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
+    return f"{one.name} {_describe_answer(paired)}{by_chance}"
 
 
 def _decide_unfit(
@@ -294,9 +298,10 @@ def _choose_scaled(
         named = ", ".join(one.name for one in fitting)
         text = f"{needed}. {named} would fit, but the engine cannot load it"
         return Decision(headline=f"{text}: use another engine or format.")
-    best = min(loadable, key=_kld)
+    passing = [one for one in loadable if not _is_unusable(one, basis)]
+    best = min(passing or loadable, key=_kld)
     klds = f"KLD {format_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
-    if best.verdict is Verdict.FAIL:
+    if _fails(best, basis):
         text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
         return Decision(
             headline=f"{text}layers unquantized, or of all.",
@@ -308,6 +313,7 @@ def _choose_scaled(
         return Decision(headline=f"{text}.")
     removed = format_difference(basis.paired[best.name, SCALE_ONE])
     text = f"{needed}; use {best.name}: KLD {removed} against scale 1.0 ({klds})"
+    text = f"{text}{_compare_with_best(best, passing, basis)}"
     return Decision(headline=f"{text}.", remedy=Remedy.USE, candidate=best.name)
 
 
@@ -336,11 +342,6 @@ def _join_layers(layers: Sequence[int]) -> str:
     return f"layers {shown} and {layers[-1]}"
 
 
-def _round(tokens: int) -> str:
-    """Round a number of tokens to two digits."""
-    return f"{float(f'{tokens:.2g}'):,.0f} tokens"
-
-
 # --- FP8 weights ----------------------------------------------------------------------------------
 
 
@@ -352,12 +353,12 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
         for one in found
     )
     loadable = [one for one in found if one.name not in basis.refused]
-    failing = (Verdict.FAIL, Verdict.CANNOT_TELL)
-    if passing := [one for one in loadable if one.verdict not in failing]:
+    if passing := [one for one in loadable if not _is_unusable(one, basis)]:
         best = min(passing, key=_kld)
-        choice = f"; {_prefer(best, passing, basis)}" if len(found) > 1 else ""
+        choice = f"; use {best.name}{_compare_with_best(best, passing, basis)}"
+        choice = choice if len(found) > 1 else ""
         return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
-    if failed := [one for one in loadable if one.verdict is Verdict.FAIL]:
+    if failed := [one for one in loadable if _fails(one, basis)]:
         return Decision(
             headline=f"{listed}; leave the most sensitive layers unquantized, or use another "
             "scheme.",
@@ -367,19 +368,64 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
     return Decision(headline=f"{listed}.")
 
 
-def _prefer(best: CandidateResult, passing: Sequence[CandidateResult], basis: Basis) -> str:
-    """Name the candidate to use, and those that are not surely worse."""
-    equal = [
-        (one.name, paired)
+def _compare_with_best(
+    best: CandidateResult, passing: Sequence[CandidateResult], basis: Basis
+) -> str:
+    """Say how the others that pass compare with the one to use; empty without others."""
+    others = [
+        f"{one.name} {_describe_answer(basis.paired[one.name, best.name])}"
         for one in passing
         if one is not best
-        and (paired := basis.paired.get((one.name, best.name)))
-        and paired.answer is not PairedAnswer.WORSE
     ]
-    if not equal:
-        return f"use {best.name}"
-    listed = ", ".join(f"{name} (KLD {format_difference(paired)})" for name, paired in equal)
-    return f"use {best.name}, or, as this text does not tell them apart, {listed}"
+    return f"; against it, {'; '.join(others)}" if others else ""
+
+
+def _fails(one: CandidateResult, basis: Basis) -> bool:
+    """Whether the gate fails: by a warning too if it is strict."""
+    return one.verdict is Verdict.FAIL or (basis.is_strict and one.verdict is Verdict.WARN)
+
+
+def _is_unusable(one: CandidateResult, basis: Basis) -> bool:
+    """Whether a candidate fails, or cannot be judged."""
+    return _fails(one, basis) or one.verdict is Verdict.CANNOT_TELL
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def _compare_engines(basis: Basis) -> Decision:
+    """Say of every candidate what the other engines make of it, against the first one.
+
+    No engine is recommended: which one serves depends on more than its arithmetic.
+    """
+    sentences = []
+    for subject in dict.fromkeys(one.subject for one in basis.candidates):
+        first, *others = (one for one in basis.candidates if one.subject == subject)
+        answers = [
+            f"{one.engines[0]} {_describe_answer(basis.paired[one.name, first.name])}"
+            for one in others
+        ]
+        if answers:
+            sentences.append(f"{subject}: against {first.engines[0]}, {'; '.join(answers)}")
+    for one in basis.candidates:
+        if one.verdict in {Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL}:
+            sentences.append(f"{one.name}: {one.verdict}")
+        if one.name in basis.refused:
+            sentences.append(f"{one.engines[0]} cannot load {one.subject}")
+    return Decision(headline=f"{'. '.join(sentences)}.")
+
+
+def _describe_answer(paired: PairedResult) -> str:
+    """Describe what a comparison tells, as the predicate of the candidate."""
+    if paired.difference == 0 and paired.se == 0:
+        return "has the same KLD in every sequence"
+    words = {
+        PairedAnswer.BETTER: "is better",
+        PairedAnswer.WORSE: "is worse",
+        PairedAnswer.NO_DIFFERENCE: "makes no difference",
+        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
+    }
+    return f"{words[paired.answer]} (KLD {format_difference(paired)}{tell_more(paired)})"
 
 
 def _name(candidate: str) -> str:

@@ -25,7 +25,8 @@ class Gate(BaseModel):
     """Pass at a ratio of at most this."""
     fail_above: float
     kld_fail_above: float | None = Field(default=None, ge=0)
-    """Fail at a mean KL divergence (nats) above this, whatever the ratio."""
+    """Fail at a mean KL divergence (nats) above this by more than a standard error, whatever the
+    ratio."""
 
     @property
     def margin(self) -> float:
@@ -91,11 +92,10 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     error is the larger one of that of the losses and that which the KLD implies: the losses of a
     few tokens may be alike by chance.
     """
-    if gate.kld_fail_above is not None and summary.kld_mean is None:
-        return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
-    if gate.kld_fail_above is not None and (summary.kld_mean or 0.0) > gate.kld_fail_above:
-        kld = format_kld(summary.kld_mean)
-        return Verdict.FAIL, f"mean KLD {kld} is above {gate.kld_fail_above:g}"
+    if gate.kld_fail_above is not None:
+        found = _judge_kld(summary, gate.kld_fail_above)
+        if found is not None:
+            return found
     if summary.log_ratio_se is None:
         why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
         return Verdict.CANNOT_TELL, why
@@ -113,8 +113,22 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
 
 
+def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | None:
+    """Judge the divergence by the gate's own threshold; None where it is not above it."""
+    if summary.kld_mean is None:
+        return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
+    if summary.kld_mean <= fail_above:
+        return None
+    kld = f"mean KLD {format_kld(summary.kld_mean, summary.kld_se)}"
+    if summary.kld_se is None:
+        return Verdict.CANNOT_TELL, f"{kld}, whose error is unknown: use more and other text"
+    if summary.kld_mean - summary.kld_se <= fail_above:
+        return Verdict.WARN, f"{kld} is within one standard error of {fail_above:g}"
+    return Verdict.FAIL, f"{kld} is above {fail_above:g} by more than one standard error"
+
+
 def correct_if_misleading(
-    verdict: Verdict, why: str, *, damage: str, kld_mean: float | None, gate: Gate
+    verdict: Verdict, why: str, *, damage: str, summary: Summary, gate: Gate
 ) -> tuple[Verdict, str]:
     """Correct a verdict if the perplexity ratio hides damage.
 
@@ -129,11 +143,10 @@ def correct_if_misleading(
         return verdict, why
     # FP8 itself has a divergence: a stricter gate on the ratio does not lower this threshold.
     most = math.log(max(gate.fail_above, GATES["kv"].fail_above))
-    if gate.kld_fail_above is None and kld_mean is not None and kld_mean > most:
-        return (
-            Verdict.WARN,
-            f"{why}, but the mean KLD is {format_kld(kld_mean)}: the model answers differently",
-        )
+    kld = summary.kld_mean
+    if gate.kld_fail_above is None and kld is not None and kld > most:
+        shown = format_kld(kld, summary.kld_se)
+        return Verdict.WARN, f"{why}, but the mean KLD is {shown}: the model answers differently"
     return verdict, why
 
 

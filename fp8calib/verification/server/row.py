@@ -26,9 +26,7 @@ def add_server(
     if result.finding == Finding.UNKNOWN and verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
     else:
-        verdict, why = correct_if_misleading(
-            verdict, why, damage="", kld_mean=summary.kld_mean, gate=gate
-        )
+        verdict, why = correct_if_misleading(verdict, why, damage="", summary=summary, gate=gate)
     row = CandidateResult(
         name=SERVER,
         description=f"{result.kind} at {result.url}, model {result.model}",
