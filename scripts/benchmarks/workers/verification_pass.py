@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.engines.numerics import Numerics
@@ -47,7 +48,9 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         )
 
         def verification(candidate: Candidate) -> Callable[[], object]:
-            request = VerificationRequest(numerics=numerics, candidates=(candidate, unscaled))
+            # Without fitted scales there is nothing to measure beside the passes.
+            found = tuple(replace(each, fitted={}) for each in (candidate, unscaled))
+            request = VerificationRequest(numerics=numerics, candidates=found)
             return lambda: verify(
                 reference, request, setup.plan, batch_size=1, progress=CallbackProgress(None)
             )
