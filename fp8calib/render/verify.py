@@ -57,7 +57,7 @@ def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator
 
 def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
     title = (
-        f"{report.engine} ({report.engine_version}), {report.tokens:,} tokens in "
+        f"{report.engine_version}, emulated: {report.tokens:,} tokens in "
         f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
         f"{report.reference.ppl:.4f}"
     )

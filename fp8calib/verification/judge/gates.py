@@ -156,7 +156,7 @@ def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:
     A ratio of 500 ± 600 is 500, up to a factor of 3.3 either way.
     """
     pass_at, fail_above = math.log(gate.pass_at), math.log(gate.fail_above)
-    if abs(ratio) <= error:
+    if abs(ratio) <= error and abs(ratio) + error <= pass_at:
         return Verdict.NO_DIFFERENCE, "is within one standard error of 1"
     if ratio <= pass_at:
         return Verdict.PASS, f"is at most {gate.pass_at:g}"
