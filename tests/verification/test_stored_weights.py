@@ -7,7 +7,7 @@ element.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,15 +104,6 @@ def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
         for name, weight in plain.items()
         if is_quantized(name)
     }
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """Give a llama whose weights span several blocks in both directions."""
-    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
-    model = zoo.build("llama", **sizes)
-    with opened(model, tmp_path_factory.mktemp("wide") / "m") as found:
-        yield found
 
 
 @pytest.mark.parametrize("form", FORMS)
