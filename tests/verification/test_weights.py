@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from fp8calib.verification.emulation.weights import (
 )
 from tests import zoo
 from tests.cli.program import succeed
+from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
     Subject,
     cast,
@@ -186,15 +186,8 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
         tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.tensor(scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "fmt": "e4m3",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return change_config(folder, quantization_config={**section, "weight_block_size": [128, 128]})
 
 
 def stored(subject: Subject, folder: Path, numerics: Numerics) -> Emulation:
