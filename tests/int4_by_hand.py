@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.kit.checkpoints import change_config
 
 Tensors = dict[str, torch.Tensor]
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "tensor", "symmetric": True}
@@ -93,5 +94,4 @@ def quantize(
 
 def write_section(folder: Path, section: Any) -> None:
     """Add the quantization_config to the config."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    change_config(folder, quantization_config=section)

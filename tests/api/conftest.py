@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.cli.conftest import _offline, _one_thread, data, model
+from tests.cli.conftest import _offline, data, model
 
-__all__ = ["_offline", "_one_thread", "data", "model"]
+__all__ = ["_offline", "data", "model"]

@@ -16,11 +16,9 @@ from fp8calib.jobs.auto import decide
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
-    Decision,
     KvNeed,
     PairedAnswer,
     PairedResult,
-    ReferenceResult,
     Verdict,
     VerifyReport,
 )
@@ -28,6 +26,7 @@ from tests import zoo
 from tests.architectures import families
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
+from tests.kit.reports import make_candidate, make_small
 
 LENGTH = 32
 QUICK = ("--seq-len", LENGTH, "--dtype", "float32", "--batch-size", 12)
@@ -294,22 +293,7 @@ def test_schemes_are_ruled_out_for_what_the_statistics_lack(tmp_path: Path) -> N
 
 
 def candidate(name: str, kld: float, verdict: Verdict = Verdict.PASS) -> CandidateResult:
-    return CandidateResult(
-        name=name,
-        description="",
-        ppl=10.0,
-        ppl_ratio=1.0,
-        ppl_ratio_se=0.001,
-        kld_mean=kld,
-        kld_median=kld,
-        kld_p99=kld,
-        kld_max=kld,
-        top1_agreement=0.99,
-        verdict=verdict,
-        verdict_why="by hand",
-        gate="kv",
-        by_position=(),
-    )
+    return make_candidate(name, kld_mean=kld, kld_se=None, verdict=verdict, verdict_why="by hand")
 
 
 def make_report(*candidates: CandidateResult, need: KvNeed | None = None) -> VerifyReport:
@@ -327,24 +311,7 @@ def make_report(*candidates: CandidateResult, need: KvNeed | None = None) -> Ver
         for base in candidates
         if one is not base
     )
-    return VerifyReport(
-        model="model",
-        engine="vllm",
-        engine_version="1",
-        dtype="float32",
-        device="cpu",
-        data=(),
-        tokens=1,
-        sequences=1,
-        seq_len=2,
-        duration_s=1.0,
-        reference=ReferenceResult(ppl=10.0),
-        candidates=candidates,
-        layers=(),
-        decision=Decision(headline="by hand."),
-        kv=need,
-        comparisons=pairs,
-    )
+    return make_small(candidates=candidates, kv=need, comparisons=pairs)
 
 
 def make_need(answer: str) -> KvNeed:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import snapshot, succeed
+from tests.kit.pictures import assert_unchanged, take
 
 LENGTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
@@ -36,41 +35,6 @@ def token_rows(count: int = 6, length: int = 20) -> list[torch.Tensor]:
 def stats_bytes(stats: fp8calib.CalibrationStats, folder: Path) -> bytes:
     save_stats(stats, folder / "made.safetensors")
     return (folder / "made.safetensors").read_bytes()
-
-
-def describe_state(model: PreTrainedModel) -> dict[str, Any]:
-    """Copy everything that a run could change: values, addresses, flags, hooks, configs."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
-    return {
-        "values": {name: value.clone() for name, value in model.state_dict().items()},
-        "addresses": {name: value.data_ptr() for name, value in model.named_parameters()},
-        "grads": {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()},
-        "buffers": {name: value.clone() for name, value in model.named_buffers()},
-        "modules": {
-            name: (
-                {key: value for key, value in vars(module).items() if not key.startswith("_")},
-                [len(getattr(module, hook)) for hook in hooks],
-            )
-            for name, module in model.named_modules()
-        },
-        "config": copy.deepcopy(model.config.to_dict()),
-    }
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, tuple | list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
-    elif isinstance(expected, int | float | str | bool | None):
-        assert found == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
@@ -95,60 +59,42 @@ def test_a_model_in_memory_gives_the_bytes_of_the_command_line(family: str, tmp_
         assert all(torch.equal(scales[name], expected[name]) for name in expected)
 
 
-def test_a_path_gives_the_bytes_of_the_command_line(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    options = {"samples": 3, "seq_len": LENGTH, "dtype": "float32"}
-    succeed(
-        *("calibrate", model, "--data", data, "--out", out, "--samples", 3),
-        *("--seq-len", LENGTH, "--dtype", "float32", "--no-pack"),
-    )
-    found = fp8calib.calibrate(str(model), data, pack=False, **options)  # type: ignore[arg-type]
-    assert stats_bytes(found.stats, tmp_path) == (out / "stats.safetensors").read_bytes()
-
-
-@contextmanager
-def _train_mode(model: PreTrainedModel) -> Iterator[None]:
-    model.train()
-    model.model.layers[0].eval()  # the flags of modules may differ
-    yield
-
-
 @pytest.mark.parametrize("run", ["calibrate", "verify", "quantize", "gptq"])
 def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=24)
     model(torch.randint(3, 100, (1, 40)))  # the rotary embedding has grown with the length
-    with _train_mode(model):
-        before = describe_state(model)
-        rows = token_rows()
-        random_state = torch.get_rng_state()
-        if run == "calibrate":
-            fp8calib.calibrate(model, rows, seq_len=LENGTH)
-        elif run == "verify":
-            stats = fp8calib.calibrate(model, rows, seq_len=LENGTH).stats
-            fp8calib.verify(model, stats, rows, seq_len=LENGTH)
-            report = fp8calib.verify(model, data=rows, seq_len=LENGTH, scheme="fp8-dynamic")
-            assert report.candidates[0].kld_mean > 0  # weights were replaced for a while
-        else:
-            text = {"rounding": "gptq", "data": rows, "seq_len": LENGTH} if run == "gptq" else {}
-            out = tmp_path / "fp8"
-            fp8calib.quantize(model, "fp8-dynamic", out, allow_unservable=True, **text)  # type: ignore[arg-type]
-        assert_same(describe_state(model), before)
-        assert torch.equal(torch.get_rng_state(), random_state)
+    model.train()
+    model.model.layers[0].eval()  # the flags of modules may differ
+    before = take(model)
+    rows = token_rows()
+    random_state = torch.get_rng_state()
+    if run == "calibrate":
+        fp8calib.calibrate(model, rows, seq_len=LENGTH)
+    elif run == "verify":
+        stats = fp8calib.calibrate(model, rows, seq_len=LENGTH).stats
+        report = fp8calib.verify(model, stats, rows, seq_len=LENGTH)
+        assert [each.name for each in report.candidates] == ["statistics", "scale-1.0"]
+        report = fp8calib.verify(model, data=rows, seq_len=LENGTH, scheme="fp8-dynamic")
+        assert report.candidates[0].kld_mean > 0  # weights were replaced for a while
+    else:
+        text = {"rounding": "gptq", "data": rows, "seq_len": LENGTH} if run == "gptq" else {}
+        out = tmp_path / "fp8"
+        fp8calib.quantize(model, "fp8-dynamic", out, allow_unservable=True, **text)  # type: ignore[arg-type]
+    assert_unchanged(model, before)
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_a_failing_run_leaves_the_model_as_it_was() -> None:
     model = zoo.build("llama").train()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.inf
-    before = describe_state(model)
+    before = take(model)
     with pytest.raises(fp8calib.CalibrationError, match=r"layers\.1\.self_attn"):
         fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, observe=("kv",))
     with pytest.raises(fp8calib.ModelError, match=r"v_proj.weight holds inf at \[0, 0\]"):
         fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
-    assert_same(describe_state(model), before)
+    assert_unchanged(model, before)
 
 
 def test_every_one_of_100_refits_gives_the_scales_of_its_step() -> None:

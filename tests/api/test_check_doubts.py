@@ -20,11 +20,12 @@ from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES
 from tests.architectures.test_vision_language import MODELS
+from tests.kit.checkpoints import change_config, change_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = ("model-1.safetensors", "model-2.safetensors")
 NAME = "model.layers.1.self_attn.k_proj.weight"
-Edit = Callable[[Path], None]
+Edit = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configure(**changes: object) -> Edit:
     """Change config.json."""
-
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
+    return lambda folder: change_config(folder, **changes)
 
 
 def quantize(**weights: object) -> Edit:
@@ -54,7 +50,7 @@ def quantize(**weights: object) -> Edit:
 
 def write(name: str, document: object) -> Edit:
     """Write a JSON file."""
-    return lambda folder: (folder / name).write_text(json.dumps(document)) and None
+    return lambda folder: (folder / name).write_text(json.dumps(document))
 
 
 def pickle(folder: Path) -> None:
@@ -102,6 +98,7 @@ DOUBTS: dict[str, tuple[Edit, str]] = {
     "another class": (configure(architectures=["Qwen2ForCausalLM"]), "Qwen2ForCausalLM"),
     "another model type": (configure(model_type="mistral"), "LlamaForCausalLM"),
     "no class": (configure(architectures=None), "None"),
+    "an empty list of classes": (configure(architectures=[]), "names the class"),
     "a class of no library": (configure(architectures=["MineForCausalLM"]), "MineForCausalLM"),
     "the class without a head": (configure(architectures=["LlamaModel"]), "LlamaModel"),
     "a text for a class": (configure(architectures="Other"), "Other"),
@@ -130,10 +127,17 @@ def test_what_is_unknown_is_no_fault(saved: Path, tmp_path: Path, what: str) -> 
     [
         configure(dtype="float8_e4m3fn"),
         configure(head_dim=None),
+        configure(architectures=["Foo", "LlamaForCausalLM"]),
         shard(""),
         write("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}),
     ],
-    ids=["a dtype of FP8", "no head_dim", "an index", "a config of ModelOpt that is not read"],
+    ids=[
+        "a dtype of FP8",
+        "no head_dim",
+        "two classes",
+        "an index",
+        "a config of ModelOpt that is not read",
+    ],
 )
 def test_what_engines_load_as_it_is_meant(saved: Path, tmp_path: Path, edit: Edit) -> None:
     """As vLLM 0.32 did."""
@@ -244,9 +248,7 @@ def test_a_number_in_two_files_is_compared(saved: Path, tmp_path: Path) -> None:
 def test_a_norm_that_holds_no_number(saved: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "x"
     shutil.copytree(saved, folder)
-    tensors = load_file(folder / SINGLE)
-    tensors[name][3] = float("nan")
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    change_tensors(folder, {name: torch.full((32,), torch.nan)})
 
     for report in fp8calib.check(folder).engines.values():
         assert report.weights is not None

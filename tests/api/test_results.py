@@ -60,7 +60,16 @@ def test_verify_with_its_files(
     page, dump = tmp_path / "page.html", tmp_path / "dump.safetensors"
     text: dict[str, Any] = {"samples": 4, "seq_len": 16, "dtype": "float32"}
     files: dict[str, Any] = {"report": page, "dump": str(dump)}
-    result = fp8calib.verify(model, str(out), data, gate=str(gate), **text, **files)
+    calls: list[tuple[str, int, int | None]] = []
+    result = fp8calib.verify(
+        *(model, str(out), data),
+        gate=str(gate),
+        progress=lambda *call: calls.append(call),
+        **text,
+        **files,
+    )
+    tokens = result.tokens + result.sequences  # the first of each sequence is not scored
+    assert calls[-1] == ("verifying", tokens, tokens)
     command = ("verify", model, "--scales", out, "--data", data, *QUICK, "--gate", gate)
     compare(result, *command)
     assert result.exit_code == code

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
-from fp8calib.verification.report import SCALE_ONE
 from tests import zoo
-from tests.cli.program import run, snapshot, succeed
+from tests.cli.program import snapshot, succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
 QUICK: dict[str, Any] = {"samples": 4, "seq_len": 16}
@@ -25,44 +24,6 @@ def calibrated(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     out = tmp_path_factory.mktemp("calibrated") / "out"
     succeed("calibrate", model, "--data", data, "--out", out, *QUICK_OPTIONS)
     return out
-
-
-def figures(candidates: Any) -> list[tuple[float, float, str]]:
-    return [(each["ppl_ratio"], each["kld_mean"], each["verdict"]) for each in candidates]
-
-
-@pytest.mark.parametrize("scheme", [None, "fp8-dynamic"])
-def test_verify_gives_the_figures_of_the_command(
-    scheme: str | None, model: Path, data: Path, calibrated: Path
-) -> None:
-    options = [] if scheme is None else ["--scheme", scheme]
-    command = ("verify", model, "--scales", calibrated, "--data", data, "--json")
-    expected = succeed(*command, *QUICK_OPTIONS, *options).json
-    calls: list[tuple[str, int, int | None]] = []
-    report = fp8calib.verify(
-        *(model, calibrated, data),
-        dtype="float32",
-        scheme=scheme,
-        progress=lambda *call: calls.append(call),
-        **QUICK,
-    )
-    tokens = report.tokens + report.sequences  # the first of each sequence is not scored
-    assert calls[-1] == ("verifying", tokens, tokens)
-    found = report.model_dump(mode="json")
-    assert figures(found["candidates"]) == figures(expected["candidates"])
-    assert report.advice == expected["advice"]
-    assert report.passed is expected["passed"]
-    live = fp8calib.verify(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        fp8calib.calibrate(
-            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-            [torch.arange(3, 60)],
-        ),
-        [{"input_ids": list(range(3, 60))}],
-        scheme=scheme,
-        **QUICK,
-    )
-    assert [each.name for each in live.candidates] == ["statistics", SCALE_ONE]
 
 
 def test_verify_refuses_the_statistics_of_another_model(model: Path, data: Path) -> None:
@@ -206,26 +167,6 @@ def test_a_model_in_memory_is_written_with_the_tokenizer_that_is_passed(
         fp8calib.export(stats, both, tmp_path / "e", tokeniser=tokenizer)  # type: ignore[call-arg]
 
 
-def test_export_writes_the_files_of_the_command(
-    model: Path, calibrated: Path, tmp_path: Path
-) -> None:
-    command = ("export", calibrated / "stats.safetensors", "--tp", 1, "--tp", 2, "--model", model)
-    formats = ("--format", "rfc", "vllm-json", "kv-overlay-head", "--rule", "headroom:2")
-    succeed(*command, *formats, "--out", tmp_path / "expected")
-    written = fp8calib.export(
-        calibrated / "stats.safetensors",
-        ["rfc", "vllm-json", "kv-overlay-head"],
-        tmp_path / "found",
-        tp=[1, 2],
-        model=model,
-        rule="headroom:2",
-    )
-    assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
-    assert written.out == tmp_path / "found"
-    with pytest.raises(fp8calib.UsageError, match="holds files that this command"):
-        fp8calib.export(calibrated / "stats.safetensors", "rfc", tmp_path / "found")
-
-
 @pytest.mark.parametrize(
     ("tp", "said"),
     [
@@ -240,16 +181,3 @@ def test_degrees_that_cannot_be_are_refused(
     with pytest.raises(fp8calib.UsageError, match=said):
         fp8calib.export(calibrated / "stats.safetensors", "rfc", tmp_path / "out", tp=tp)
     assert not (tmp_path / "out").exists()
-
-
-def test_check_gives_the_verdicts_of_the_command(calibrated: Path, model: Path) -> None:
-    path = calibrated / "kv-overlay"
-    outcome = run("check", path, "--engine", "vllm", "--engine", "tgi", "--json")
-    report = fp8calib.check(path, engine=["vllm", "tgi"])
-    assert outcome.json | report.to_json() == outcome.json
-    assert report.ok is (outcome.code == 0)
-    assert not fp8calib.check(model, engine="vllm", require_kv=True).ok
-    with pytest.raises(fp8calib.UsageError, match="no such file or folder"):
-        fp8calib.check("nowhere.json")
-    with pytest.raises(fp8calib.UsageError, match=r"^tp=0: must be 1 or more"):
-        fp8calib.check(path, tp=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,9 @@ ALL_FORMATS = ("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json",
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Run on one thread, as models this small are slower on many, and hide progress bars."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _offline() -> Iterator[None]:
-    """Make requests to the hub fail at once, even if the machine has a network."""
+    """Make requests to the hub fail at once, even if the machine has a network; hide its bars."""
+    transformers.utils.logging.disable_progress_bar()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")  # for libraries that are imported later
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -55,6 +47,16 @@ def save_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+
+
+def save_changed(model: Path, folder: Path, change: Callable[[Any], object], **sizes: Any) -> Path:
+    """Copy the folder of the tiny llama, with a model that `change` edits."""
+    shutil.copytree(model, folder)
+    llama = zoo.build("llama", **sizes)
+    with torch.no_grad():
+        change(llama)
+    llama.save_pretrained(folder)
+    return folder
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER
+from tests.kit.checkpoints import change_config, change_json, change_tensors
 
 BASE = FOLDER / "llama"
-WEIGHTS = "model.safetensors"
 NORM = "model.layers.1.input_layernorm.weight"
 TOOLS = {
     "llm-compressor, channels": "llmcompressor-fp8-dynamic",
@@ -56,9 +53,7 @@ def save_child(form: str, folder: Path) -> Path:
     change_config(folder, _drop_cache)
     own = folder / "hf_quant_config.json"
     if own.is_file():
-        document = json.loads(own.read_text())
-        document["quantization"]["kv_cache_quant_algo"] = None
-        own.write_text(json.dumps(document))
+        change_json(own, lambda document: document["quantization"].update(kv_cache_quant_algo=None))
     return folder
 
 
@@ -74,27 +69,9 @@ def _drop_cache(config: dict[str, Any]) -> None:
         del section["kv_cache_quant_config"], section["layer_quant_config"]
 
 
-def change_tensors(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> Path:
-    """Rewrite the one file of weights."""
-    path = folder / WEIGHTS
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
-    return folder
-
-
-def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Rewrite config.json."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config)
-    path.write_text(json.dumps(config))
-    return folder
-
-
 def set_method(folder: Path, **section: object) -> Path:
     """Replace the section on quantization."""
-    return change_config(folder, lambda config: config.update(quantization_config=section))
+    return change_config(folder, quantization_config=section)
 
 
 def change_norm(folder: Path) -> Path:

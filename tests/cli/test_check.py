@@ -16,9 +16,9 @@ from tests import zoo
 from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
+from tests.kit.checkpoints import change_config, change_tensors
 
 ENGINES = ("vllm", "sglang", "tgi", "transformers")
-STATUSES = {"used", "defaulted", "dropped", "misread", "refused"}
 
 
 def check(code: int, *arguments: object) -> Any:
@@ -96,12 +96,9 @@ def test_scales_that_record_another_model_are_refused(
 ) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     if change == "weights":
-        tensors = load_file(other / "model.safetensors")
-        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
-        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+        change_tensors(other, {"model.norm.weight": torch.zeros(32)})
     else:
-        config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.125}
-        (other / "config.json").write_text(json.dumps(config))
+        change_config(other, rms_norm_eps=0.125)
     if change == "config alone":
         (other / "model.safetensors").unlink()
     path = calibrated[0] / name
@@ -112,19 +109,6 @@ def test_scales_that_record_another_model_are_refused(
     assert run("check", path, "--model", model).code in {0, 8}
 
 
-def test_a_record_of_no_model_is_no_reason_to_refuse(
-    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path
-) -> None:
-    document = json.loads((calibrated[0] / "kv_cache_scales.tp1.json").read_text())
-    del document["_fp8calib"]
-    (tmp_path / "bare.json").write_text(json.dumps(document))
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.125}
-    (other / "config.json").write_text(json.dumps(config))
-
-    assert check(0, tmp_path / "bare.json", "--model", other, "--engine", "sglang")["ok"]
-
-
 def list_fixes(folder: Path, engine: str) -> set[str]:
     report = run("check", folder, "--engine", engine, "--json").json["engines"][engine]
     verdicts = [layer[role] for layer in report["layers"] for role in "kv"]
@@ -133,16 +117,16 @@ def list_fixes(folder: Path, engine: str) -> set[str]:
 
 @pytest.mark.parametrize("is_overlay", [True, False])
 @pytest.mark.parametrize(
-    ("family", "engine", "path"),
+    ("family", "path"),
     [
-        ("gpt2", "transformers", "transformer.h.{}.attn"),
-        ("falcon", "transformers", "transformer.h.{}.self_attention"),
-        ("gpt_neox", "transformers", "gpt_neox.layers.{}.attention"),
-        ("bloom", "transformers", "transformer.h.{}.self_attention"),
+        ("gpt2", "transformer.h.{}.attn"),
+        ("falcon", "transformer.h.{}.self_attention"),
+        ("gpt_neox", "gpt_neox.layers.{}.attention"),
+        ("bloom", "transformer.h.{}.self_attention"),
     ],
 )
 def test_an_overlay_is_not_advised_where_it_does_not_help(
-    tmp_path: Path, family: str, engine: str, path: str, is_overlay: bool
+    tmp_path: Path, family: str, path: str, is_overlay: bool
 ) -> None:
     folder = tmp_path / family
     if family in zoo.ZOO:
@@ -150,7 +134,7 @@ def test_an_overlay_is_not_advised_where_it_does_not_help(
     else:
         families.save(family, families.FAMILIES[family], folder)
     add_scales(folder, path, is_overlay=is_overlay)
-    fixes = list_fixes(folder, engine)
+    fixes = list_fixes(folder, "transformers")
 
     assert fixes
     assert not any("overlay" in fix for fix in fixes)
@@ -158,14 +142,10 @@ def test_an_overlay_is_not_advised_where_it_does_not_help(
 
 
 def add_scales(folder: Path, path: str, *, is_overlay: bool) -> None:
-    tensors = load_file(folder / "model.safetensors")
     names = [f"{path.format(index)}.{role}_scale" for index in (0, 1) for role in "kv"]
-    tensors |= {name: torch.tensor([0.5]) for name in names}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(folder, {name: torch.tensor([0.5]) for name in names})
     if is_overlay:
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = make_quantization_config("tensor")
-        (folder / "config.json").write_text(json.dumps(config))
+        change_config(folder, quantization_config=make_quantization_config("tensor"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
@@ -197,22 +177,6 @@ def test_scales_are_compared_with_statistics(
         assert {layer["v"]["status"] for layer in layers} == {"misread"}
 
 
-def test_the_promised_keys_are_there(calibrated: tuple[Path, Outcome]) -> None:
-    report = check(8, calibrated[0] / "kv-overlay-head")
-
-    assert set(report) == {"schema_version", "ok", "passed", "engines"}
-    assert report["ok"] is False
-    assert tuple(report["engines"]) == ENGINES
-    for engine in report["engines"].values():
-        assert {"ok", "layers", "problems"} <= set(engine)
-        assert [layer["layer"] for layer in engine["layers"]] == [0, 1]
-        for layer in engine["layers"]:
-            for role in "kv":
-                assert {"status", "value", "why"} <= set(layer[role])
-                assert layer[role]["status"] in STATUSES
-                assert layer[role]["why"]
-
-
 def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> None:
     outcome = run("check", calibrated[0] / "kv-overlay-head")
 
@@ -222,6 +186,9 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert "fix: " in outcome.out
     assert outcome.out.startswith(f"{calibrated[0] / 'kv-overlay-head'}: not ok\n")
     assert outcome.out.endswith("not ok\n")
+    report = check(8, calibrated[0] / "kv-overlay-head")
+    assert set(report) == {"schema_version", "ok", "passed", "engines"}
+    assert tuple(report["engines"]) == ENGINES
     assert "FlashAttention 3" in outcome.err
     assert succeed("check", calibrated[0] / "tgi", "--engine", "tgi").out.endswith(": ok\n")
 
@@ -272,8 +239,7 @@ def test_a_checkpoint_that_asks_for_kv_scales_and_has_none_is_not_ok(
     model: Path, tmp_path: Path, config: dict[str, object], tensor: str
 ) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "m"))
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    change_config(folder, **config)
     if tensor:
         save_file({tensor: torch.tensor(0.5)}, folder / "scales.safetensors")
 
@@ -291,29 +257,10 @@ def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
     assert statuses(report, "vllm") == {"used"}
 
 
-def test_scales_that_the_index_does_not_name_are_defaulted(overlay: Path) -> None:
-    path = overlay / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"] = {
-        name: file for name, file in index["weight_map"].items() if "_scale" not in name
-    }
-    path.write_text(json.dumps(index))
-
-    assert statuses(check(8, overlay, "--engine", "vllm"), "vllm") == {"defaulted"}
-
-
-def test_a_missing_shard_is_a_refusal(overlay: Path) -> None:
-    (overlay / "model-00002-of-00002.safetensors").unlink()
-
-    report = check(8, overlay, "--engine", "vllm", "--engine", "sglang")
-
-    assert statuses(report, "vllm") == statuses(report, "sglang") == {"refused"}
-
-
 def test_a_folder_of_config_and_scales_alone_is_enough(model: Path, tmp_path: Path) -> None:
     folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
-    config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PER_TENSOR}))
+    shutil.copy(model / "config.json", folder)
+    change_config(folder, quantization_config=PER_TENSOR)
 
     assert check(0, folder, "--engine", "vllm")["ok"]
 
@@ -343,79 +290,12 @@ def test_the_layers_come_from_the_checkpoints_own_config(
     folder = tmp_path / family
     zoo.save(family, folder)
     names = [f"{path.format(index)}.{role}_scale" for index in layers for role in "kv"]
-    weights = load_file(folder / "model.safetensors")
-    scales = {name: weights[next(iter(weights))].flatten()[:1].abs() + 0.5 for name in names}
-    save_file({**weights, **scales}, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PER_TENSOR}))
+    change_tensors(folder, {name: torch.tensor([0.5]) for name in names})
+    change_config(folder, quantization_config=PER_TENSOR)
 
     report = check(0, folder, "--engine", "vllm", "--allow-suspicious")
 
     assert [layer["layer"] for layer in report["engines"]["vllm"]["layers"]] == layers
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "cannot be read as JSON"),
-        ("[]", "not a JSON object"),
-        ("\ufeff{}", "cannot be read as JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ("{}", "there are no KV scales"),
-        ('{"a": 1}', "there are no KV scales"),
-    ],
-)
-def test_json_files_that_hold_no_scales(model: Path, tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "scales.json"
-    path.write_text(text)
-
-    assert said in fail(4, "check", path, "--model", model)
-
-
-@pytest.mark.parametrize(
-    ("names", "is_noted"),
-    [
-        (["LlamaForCausalLM"], False),
-        (["LlamaModel"], True),
-        (["Foo", "LlamaForCausalLM"], False),
-        ([], True),
-        (None, True),
-        (["MyLlamaForCausalLM"], True),
-    ],
-)
-def test_a_class_that_is_not_known_is_unknown(
-    overlay: Path, names: list[str] | None, is_noted: bool
-) -> None:
-    """VLLM 0.32.0 refused the last; without a class it ran, or left the output layer out."""
-    config = json.loads((overlay / "config.json").read_text())
-    (overlay / "config.json").write_text(json.dumps({**config, "architectures": names}))
-
-    report = check(9 if is_noted else 0, overlay)
-
-    for engine in ENGINES:
-        told = [each for each in report["engines"][engine]["unknown"] if "names the class" in each]
-        assert bool(told) is (is_noted and engine in {"vllm", "sglang"})
-
-
-def test_scales_of_a_wrong_shape_get_a_verdict(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "scales.json"
-    path.write_text('{"kv_cache": 7}')
-
-    report = check(8, path, "--model", model)
-
-    assert statuses(report, "sglang") == {"defaulted"}
-    assert statuses(report, "vllm") == statuses(report, "tgi") == {"dropped"}
-
-
-def test_tensor_files_that_hold_no_scales(
-    calibrated: tuple[Path, ...], model: Path, tmp_path: Path
-) -> None:
-    weights = tmp_path / "weights.safetensors"
-    weights.write_bytes((model / "model.safetensors").read_bytes())
-
-    assert "only weights" in fail(4, "check", weights, "--model", model)
-    stats = calibrated[0] / "stats.safetensors"
-    assert "these are statistics" in fail(4, "check", stats, "--model", model)
 
 
 @pytest.mark.parametrize(
@@ -442,43 +322,49 @@ def test_what_cannot_be_asked(
 
 
 @pytest.mark.parametrize(
-    ("code", "change"),
+    ("name", "content", "says"),
     [
-        (4, {"num_hidden_layers": 10**6}),
-        (4, {"num_hidden_layers": 10**30}),
-        (4, {"num_hidden_layers": "many"}),
-        (4, {"num_hidden_layers": -1}),
-        (4, {"hidden_size": 10**18}),
-        (4, {"num_attention_heads": 0}),
-        (4, {"model_type": None}),
-        (4, {"model_type": ["llama"]}),
-        (4, {"model_type": "no-such-model"}),
-        (4, {"model_type": "bert"}),
-        (4, {"rope_parameters": "none"}),
+        ("a.json", "", "cannot be read as JSON"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", '{"a": 1}', "there are no KV scales"),
+        ("a.safetensors", "model/model.safetensors", "only weights"),
+        ("a.safetensors", "calibrated/stats.safetensors", "these are statistics"),
     ],
 )
-def test_configs_of_no_model_are_one_error(
-    overlay: Path, code: int, change: dict[str, object]
+def test_files_that_hold_no_scales(
+    calibrated: tuple[Path, ...], model: Path, tmp_path: Path, name: str, content: str, says: str
 ) -> None:
-    path = overlay / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-    fail(code, "check", overlay)
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe{\x00", b"\xef\xbb\xbf{}", b"[" * 100_000])
-def test_configs_that_are_no_json_are_one_error(overlay: Path, raw: bytes) -> None:
-    (overlay / "config.json").write_bytes(raw)
-
-    assert "config.json" in fail(4, "check", overlay)
+    (tmp_path / name).write_text(content)
+    if name == "a.safetensors":
+        folder = {"model": model, "calibrated": calibrated[0]}[content.partition("/")[0]]
+        shutil.copy(folder / content.partition("/")[2], tmp_path / name)
+    assert says in fail(4, "check", tmp_path / name, "--model", model)
 
 
-def test_a_config_too_deep_to_be_walked_is_one_error(overlay: Path) -> None:
-    path = overlay / "config.json"
-    nested = '{"a":' * 700 + "1" + "}" * 700
-    path.write_text(path.read_text().rstrip().removesuffix("}") + f',"x":{nested}}}')
+CONFIGS: list[tuple[dict[str, Any] | bytes, list[str]]] = [
+    *(({"num_hidden_layers": number}, []) for number in (10**6, 10**30, -1)),
+    ({"num_hidden_layers": "two"}, ["transformers cannot use it: ", "num_hidden_layers", "two"]),
+    *(({"model_type": name}, []) for name in (None, ["llama"], "no-such-model", "bert")),
+    ({"hidden_size": 10**18}, []),
+    ({"num_attention_heads": 0}, []),
+    ({"rope_parameters": "none"}, []),
+    *((raw, ["config.json"]) for raw in (b"{", b"\xff\xfe{\x00", b"[" * 100_000)),
+    (b'{"x": ' + b'{"a":' * 700 + b"1" + b"}" * 701, ["nested too deeply"]),
+]
 
-    assert "nested too deeply" in fail(4, "check", overlay)
+
+@pytest.mark.parametrize(("config", "says"), CONFIGS)
+def test_configs_of_no_model_are_one_error(
+    overlay: Path, config: dict[str, Any] | bytes, says: list[str]
+) -> None:
+    if isinstance(config, bytes):
+        (overlay / "config.json").write_bytes(config)
+    else:
+        change_config(overlay, **config)
+
+    text = fail(4, "check", overlay)
+
+    assert not [words for words in says if words not in text]
 
 
 def test_numbers_that_json_has_no_word_for_are_understood(tmp_path: Path) -> None:
@@ -488,10 +374,6 @@ def test_numbers_that_json_has_no_word_for_are_understood(tmp_path: Path) -> Non
     (layer,) = check(0, tmp_path / "m", "--engine", "vllm")["engines"]["vllm"]["layers"]
 
     assert (layer["layer"], layer["k"]["status"]) == (1, "defaulted")
-
-
-def test_help_shows_an_example() -> None:
-    assert "Example: fp8calib check" in succeed("check", "--help").out
 
 
 # --- models on the hub, and models with code of their own ----------------------------------------
@@ -512,20 +394,13 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-@pytest.mark.usefixtures("hub")
-def test_the_model_may_be_a_hub_id(calibrated: tuple[Path, Outcome]) -> None:
-    path = calibrated[0] / "kv_cache_scales.tp1.json"
+def test_the_model_may_be_a_hub_id(calibrated: tuple[Path, Outcome], hub: Path) -> None:
+    """Also if only its configs are in the cache."""
+    command = (calibrated[0] / "kv_cache_scales.tp1.json", "--model", "org/tiny")
 
-    assert check(0, path, "--model", "org/tiny", "--engine", "sglang")["ok"]
-
-
-def test_a_model_of_which_only_configs_are_in_the_cache_is_enough(
-    calibrated: tuple[Path, Outcome], hub: Path
-) -> None:
+    assert check(0, *command, "--engine", "sglang")["ok"]
     (hub / "model.safetensors").unlink()
-    path = calibrated[0] / "kv_cache_scales.tp1.json"
-
-    assert check(0, path, "--model", "org/tiny", "--engine", "sglang")["ok"]
+    assert check(0, *command, "--engine", "sglang")["ok"]
 
 
 @pytest.mark.usefixtures("hub")
@@ -535,10 +410,8 @@ def test_the_checkpoint_may_be_a_hub_id() -> None:
 
 
 def _make_foreign(overlay: Path, **changes: object) -> None:
-    path = overlay / "config.json"
     auto_map = {"AutoModelForCausalLM": "modeling_foreign.Foreign"}
-    config = json.loads(path.read_text()) | {"model_type": "foreign", "auto_map": auto_map}
-    path.write_text(json.dumps(config | changes))
+    change_config(overlay, **{"model_type": "foreign", "auto_map": auto_map, **changes})
     (overlay / "modeling_foreign.py").write_text("raise SystemExit('this code was run')\n")
 
 
@@ -609,28 +482,6 @@ def test_every_scale_that_is_not_used_has_a_mend_that_is_printed(
     for verdict in verdicts:
         assert verdict["fix"], verdict["why"]
         assert f"fix: {verdict['fix']}" in shown.out
-
-
-def test_the_folder_that_calibrate_writes_is_told_from_a_checkpoint(
-    calibrated: tuple[Path, Outcome], model: Path
-) -> None:
-    out = calibrated[0]
-    for more in ((), ("--model", model)):
-        text = fail(2, "check", out, *more)
-        assert "a folder with checkpoints in it, not a checkpoint" in text
-        assert f"such as {out / 'kv-overlay'}" in text
-
-
-def test_the_reason_why_a_config_is_unusable_is_printed(overlay: Path) -> None:
-    path = overlay / "config.json"
-    config = json.loads(path.read_text()) | {"num_hidden_layers": "two"}
-    path.write_text(json.dumps(config))
-
-    text = fail(4, "check", overlay)
-
-    assert "transformers cannot use it: " in text
-    assert "num_hidden_layers" in text
-    assert "two" in text
 
 
 # --- what is no checkpoint ------------------------------------------------------------------------

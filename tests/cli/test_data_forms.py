@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset, DatasetDict
 
 import fp8calib
-from fp8calib.errors import DataError
 from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
 
@@ -75,22 +74,3 @@ def test_every_command_with_text_reads_the_column_that_is_named(
     assert outcome.code == 5
     assert "rows.jsonl:1: the column body is missing; the keys are: text, bodies" in outcome.err
     assert "did you mean --text-column bodies?" in outcome.err
-
-
-def test_every_function_with_text_reads_the_column_that_is_named(
-    model: Path, tmp_path: Path
-) -> None:
-    data = str(write_rows(tmp_path / "rows.jsonl", [{"text": "w1"}]))
-    refused = pytest.raises(DataError, match="the column body is missing")
-    with refused:
-        fp8calib.calibrate(model, data, text_column="body")
-    with refused:
-        fp8calib.calibrate(model, [{"text": "w1"}], text_column="body")
-    with refused:
-        fp8calib.verify(model, data=data, text_column="body")
-    with refused:
-        fp8calib.auto(model, data, out=tmp_path / "auto", text_column="body")
-    with refused:
-        fp8calib.quantize(
-            model, "w8a16", tmp_path / "q", rounding="gptq", data=data, text_column="body"
-        )

@@ -229,22 +229,13 @@ def test_a_weight_of_another_shape_than_its_config_says_is_refused(
             "4-bit int weights, a scale per channel",
         ),
         (
-            make_section({**WEIGHTS, "strategy": "group", "group_size": 128}),
-            "4-bit int weights, a scale per group of 128",
-        ),
-        (
             make_section({**WEIGHTS, "symmetric": False}),
             "4-bit int weights, a scale per tensor, zero points",
         ),
-        (make_section({**WEIGHTS, "num_bits": 3}), "3-bit int weights, a scale per tensor"),
         (make_section({**WEIGHTS, "type": "float"}), "4-bit float weights"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 64},
             "'gptq' (4-bit int weights, a scale",
-        ),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
-            "'awq' (4-bit int weights, a scale per channel, zero points)",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from tests import zoo
 from tests.cli.program import fail, succeed
 
 CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "kv")
-HEAD_DIM = 8
 Weights = dict[str, np.ndarray]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, succeed
@@ -21,6 +21,7 @@ from tests.dialects.foreign import (
     NO_KV_SCALES,
     load_kv_scales,
 )
+from tests.kit.checkpoints import change_tensors
 
 USED, DROPPED, DEFAULTED, REFUSED = "used", "dropped", "defaulted", "refused"
 ENGINES = ("vllm", "sglang", "tgi", "transformers")
@@ -66,43 +67,12 @@ def _load_pairs(path: Path, model: str, layer: int) -> tuple[list[float], list[f
     return k, v
 
 
-@pytest.mark.parametrize("name", KV_SCALES)
-def test_extract_writes_the_numbers_that_the_tool_wrote(tmp_path: Path, name: str) -> None:
-    model = KV_SCALES[name][0]
-    report = _extract(name, tmp_path / "out", "--format", "kv-scales")
-    written = tmp_path / "out" / "kv_scales.safetensors"
-    expected = [(max(k), max(v)) for k, v in load_kv_scales(name)]
-    assert [tuple(map(max, _load_pairs(written, model, layer))) for layer in range(2)] == expected
-    assert report["source_dtype"] == "e4m3fn"
-    assert report["taken_from"] == [f"{name}/model.safetensors"]
-    assert report["dialect"] == KV_SCALES[name][1]
-
-
-@pytest.mark.parametrize("name", ["llmcompressor-kv-head", "llmcompressor-attention-head"])
-def test_scales_per_head_stay_what_they_are_or_become_their_largest(
-    tmp_path: Path, name: str
-) -> None:
-    _extract(name, tmp_path / "heads", "--format", "kv-overlay-head")
-    shard = tmp_path / "heads" / "model-00002-of-00002.safetensors"
-    assert [_load_pairs(shard, "llama", layer) for layer in range(2)] == load_kv_scales(name)
-    report = _extract(name, tmp_path / "one")
-    assert "scales per head became one: the largest of a layer's heads" in report["notes"]
-
-
 def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(tmp_path: Path) -> None:
     report = _extract("llmcompressor-attention-head", tmp_path / "out")
     assert [note for note in report["notes"] if note.startswith("q_scale is left out: ")]
     assert {"q"} & report["layers"][0].keys() == set()
     model, name = FOLDER / "llama", FOLDER / "llmcompressor-attention-head"
     assert "q_scale" in fail(4, "verify", model, "--scales", name, "--samples", 1)
-
-
-@pytest.mark.parametrize("name", NO_KV_SCALES)
-def test_extract_refuses_what_has_no_kv_scales(tmp_path: Path, name: str) -> None:
-    source = ("extract-kv-scales", "--quantized-model", FOLDER / name)
-    model = FOLDER / NO_KV_SCALES[name]
-    text = fail(4, *source, "--model", model, "--save-path", tmp_path / "out")
-    assert "there are no KV scales" in text
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -198,11 +168,9 @@ def test_verify_takes_kv_scales_alone(rows: Path) -> None:
 
 def test_verify_refuses_a_checkpoint_that_lacks_a_weight(tmp_path: Path, rows: Path) -> None:
     source = FOLDER / "llmcompressor-mixtral-fp8-static-kv"
-    tensors = load_file(source / "model.safetensors")
-    renamed = {name.replace(".experts.", ".others."): value for name, value in tensors.items()}
-    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    text = fail(4, "verify", FOLDER / "mixtral", "--scales", tmp_path, "--data", rows)
+    broken = Path(shutil.copytree(source, tmp_path / "broken"))
+    change_tensors(broken, lambda old: {n.replace(".experts.", ".others."): old[n] for n in old})
+    text = fail(4, "verify", FOLDER / "mixtral", "--scales", broken, "--data", rows)
     assert "there is no weight for model.layers.0.mlp.experts.gate_up_proj" in text
     assert "model.layers.0.block_sparse_moe.others" in text
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import fp8calib
 from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 from tests import zoo
 from tests.cli.conftest import QUICK
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.kit.checkpoints import change_tensors
 from tests.quantization.gptq.test_checkpoints import command
 
 CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
@@ -56,16 +58,6 @@ def test_the_report_names_each_pattern_and_counts_its_linears(
     assert static == {module for module in linears if find_scheme(module) == "fp8-static"}
     single = succeed("quantize", model, "--scheme", "w8a16", "--out", tmp_path / "c", "--json")
     assert single.json["layer_schemes"] == []
-
-
-def test_a_linear_has_the_bytes_that_its_scheme_alone_would_give(
-    model: Path, stats: Path, tmp_path: Path
-) -> None:
-    made = ("quantize", model, "--stats", stats)
-    succeed(*made, "--scheme", "fp8-dynamic", *OPTIONS, "--out", tmp_path / "mixed")
-    for scheme in ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block"):
-        succeed(*made, "--scheme", scheme, "--out", tmp_path / scheme, "--allow-unservable")
-    compare(tmp_path, 14)
 
 
 def test_powers_of_two_are_for_the_linears_with_blocks(model: Path, tmp_path: Path) -> None:
@@ -133,11 +125,8 @@ def test_recipes_and_python_write_the_same_bytes(model: Path, data: Path, tmp_pa
         (["*.o_proj"], "--layer-scheme *.o_proj: must be PATTERN=SCHEME"),
         (["=w8a16"], "--layer-scheme =w8a16: must be PATTERN=SCHEME"),
         (["*.o_proj=w8a16", "*.o_proj=fp8-block"], "--layer-scheme *.o_proj: is given twice"),
-        (["*.o_proj=w8a17"], "--layer-scheme w8a17: unknown scheme"),
         (["re:a=b=w8a16"], "--layer-scheme re:a=b: matches no module"),
         (["*.o_proj=fp8-static"], "--layer-scheme *.o_proj=fp8-static: its input scales come"),
-        (["lm_head=w8a16"], "--layer-scheme lm_head: matches only linears that stay unquantized"),
-        (["*.v_proj=w8a16"], "--layer-scheme *.v_proj: engines load model.layers.0.self_attn.q_"),
     ],
 )
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
@@ -205,13 +194,8 @@ def test_only_the_static_linears_need_an_input_that_was_measured(
     model: Path, tmp_path: Path
 ) -> None:
     """A model with a linear outside its layers, which calibration does not see."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in model.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.side.proj.weight"] = torch.randn(32, 32)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    source = shutil.copytree(model, tmp_path / "source")
+    change_tensors(source, {"model.side.proj.weight": torch.randn(32, 32)})
     stats = tmp_path / "stats"
     succeed("calibrate", source, *QUICK, "--recipe", "w8a8-static", "--out", stats)
     made = ("quantize", source, "--scheme", "fp8-static", "--allow-unservable")

@@ -125,11 +125,6 @@ def test_long_sequences_take_no_memory_for_a_mask(tmp_path: Path) -> None:
     assert found["peak_measured_bytes"] < found["peak_bytes"] < GIB
 
 
-def test_what_is_streamed_is_not_spread(wide: Path, data: Path) -> None:
-    text = fail(2, "calibrate", wide, "--data", data, "--memory", 9, "--device-map", "auto")
-    assert "--device-map" in text
-
-
 @pytest.mark.parametrize(
     ("family", "code", "command", "why"),
     [
@@ -148,12 +143,6 @@ def test_a_model_that_cannot_be_spread_is_to_be_streamed(
         told = fail(code, *command, *arguments)
     assert why in told
     assert "omit --device-map" in told
-
-
-def test_an_amount_that_is_none_is_refused(wide: Path, data: Path) -> None:
-    for size in ("nan", "1e300"):
-        assert "--memory" in fail(2, "calibrate", wide, "--data", data, *QUICK, "--memory", size)
-    assert "--memory" in fail(2, "calibrate", wide, "--data", data, *QUICK, "--memory", -1)
 
 
 # --- verify ------------------------------------------------------------------------------------

@@ -92,18 +92,11 @@ def test_show_says_that_a_shard_is_one(shards: Path) -> None:
     assert succeed("show", shards / "whole", "--json").json["part"] is None
 
 
-def test_sets_that_are_none_are_refused(
-    shards: Path, model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_sets_that_are_none_are_refused(shards: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "all.safetensors")
     assert "shard 2 of 2 is missing" in fail(2, "merge", shards / "1", *out)
-    assert "are both shard 1 of 2" in fail(2, "merge", shards / "1", shards / "1", *out)
     assert "is not a shard" in fail(2, "merge", shards / "whole", shards / "1", *out)
     assert "no such file or folder" in fail(2, "merge", tmp_path / "nothing", *out)
-    command = ("calibrate", model, "--data", data, *QUICK, "--samples", 5, "--shard", "2/2")
-    succeed(*command, "--out", tmp_path / "other")
-    text = fail(2, "merge", shards / "1", tmp_path / "other", *out)
-    assert "different runs: different data (96 tokens in 6 sequences of calib.jsonl" in text
     assert not (tmp_path / "all.safetensors").exists()
 
 
@@ -117,20 +110,6 @@ def test_what_is_read_or_is_no_statistics_is_not_written_over(
     precious.write_bytes((model / "model.safetensors").read_bytes())
     assert "holds no statistics" in fail(2, "merge", *parts, "--out", precious)
     assert "end in .safetensors" in fail(2, "merge", *parts, "--out", tmp_path / "all")
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "x"])
-def test_what_is_no_shard_is_refused(text: str, model: Path, data: Path, tmp_path: Path) -> None:
-    command = ("calibrate", model, "--data", data, "--out", tmp_path / "out")
-    assert f"--shard {text}: not I/N" in fail(2, *command, "--shard", text)
-
-
-def test_more_shards_than_batches_are_refused_before_anything_runs(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
-    text = fail(2, *command, "--shard", "1/7")
-    assert "--shard 1/7: the data gives only 6 batches" in text
 
 
 def test_merge_ends_with_the_commands_that_write_and_serve_scales(

@@ -216,6 +216,9 @@ def test_statistics_are_about_ten_lines(stats: Path) -> None:
     rows = succeed("show", stats, "--json").json["layers"]
     lines = succeed("show", stats).out.splitlines()
     assert len(lines) <= 10
+    assert lines[0] == "LlamaForCausalLM, 2 layers, float32 weights, computed in float32"
+    assert any("64 tokens in 4 sequences of calib.jsonl; recipe kv" in line for line in lines)
+    assert succeed("show", stats.parent).out.splitlines() == lines
     keys = sorted((row["k amax"], row["layer"]) for row in rows)
     (least, low), (most, high) = keys[0], keys[-1]
     assert f"k amax: {least:.4g} (layer {low}) to {most:.4g} (layer {high})" in lines

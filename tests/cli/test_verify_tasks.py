@@ -90,10 +90,6 @@ def test_the_missing_harness_is_named_with_its_extra(
     assert "pip install 'fp8calib[eval]'" in text
 
 
-def test_a_limit_without_tasks_is_refused(model: Path) -> None:
-    assert "--limit has no effect without --tasks" in fail(2, "verify", model, "--limit", 3)
-
-
 @needs_harness
 def test_a_dry_run_names_the_tasks(model: Path, data: Path, tasks: str) -> None:
     options = ("--data", data, *QUICK, "--tasks", tasks, "--dry-run", "--json")

@@ -79,15 +79,12 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give a page a folder of its own with the stand-ins, and one thread."""
+def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a page a folder of its own with the stand-ins."""
     place = tmp_path / "page"
     shutil.copytree(stand_ins, place, copy_function=os.link)
     monkeypatch.chdir(place)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield place
-    torch.set_num_threads(threads)
+    return place
 
 
 def is_run(command: Command) -> bool:

@@ -11,10 +11,9 @@ import pytest
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
-from fp8calib.errors import ExportError, ModelError
+from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.calibrated_scales import (
-    check_stats_model,
     find_input_scales,
     find_kv_scales,
     list_unmeasured,
@@ -136,15 +135,6 @@ def test_statistics_without_a_cache_give_no_kv_scales(tmp_path: Path) -> None:
             replace(stats, sites=sites), checkpoint, FP8_DIALECTS["compressed-tensors"]
         )
     assert found.kv == {}
-
-
-def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
-    _, stats, _ = calibrated("llama", tmp_path / "model")
-    zoo.save("llama", tmp_path / "other", seed=1)
-    with Checkpoint.open(tmp_path / "model") as checkpoint:
-        check_stats_model(stats, checkpoint)
-    with Checkpoint.open(tmp_path / "other") as checkpoint, pytest.raises(ModelError):
-        check_stats_model(stats, checkpoint)
 
 
 def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from fp8calib.quantization.sources.decoded import open_model
 from tests import zoo
 from tests.cli.quantized_children import (
     BASE,
-    change_tensors,
     save_child,
     save_fp4,
     save_gpt_oss,
     save_int,
     set_method,
 )
+from tests.kit.checkpoints import change_tensors
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 CHANNELS = "compressed-tensors"

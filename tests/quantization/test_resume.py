@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import find_written
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
@@ -118,21 +118,14 @@ def test_resume_without_an_interrupted_run_begins_at_the_beginning(
     assert run(source, tmp_path / "out", "w8a16", resume=True).written.resumed == ()
 
 
-def test_a_torn_shard_is_written_again(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_a_shard_with_another_byte_or_without_its_end_is_written_again(
+    tmp_path: Path, source: Path, is_torn: bool
+) -> None:
     partial = interrupt(source, tmp_path / "out")
     first = partial / "model-00001-of-00003.safetensors"
-    first.write_bytes(first.read_bytes()[:-1])
-    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
-    assert resumed.written.resumed == ()
-    check_same(run(source, tmp_path / "whole", "w8a16"), resumed)
-
-
-def test_a_shard_with_another_byte_is_written_again(tmp_path: Path, source: Path) -> None:
-    partial = interrupt(source, tmp_path / "out")
-    first = partial / "model-00001-of-00003.safetensors"
-    changed = bytearray(first.read_bytes())
-    changed[-1] ^= 1
-    first.write_bytes(changed)
+    *kept, last = first.read_bytes()
+    first.write_bytes(bytes(kept if is_torn else [*kept, last ^ 1]))
     resumed = run(source, tmp_path / "out", "w8a16", resume=True)
     assert resumed.written.resumed == ()
     check_same(run(source, tmp_path / "whole", "w8a16"), resumed)
@@ -174,14 +167,6 @@ def test_a_strange_folder_of_that_name_is_not_touched(tmp_path: Path, source: Pa
         with pytest.raises(UsageError, match="was not made by an interrupted run"):
             run(source, tmp_path / "out", "w8a16", resume=resume)
     assert [path.name for path in partial.iterdir()] == ["precious.txt"]
-
-
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
-    tensors = make_tensors()
-    tensors[f"{LAYER}.mlp.down_proj.weight"][0, 0] = torch.nan
-    with pytest.raises(ModelError):
-        run(save(tmp_path / "bad", tensors, shards=SHARDS), tmp_path / "out", "w8a16")
-    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedModel,
@@ -18,7 +17,6 @@ from transformers import logging as transformers_logging
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
@@ -26,10 +24,12 @@ from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.architectures import families
+from tests.kit.models import build_gemma3
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verification.by_hand import (
+    PLAIN,
     Subject,
     emulate,
     emulate_checkpoint,
@@ -39,7 +39,6 @@ from tests.verification.by_hand import (
     padding_mask,
 )
 
-PLAIN = Numerics(name="plain")
 BATCH = make_batch([20, 7])
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
 """Whole blocks of 128: compressed-tensors refuses inputs that are none."""
@@ -183,26 +182,7 @@ def test_linears_that_transformers_calls_otherwise_stay_as_they_are(
 
 def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) -> None:
     """Its modules are called otherwise in memory than on disk."""
-    text = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model = build_gemma3()
     model.save_pretrained(tmp_path / "model")
     out = run(tmp_path / "model", tmp_path / "out", "w8a16")
     assert {matrix.layer for matrix in out.plan.selection.quantized} == {

@@ -24,7 +24,8 @@ from scripts.benchmarks.workers import changed_models
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import graft, statuses
 from tests.cli.program import succeed
-from tests.cli.quantized_children import change_config, change_tensors, save_fp4, save_int
+from tests.cli.quantized_children import save_fp4, save_int
+from tests.kit.checkpoints import change_config, change_tensors
 from tests.real_engines.exports import read_scales
 from tests.real_engines.vllm_job import ROOT, VllmServer, load_in_vllm
 

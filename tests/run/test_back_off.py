@@ -31,11 +31,6 @@ ERRORS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def limit_memory(
     subject: Subject, error: Exception, *, sequences: int, from_call: int = 0, layer: int = -1
 ) -> Any:

@@ -28,11 +28,6 @@ from tests.truth.test_statistics import Silent
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
 def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "LONGEST_INTERVAL_S", 0.0)
     monkeypatch.setattr(journal_module, "_WORTH_SAVING_S", 0.0)

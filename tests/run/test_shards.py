@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
@@ -16,11 +15,6 @@ from tests import zoo
 from tests.run.running import as_bytes, opened
 
 FAMILIES = ("llama", "mixtral", "gemma3n_text", "qwen3_next", "gpt2")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def through_files(

@@ -32,14 +32,6 @@ MODELS: dict[str, Save] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> object:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def stats_bytes(
     folder: Path,
     plan: DataPlan | None,

@@ -25,12 +25,15 @@ from fp8calib.data.plan import Batch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.numerics import Numerics
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import Selection, find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -135,6 +138,25 @@ def emulate_checkpoint(
     return emulate_linears(weights, subject.geometry, numerics, copied=copied)
 
 
+def make_table(
+    subject: Subject,
+    values: Mapping[Site, torch.Tensor | float],
+    *,
+    tp: int = 1,
+    per_head: bool = False,
+    fmt: Fp8Format = E4M3FN,
+) -> ScaleTable:
+    """Wrap scales; a number is that of a whole tensor."""
+    scales = {
+        site: Scale(
+            values=torch.tensor([value]) if isinstance(value, float) else value,
+            source=ScaleSource.OBSERVED,
+        )
+        for site, value in values.items()
+    }
+    return ScaleTable(geometry=subject.geometry, fmt=fmt, tp=tp, per_head=per_head, scales=scales)
+
+
 def make_batch(lengths: list[int], *, seed: int = 11, first: int = 0) -> Batch:
     """Draw random sequences and pad them on the right."""
     generator = torch.Generator().manual_seed(seed)
@@ -172,6 +194,12 @@ def emulate(
         subject.model, subject.geometry, emulation, hooks, originals=subject.originals
     ) as run:
         return [run(batch) for batch in batches]
+
+
+PLAIN = Numerics(name="plain")
+PADDED = make_batch([5, 20, 13])
+FULL = make_batch([20, 20], seed=12)
+BATCHES = (PADDED, FULL)
 
 
 # --- casts -------------------------------------------------------------------------------------

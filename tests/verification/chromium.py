@@ -6,7 +6,6 @@ by the browser from its descriptor 3 and written to its descriptor 4.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -126,11 +125,6 @@ class Page:
         answer = self.call("Runtime.evaluate", expression=expression, **how)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    def screenshot(self, path: Path, *, is_whole: bool = False) -> None:
-        """Save a picture of the window, or of the whole page."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=is_whole)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send one command; give its result. Events that come meanwhile go to `events`."""

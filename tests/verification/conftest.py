@@ -1,17 +1,34 @@
-"""Settings of the tests of verify."""
+"""Tiny models, opened for an emulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests import zoo
+from tests.verification.by_hand import Subject, opened
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Run on one thread, which is faster for models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    """Open each model of the zoo."""
+    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo") / "m") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """Open the llama."""
+    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama") / "m") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """Open a llama whose weights span several blocks in both directions."""
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
+    with opened(zoo.build("llama", **sizes), tmp_path_factory.mktemp("wide") / "m") as found:
+        yield found

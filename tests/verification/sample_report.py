@@ -14,7 +14,6 @@ from fp8calib.verification.report import (
     HistogramResult,
     LayerResult,
     PositionResult,
-    ReferenceResult,
     RuleResult,
     Sensitivity,
     SensitivityResult,
@@ -22,6 +21,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
+from tests.kit.reports import make_candidate, make_layer, make_small
 
 LAYERS = 30
 OVERLAY = "SmolLM2-135M-fp8calib/kv-overlay"
@@ -38,18 +38,9 @@ def make_report() -> VerifyReport:
     """Make a report with every part; a few of its numbers are null, as in real ones."""
     random = np.random.default_rng(5)
     amax = _draw_amax(random)
-    return VerifyReport(
+    return make_small(
         model="HuggingFaceTB/SmolLM2-135M",
-        engine="vllm",
-        engine_version="vLLM 0.32.0",
-        dtype="bfloat16",
-        device="cpu",
         data=("builtin (last 20 %)",),
-        tokens=65472,
-        sequences=64,
-        seq_len=1024,
-        duration_s=412.7,
-        reference=ReferenceResult(ppl=18.4417),
         candidates=_make_candidates(random),
         layers=(*_make_cache_layers(random, amax), *_make_linear_layers(random)),
         decision=Decision(
@@ -77,39 +68,22 @@ def _draw_amax(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _make_candidates(random: np.random.Generator) -> tuple[CandidateResult, ...]:
-    kv = "KV cache, one scale a tensor"
     rows = (
-        (OVERLAY, kv, 1.0011, 0.0006, 0.0031, Verdict.PASS, "kv"),
-        (HEADS, "KV cache, one scale a head", 1.0004, 0.0006, 0.0027, Verdict.NO_DIFFERENCE, "kv"),
-        (
-            CHECKPOINT,
-            "weights and activations, KV cache",
-            1.0316,
-            0.002,
-            0.0209,
-            Verdict.WARN,
-            "w8a8",
-        ),
-        (SCALE_ONE, "KV cache, no scales", 1.4062, 0.0188, 0.3127, Verdict.FAIL, "kv"),
+        (OVERLAY, 1.0011, 0.0006, 0.0031, Verdict.PASS),
+        (HEADS, 1.0004, 0.0006, 0.0027, Verdict.NO_DIFFERENCE),
+        (CHECKPOINT, 1.0316, 0.002, 0.0209, Verdict.WARN),
+        (SCALE_ONE, 1.4062, 0.0188, 0.3127, Verdict.FAIL),
     )
     return tuple(
-        CandidateResult(
-            name=name,
-            description=description,
-            ppl=18.4417 * ratio,
+        make_candidate(
+            name,
             ppl_ratio=ratio,
             ppl_ratio_se=error,
             kld_mean=kld,
-            kld_median=kld * 0.41,
-            kld_p99=kld * 9.3,
-            kld_max=kld * 88,
-            top1_agreement=1 - kld**0.5 / 2,
             verdict=verdict,
-            verdict_why=f"perplexity ratio {ratio:.4f}",
-            gate=gate,
             by_position=_make_positions(random, kld),
         )
-        for name, description, ratio, error, kld, verdict, gate in rows
+        for name, ratio, error, kld, verdict in rows
     )
 
 
@@ -131,11 +105,10 @@ def _make_cache_layers(
 ) -> tuple[LayerResult, ...]:
     gains = {OVERLAY: 0.0, HEADS: 0.9, CHECKPOINT: -1.5, SCALE_ONE: -0.6}
     return tuple(
-        LayerResult(
-            candidate=name,
-            site=f"model.layers.{layer}.self_attn.{role}",
-            layer=layer,
-            role=role,
+        make_layer(
+            name,
+            layer,
+            role,
             sqnr_db=_draw_sqnr(random, gain, amax[role][layer], name),
             clipped=3e-4 * amax[role][layer] / 448
             if name == SCALE_ONE and amax[role][layer] > 448
@@ -158,17 +131,14 @@ def _draw_sqnr(random: np.random.Generator, gain: float, amax: float, name: str)
 
 def _make_linear_layers(random: np.random.Generator) -> tuple[LayerResult, ...]:
     return tuple(
-        LayerResult(
-            candidate=CHECKPOINT,
+        make_layer(
+            CHECKPOINT,
+            layer,
+            role,
             site=f"model.layers.{layer}.{projection}.{role}",
-            layer=layer,
-            role=role,
             sqnr_db=float(random.normal(30, 1))
             - (11 if "down" in projection and role == "input" and layer in {1, 28} else 0),
-            clipped=0.0,
             flushed=float(random.uniform(0, 2e-3)) if role == "input" else 0.0,
-            amax=10.0,
-            scale=10 / 448,
         )
         for role in ("input", "weight")
         for layer in range(LAYERS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -19,6 +19,7 @@ from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
+from tests.kit.checkpoints import change_config, change_tensors
 from tests.verification.by_hand import make_subject, opened, plan_scheme
 
 ROWS = [[(i * j) % 120 + 3 for j in range(1, 17)] for i in range(1, 7)]
@@ -66,39 +67,59 @@ def test_weights_outside_the_layers_are_those_of_the_checkpoint(tmp_path: Path) 
     assert float((found["reference"] - expected).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"],
-)
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
-    """Also one that no scheme quantizes: engines would run with what memory held."""
-    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
-    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
-    tensors = load_file(tmp_path / "q" / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
-    said = fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
-    assert f"there is no weight for {name}" in said
-
-
-def quantize_rows(tensors: dict[str, torch.Tensor], name: str) -> None:
-    """Store one more weight in FP8, a scale per row."""
-    scale = tensors[name].float().abs().amax(1, keepdim=True) / 448
-    tensors[f"{name}_scale"] = scale
-    tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
-
-
 def add_fp8(folder: Path, name: str) -> None:
     """Quantize one more weight of a checkpoint, which its config says is left out."""
-    tensors = load_file(folder / "model.safetensors")
-    quantize_rows(tensors, name)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignore"] = []
-    for group in config["quantization_config"]["config_groups"].values():
-        group["targets"] = ["Linear", "Embedding"]
-    (folder / "config.json").write_text(json.dumps(config))
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / 448
+        codes = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        return {**tensors, name: codes, f"{name}_scale": scale}
+
+    def widen(config: dict[str, Any]) -> None:
+        section = config["quantization_config"]
+        section["ignore"] = []
+        for group in section["config_groups"].values():
+            group["targets"] = ["Linear", "Embedding"]
+
+    change_tensors(folder, quantize)
+    change_config(folder, widen)
+
+
+def lose(folder: Path, name: str) -> None:
+    change_tensors(folder, {name: None})
+
+
+def double(folder: Path, name: str) -> None:
+    change_tensors(folder, lambda tensors: {**tensors, name: tensors[name] * 2})
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "says"),
+    [
+        # engines would run with what memory held, also if no scheme quantizes the tensor
+        *(
+            (lose, name, f"there is no weight for {name}")
+            for name in ("model.norm.weight", "model.layers.1.input_layernorm.weight", EMBEDDING)
+        ),
+        *(
+            (add_fp8, name, f"{name} is an embedding or the output head")
+            for name in (HEAD, EMBEDDING)
+        ),
+        # nothing would come of a changed head: every candidate is scored by the model's own
+        *((double, name, f"its {name} is not that of the model") for name in (HEAD, EMBEDDING)),
+    ],
+)
+def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refused(
+    damage: Callable[[Path, str], None], name: str, says: str, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    damage(tmp_path / "q", name)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
+    assert says in fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
 
 
 def test_what_text_never_meets_is_left_out_and_told(tmp_path: Path) -> None:
@@ -115,29 +136,6 @@ def test_what_text_never_meets_is_left_out_and_told(tmp_path: Path) -> None:
         "model.multi_modal_projector.linear_1.weight"
     ]
     assert torch.equal(before[str(tmp_path / "q")], after[str(tmp_path / "q")])
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_embeddings_and_heads_in_fp8_are_refused(name: str, tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
-    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
-    add_fp8(tmp_path / "q", name)
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
-    said = fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
-    assert f"{name} is an embedding or the output head" in said
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_a_changed_embedding_or_head_is_refused(name: str, tmp_path: Path) -> None:
-    """Nothing would come of a changed head: every candidate is scored by the model's own."""
-    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
-    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
-    tensors = load_file(tmp_path / "q" / "model.safetensors")
-    tensors[name] = tensors[name] * 2
-    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
-    said = fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
-    assert f"its {name} is not that of the model" in said
 
 
 @pytest.mark.parametrize(

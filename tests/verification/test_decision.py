@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.damage import Damage
@@ -32,13 +31,18 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
+from fp8calib.verification.verify import (
+    ReferenceModel,
+    VerificationRequest,
+    VerificationResult,
+    verify,
+)
 from tests import zoo
+from tests.kit.reports import make_candidate, make_layer
 from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification import by_hand
-from tests.verification.by_hand import HandCache, opened, plain_forward
+from tests.verification.by_hand import PLAIN, HandCache, make_table, opened, plain_forward
 
-PLAIN = Numerics(name="plain")
 SEQUENCES = draw([20] * 12)
 LAYERS = 4
 
@@ -75,20 +79,6 @@ def amaxes(subject: by_hand.Subject) -> dict[Site, float]:
     }
 
 
-def make_table(subject: by_hand.Subject, values: dict[Site, float]) -> ScaleTable:
-    """Wrap scales."""
-    return ScaleTable(
-        geometry=subject.geometry,
-        fmt=E4M3FN,
-        tp=1,
-        per_head=False,
-        scales={
-            site: Scale(values=torch.tensor([value]), source=ScaleSource.OBSERVED)
-            for site, value in values.items()
-        },
-    )
-
-
 def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport:
     """Verify tables of KV scales, and scale 1.0 beside them."""
     candidates = [build_kv_candidate(name, t, PLAIN, origin="test") for name, t in tables.items()]
@@ -98,6 +88,10 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
         candidates=(*candidates, unscaled),
         diagnosis_of=next(iter(tables), ""),
     )
+    return compare(subject, request).report
+
+
+def compare(subject: by_hand.Subject, request: VerificationRequest) -> VerificationResult:
     asked = ReferenceModel(
         name="tiny",
         model=subject.model,
@@ -106,8 +100,7 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
         dtype="float32",
         device="cpu",
     )
-    plan = make_plan(SEQUENCES)
-    return verify(asked, request, plan, batch_size=4, progress=Silent()).report
+    return verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -211,16 +204,8 @@ def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) ->
     nothing = type(candidate)(
         name="same", description="", emulation=type(candidate.emulation)(quantizers={})
     )
-    asked = ReferenceModel(
-        name="tiny",
-        model=subject.model,
-        geometry=subject.geometry,
-        originals=subject.originals,
-        dtype="float32",
-        device="cpu",
-    )
     request = VerificationRequest(numerics=PLAIN, candidates=(nothing,))
-    verified = verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
+    verified = compare(subject, request)
     (result,) = verified.report.candidates
     assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
     assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)
@@ -257,38 +242,21 @@ def candidate(
 ) -> CandidateResult:
     """Make a candidate of which only the divergence matters."""
     values: dict[str, Any] = {
-        "name": name,
-        "description": "",
-        "ppl": 10.0,
         "ppl_ratio": 1.0,
         "ppl_ratio_se": 0.0,
         "kld_mean": kld,
         "kld_se": 0.0001,
-        "kld_median": kld,
-        "kld_p99": kld,
-        "kld_max": kld,
         "top1_agreement": 1.0,
         "verdict": verdict,
         "verdict_why": "why",
-        "gate": "kv",
-        "by_position": (),
     }
-    return CandidateResult(**values | more)
+    return make_candidate(name, **values | more)
 
 
-def row(name: str, role: str = "v", **more: Any) -> LayerResult:
-    values: dict[str, Any] = {
-        "candidate": name,
-        "site": f"layers.3.attn.{role}",
-        "layer": 3,
-        "role": role,
-        "sqnr_db": 31.0,
-        "clipped": 0.0,
-        "flushed": 0.0,
-        "amax": 3.0,
-        "scale": 0.01,
-    }
-    return LayerResult(**values | more)
+def row(name: str, role: str = "v", layer: int = 3, **more: Any) -> LayerResult:
+    values: dict[str, Any] = {"site": f"layers.3.attn.{role}", "sqnr_db": 31.0}
+    values |= {"amax": 3.0, "scale": 0.01}
+    return make_layer(name, layer, role, **values | more)
 
 
 def pair(

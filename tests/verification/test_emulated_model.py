@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,34 +18,18 @@ from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.tasks.lm_eval import emulated_model
-from tests import zoo
 from tests.verification.by_hand import (
+    PLAIN,
     Subject,
     emulate,
     emulate_scheme,
     make_batch,
-    opened,
     padding_mask,
 )
 
-PLAIN = Numerics(name="plain")
 BATCHES = (make_batch([5, 20, 13]), make_batch([20, 20], seed=12))
 NEW_TOKENS = 12
 PROMPTS = make_batch([9, 9, 9], seed=3).input_ids
-
-
-@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
-def subject(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Subject]:
-    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as found:
-        yield found
 
 
 def make_harsh(subject: Subject) -> Emulation:
@@ -56,9 +40,13 @@ def make_harsh(subject: Subject) -> Emulation:
 
 
 def make_w8a8(subject: Subject) -> Emulation:
-    """Quantize every weight, every input and the KV cache."""
+    """Quantize every weight, every input, q and the KV cache."""
     made = emulate_scheme(subject, find_scheme("fp8-dynamic"), PLAIN)
-    return replace(made, quantizers={**made.quantizers, **make_harsh(subject).quantizers})
+    engine = Numerics(name="query", quantizes_query=True)
+    cache = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), engine)
+    assert Role.Q in {site.role for site in cache}
+    quantizers = {**made.quantizers, **cache, **make_harsh(subject).quantizers}
+    return replace(made, quantizers=quantizers)
 
 
 @torch.no_grad()
@@ -174,14 +162,3 @@ def test_nothing_is_left_even_after_an_error(
     assert Cache.update is update
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in llama.model.modules())
     assert all(torch.equal(a, b) for a, b in zip(call(llama.model), before, strict=True))
-
-
-def test_the_query_is_quantized_where_the_engine_does_it(llama: Subject) -> None:
-    engine = Numerics(name="query", quantizes_query=True)
-    table = make_unscaled_table(llama.geometry, E4M3FN)
-    emulation = Emulation(quantizers=emulate_kv(table, engine))
-    assert Role.Q in {site.role for site in emulation.quantizers}
-    expected = emulated_logits(llama, emulation)
-    with emulated_model(llama, emulation):
-        found = call(llama.model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

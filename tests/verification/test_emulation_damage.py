@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,12 +13,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8calib.data.plan import Batch
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.damage_rows import index_layers, list_layers, measure_fits
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.damage import Damage, join_heads
@@ -29,28 +26,21 @@ from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, LayerResult
 from tests import zoo
 from tests.verification.by_hand import (
+    BATCHES,
+    FULL,
+    PADDED,
+    PLAIN,
     HandCache,
     Subject,
     cast,
     cast_rows,
     emulate,
     emulate_scheme,
-    make_batch,
+    make_table,
     opened,
     plain_forward,
 )
 from tests.verification.models_by_hand import Recipe, quantize_by_hand
-
-PLAIN = Numerics(name="plain")
-PADDED = make_batch([5, 20, 13])
-FULL = make_batch([20, 20], seed=12)
-BATCHES = (PADDED, FULL)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama") / "m") as found:
-        yield found
 
 
 def real_tokens(x: torch.Tensor, batch: Batch) -> np.ndarray:
@@ -78,17 +68,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
             (0, Role.K, 2e-5), (0, Role.V, 3e-3), (1, Role.K, 5e-4), (1, Role.V, 30.0)
         ]
     }  # fmt: skip
-    table = ScaleTable(
-        geometry=llama.geometry,
-        fmt=E4M3FN,
-        tp=1,
-        per_head=False,
-        scales={
-            site: Scale(values=torch.tensor([value]), source=ScaleSource.OBSERVED)
-            for site, value in scales.items()
-        },
-    )
-    quantizers = emulate_kv(table, PLAIN)
+    quantizers = emulate_kv(make_table(llama, scales), PLAIN)
     hooks = EmulationHooks(quantizers)
     emulate(llama, Emulation(quantizers=quantizers), *BATCHES, hooks=hooks)
     rows = list_layers("it", hooks.damage, find_ranges(quantizers), index_layers(llama.geometry))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,55 +10,38 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
+from tests.verification import by_hand
 from tests.verification.by_hand import (
+    BATCHES,
+    FULL,
+    PLAIN,
     Change,
     HandCache,
     Subject,
     cast,
     changed_queries,
     emulate,
-    make_batch,
     opened,
     plain_forward,
     search_down,
     text_config,
 )
 
-PLAIN = Numerics(name="plain")
 TOWARD_ZERO = Numerics(name="down", kv_rounding=Rounding.TOWARD_ZERO)
 WITH_QUERY = Numerics(name="query", quantizes_query=True)
-PADDED = make_batch([5, 20, 13])
-FULL = make_batch([20, 20], seed=12)
-BATCHES = (PADDED, FULL)
 BYPASSES_REGISTRY = ("falcon",)
 TOO_SMALL, TOO_LARGE = 0.37, 41.0
 """Times amax / 448: K clips, many of V flush to zero."""
-
-
-@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
-def subject(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Subject]:
-    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as found:
-        yield found
 
 
 def producers(subject: Subject) -> dict[int, Attention]:
@@ -80,14 +62,7 @@ def head_amaxes(subject: Subject) -> dict[Site, torch.Tensor]:
     }
 
 
-def make_table(
-    subject: Subject,
-    values: dict[Site, torch.Tensor],
-    *,
-    tp: int = 1,
-    per_head: bool = False,
-    fmt: Fp8Format = E4M3FN,
-) -> ScaleTable:
+def make_table(subject: Subject, values: dict[Site, torch.Tensor], **settings: Any) -> ScaleTable:
     """Wrap scales; layers that read another's cache carry a scale that must not matter."""
     shared = {
         attention.site(role): torch.full_like(values[owner.site(role)], 3.0)
@@ -96,11 +71,7 @@ def make_table(
         for owner in [producers(subject)[attention.producer]]
         for role in (Role.K, Role.V)
     }
-    scales = {
-        site: Scale(values=value, source=ScaleSource.OBSERVED)
-        for site, value in {**shared, **values}.items()
-    }
-    return ScaleTable(geometry=subject.geometry, fmt=fmt, tp=tp, per_head=per_head, scales=scales)
+    return by_hand.make_table(subject, {**shared, **values}, **settings)
 
 
 def factor(site: Site) -> float:
@@ -226,84 +197,6 @@ def test_scales_of_a_cache_that_stays_in_16_bits_are_refused(llama: Subject) -> 
     assert emulate_kv(table, rounding)
     with pytest.raises(VerificationError, match="other caches llama in 16 bits"):
         emulate_kv(table, replace(rounding, kv_plain_types=("llama",)))
-
-
-def test_scales_per_head_are_refused_where_the_engine_has_none(llama: Subject) -> None:
-    values = {site: amax.unsqueeze(0) for site, amax in head_amaxes(llama).items()}
-    numerics = Numerics(name="plainest", kv_per_head=False)
-    with pytest.raises(VerificationError, match="per head, and plainest loads one per tensor"):
-        emulate_kv(make_table(llama, values, per_head=True), numerics)
-
-
-def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """As SGLang does it: x /= scale in the model's dtype, then the cast."""
-
-    def divide(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        quotient = x / scales.to(torch.bfloat16)
-        codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
-        return (codes.float() * scales).to(torch.bfloat16)
-
-    numerics = Numerics(name="low", kv_in_model_dtype=True)
-    model = zoo.build("llama").to(torch.bfloat16)
-    with opened(model, tmp_path_factory.mktemp("bfloat16")) as found:
-        values = {
-            site: (amax.max() / 448 * 1.3).reshape(1).float()
-            for site, amax in head_amaxes(found).items()
-        }
-        spread = {site: value.expand(2) for site, value in values.items()}
-        assert_same(found, make_table(found, values), spread, numerics=numerics, quantize=divide)
-
-
-# --- powers of two -----------------------------------------------------------------------------
-
-
-def seen_by_hand(subject: Subject, scales: dict[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-    """Give K and V of every layer as the quantized forward computes them."""
-    changes = {
-        index: tuple(
-            partial(cast, scale=scales[attention.site(role)], dtype=torch.float8_e5m2)
-            for role in (Role.K, Role.V)
-        )
-        for index, attention in producers(subject).items()
-    }
-    cache = HandCache(text_config(subject.model), changes)  # type: ignore[arg-type]
-    plain_forward(subject.model, FULL, cache)
-    return {
-        attention.site(role): x
-        for index, attention in producers(subject).items()
-        for role, x in zip((Role.K, Role.V), cache.seen[index], strict=True)
-    }
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(octaves=st.lists(st.integers(-5, 5), min_size=4, max_size=4))
-def test_powers_of_two_on_scales_leave_a_whole_model_as_it_is(
-    llama: Subject, octaves: list[int]
-) -> None:
-    """In e5m2, whose range leaves room: each of the four scales is moved on its own."""
-    middle = {
-        site: amax.max().reshape(1) / 57344 * 2.0**8 for site, amax in head_amaxes(llama).items()
-    }
-    moved = {
-        site: scale * 2.0**octave
-        for (site, scale), octave in zip(middle.items(), octaves, strict=True)
-    }
-    for site, x in seen_by_hand(llama, middle).items():
-        for scale in (middle[site], moved[site]):
-            assert float(x.abs().max() / scale) < 57344
-            assert float(x.abs().min() / scale) > 2.0**-14
-    first, second = (
-        emulate(
-            llama,
-            Emulation(quantizers=emulate_kv(make_table(llama, values, fmt=E5M2), PLAIN)),
-            FULL,
-        )[0]
-        for values in (middle, moved)
-    )
-    assert torch.equal(first, second)
-    assert not torch.equal(first, plain_forward(llama.model, FULL))
 
 
 # --- q -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,14 @@ from transformers import PreTrainedModel
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
-from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from tests import zoo
-from tests.cli.conftest import write_rows
-from tests.cli.program import fail
 from tests.truth.test_statistics import make_plan, run_calibration
 from tests.verification.by_hand import (
+    BATCHES,
+    FULL,
+    PLAIN,
     Subject,
     cast,
     cast_blocks,
@@ -29,27 +28,20 @@ from tests.verification.by_hand import (
     cast_rows,
     emulate,
     emulate_scheme,
-    make_batch,
     opened,
     plain_forward,
     tensor_scale,
 )
 from tests.verification.models_by_hand import (
-    ROUTERS,
     Recipe,
     is_experts,
     quantize_by_hand,
     quantize_expert,
 )
 
-PLAIN = Numerics(name="plain")
-PADDED = make_batch([5, 20, 13])
-FULL = make_batch([20, 20], seed=12)
-BATCHES = (PADDED, FULL)
 MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 _WIDE = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
 WIDE = {"llama": _WIDE, "gpt_oss": _WIDE, "gpt2": {"n_embd": 160}}
-Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
 
 
 def _per_tensor(weight: torch.Tensor, group: list[torch.Tensor]) -> torch.Tensor:
@@ -64,14 +56,6 @@ RECIPES = {
 
 
 # --- the schemes -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
-def subject(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Subject]:
-    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo") / "m") as found:
-        yield found
 
 
 def make_emulation(
@@ -183,74 +167,6 @@ def weights_held(subject: Subject, emulation: Emulation) -> dict[str, torch.Tens
     hooks = EmulationHooks({})
     with emulated(subject.model, subject.geometry, emulation, hooks, originals=subject.originals):
         return {name: p.detach().clone() for name, p in subject.model.named_parameters()}
-
-
-def test_projections_that_engines_fuse_share_one_scale(tmp_path: Path) -> None:
-    """V is 16 times k here, so that a scale of its own would show; o and down have their own."""
-    model = zoo.build("llama")
-    attention = model.model.layers[0].self_attn
-    with torch.no_grad():
-        attention.v_proj.weight *= 16
-        model.model.layers[0].mlp.up_proj.weight *= 16
-    with opened(model, tmp_path / "m") as subject:
-        held = weights_held(subject, make_emulation(subject, STATIC_WEIGHTS))
-    for names in (
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ("mlp.gate_proj", "mlp.up_proj"),
-        ("self_attn.o_proj",),
-        ("mlp.down_proj",),
-    ):
-        paths = [f"model.layers.0.{name}.weight" for name in names]
-        scale = tensor_scale(*(model.get_parameter(path).detach() for path in paths))
-        for path in paths:
-            assert torch.equal(held[path], cast(model.get_parameter(path).detach(), scale))
-    k_proj = model.get_parameter("model.layers.0.self_attn.k_proj.weight").detach()
-    own = cast(k_proj, tensor_scale(k_proj))
-    assert not torch.equal(held["model.layers.0.self_attn.k_proj.weight"], own)
-
-
-@pytest.mark.parametrize("family", MOE)
-def test_routers_heads_and_embeddings_stay_as_they_are(family: str, tmp_path: Path) -> None:
-    with opened(zoo.build(family), tmp_path / "m") as subject:
-        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"])
-        held = weights_held(subject, emulation)
-        spared = [
-            name for name in held if name.split(".")[-2] in (*ROUTERS, "lm_head", "embed_tokens")
-        ]
-        assert len(spared) >= 3
-        for name in spared:
-            assert torch.equal(held[name], subject.model.get_parameter(name))
-        modules = {site.module.rpartition(".")[2] for site in emulation.quantizers}
-        assert not modules & {*ROUTERS, "lm_head"}
-
-
-def test_static_scales_without_statistics_are_refused(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "m")
-    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [3, 4, 5]}])
-    said = fail(2, "verify", tmp_path / "m", "--scheme", "fp8-static", "--data", data)
-    assert "--scheme fp8-static: its input scales come from" in said
-
-
-def test_multiplying_by_the_reciprocal_is_what_some_engines_do(tmp_path: Path) -> None:
-    """A scale of 3 tells them apart: 1/3 is rounded, and so is x / 3."""
-    numerics = Numerics(name="reciprocal", input_by_reciprocal=True)
-    folder = tmp_path / "m"
-    with opened(zoo.build("llama"), folder) as subject:
-        _, stats = run_calibration(folder, make_plan(list(FULL.input_ids)))
-        emulation = make_emulation(subject, SCHEMES["fp8-static"], stats=stats, numerics=numerics)
-    quantizer = replace(emulation.quantizers[Q_INPUT], scale=torch.tensor(3.0))
-    x = (torch.arange(4096) / 7).float()
-    expected = (x * (torch.tensor(1.0) / 3.0)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(quantizer.fake(x).values, expected.float() * 3.0)
-
-
-def test_dynamic_scales_have_the_lower_bound_of_the_engine(tmp_path: Path) -> None:
-    numerics = Numerics(name="bounded", smallest_dynamic_scale=0.5)
-    with opened(zoo.build("llama"), tmp_path / "m") as subject:
-        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"], numerics=numerics)
-    x = torch.tensor([[1.0, 0.3], [448.0, 1.7]])
-    expected = torch.stack([cast(x[0], 0.5), cast(x[1], 1.0)])
-    assert torch.equal(emulation.quantizers[Q_INPUT].fake(x).values, expected)
 
 
 def test_one_layer_alone_is_what_only_keeps(tmp_path: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
@@ -33,7 +30,9 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.weights import Requantized, WeightParameter
 from tests import zoo
+from tests.kit.pictures import assert_unchanged, take
 from tests.verification.by_hand import (
+    PADDED,
     Subject,
     emulate,
     emulate_scheme,
@@ -45,55 +44,10 @@ from tests.verification.by_hand import (
 
 FAMILIES = ("llama", "gpt2", "mixtral", "gpt_oss", "falcon", "gemma3n_text", "qwen3_next")
 WITH_QUERY = Numerics(name="query", quantizes_query=True)
-PADDED = make_batch([5, 20, 13])
 
 
 class Interrupted(Exception):  # noqa: N818 -- stands for anything that may happen
     """What a test raises in the middle."""
-
-
-@dataclass
-class Picture:
-    """Everything of a model that an emulation could leave behind."""
-
-    tensors: dict[str, torch.Tensor]
-    addresses: dict[str, int]
-    attributes: dict[str, set[str]]
-    forward: dict[str, Any]
-    interfaces: tuple[Any, ...]
-
-
-def take(model: nn.Module) -> Picture:
-    """Take a picture of a model."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    modules = dict(model.named_modules())
-    return Picture(
-        tensors={name: value.detach().clone() for name, value in state.items()},
-        addresses={name: value.data_ptr() for name, value in state.items()},
-        attributes={name: set(vars(module)) for name, module in modules.items()},
-        forward={name: vars(module).get("forward") for name, module in modules.items()},
-        interfaces=(
-            AttentionInterface.get_interface,
-            ExpertsInterface.get_interface,
-            dict(ALL_ATTENTION_FUNCTIONS),
-            dict(ALL_EXPERTS_FUNCTIONS),
-        ),
-    )
-
-
-def assert_unchanged(model: nn.Module, before: Picture) -> None:
-    """Compare with the picture, bit for bit."""
-    after = take(model)
-    assert after.addresses == before.addresses
-    for name, value in before.tensors.items():
-        bits = (x.reshape(-1).view(torch.uint8) for x in (after.tensors[name], value))
-        assert torch.equal(*bits), name
-    assert after.attributes == before.attributes
-    assert after.forward == before.forward
-    assert after.interfaces == before.interfaces
-    for name, module in model.named_modules():
-        assert not module._forward_pre_hooks, name
-        assert not module._forward_hooks, name
 
 
 def make_emulation(subject: Subject, scheme: str = "fp8-dynamic") -> Emulation:

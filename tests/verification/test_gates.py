@@ -13,6 +13,7 @@ from fp8calib.verification.compare.summary import Summary
 from fp8calib.verification.judge.damaged import describe_damage
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge, load_gate
 from fp8calib.verification.report import LayerResult, Verdict
+from tests.kit.reports import make_layer
 
 PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
 OPEN = Verdict.CANNOT_TELL
@@ -155,20 +156,8 @@ def test_the_kld_implies_the_spread_of_the_log_ratio() -> None:
 # --- what a ratio hides ------------------------------------------------------------------------
 
 
-def make_row(
-    sqnr_db: float | None, *, role: str = "v", clipped: float = 0.0, flushed: float = 0.0
-) -> LayerResult:
-    return LayerResult(
-        candidate="it",
-        site=f"layers.7.attn.{role}",
-        layer=7,
-        role=role,  # type: ignore[arg-type]
-        sqnr_db=sqnr_db,
-        clipped=clipped,
-        flushed=flushed,
-        amax=1.0,
-        scale=1.0,
-    )
+def make_row(sqnr_db: float | None, *, role: str = "v", **more: float) -> LayerResult:
+    return make_layer("it", 7, role, site=f"layers.7.attn.{role}", sqnr_db=sqnr_db, **more)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from tests import zoo
 from tests.architectures.test_vision_language import MODELS
+from tests.kit.pictures import assert_unchanged, take
 
 ROWS = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(6)]
 
@@ -153,17 +154,8 @@ def test_a_live_model_is_left_as_it_was() -> None:
     )
     model.config.output_hidden_states = True
 
-    def take() -> Any:
-        state = {}
-        for path, module in model.named_modules():
-            known = {n: v for n, v in vars(module).items() if n not in {"_modules", "_parameters"}}
-            buffers = known.pop("_buffers")
-            state[path] = repr(known)
-            state[f"{path} buffers"] = {n: b.tolist() for n, b in buffers.items()}
-        return state
-
-    before = take()
+    before = take(model)
     stats = fp8calib.calibrate(model, ROWS, seq_len=32).stats
-    assert take() == before
+    assert_unchanged(model, before)
     fp8calib.verify(model, stats, ROWS, seq_len=32)
-    assert take() == before
+    assert_unchanged(model, before)

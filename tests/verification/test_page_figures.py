@@ -31,7 +31,7 @@ from fp8calib.verification.report import (
     SensitivityResult,
     VerifyReport,
 )
-from tests.verification.test_page import make_candidate, make_layer, make_small
+from tests.kit.reports import make_candidate, make_layer, make_small
 
 FLOOR, CEILING = HEIGHT - BOTTOM, TOP
 

@@ -10,9 +10,10 @@ import pytest
 
 from fp8calib.render.page.page import write_page
 from fp8calib.verification.report import Decision
+from tests.kit.reports import make_candidate, make_layer, make_small
 from tests.verification.chromium import NAMES, Page, find_chromium
 from tests.verification.sample_report import make_report
-from tests.verification.test_page import HOSTILE, make_candidate, make_layer, make_small
+from tests.verification.test_page import HOSTILE
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(

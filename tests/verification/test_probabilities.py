@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,16 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from tests import zoo
-from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
+from tests.verification.by_hand import (
+    FULL,
+    PADDED,
+    Subject,
+    emulate,
+    opened,
+    plain_forward,
+)
 
 QUANTIZER = Quantizer(fmt=E4M3FN, scale=torch.tensor(1 / 256))
-PADDED = make_batch([5, 20, 13])
-FULL = make_batch([20, 20], seed=12)
 WITHOUT_INTERFACE = ("falcon",)
 HEADS, KV_HEADS, LENGTH, SIZE = 4, 2, 7, 8
 
@@ -150,14 +155,6 @@ def test_the_damage_is_that_of_every_8th_query_of_the_first_sequence(first: int)
     assert (damage.num_elements, damage.amax, damage.clipped) == (count, 1.0, 0.0)
     assert damage.signal == pytest.approx(signal, rel=1e-5)
     assert damage.noise == pytest.approx(noise, rel=1e-3)
-
-
-@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
-def subject(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Subject]:
-    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo")) as found:
-        yield found
 
 
 @pytest.mark.parametrize("batch", [PADDED, FULL])

@@ -6,8 +6,7 @@ element.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from fp8calib.verification.emulation.stored_weights import find_clipped
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests import zoo
 from tests.dialects.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
+from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import Subject, emulate_checkpoint, emulate_scheme, opened
 
 Spread = Callable[[torch.Tensor], torch.Tensor]
@@ -74,9 +74,7 @@ def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch
         tensors[name] = quotient.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(document | {"quantization_config": config}))
-    return folder
+    return change_config(folder, quantization_config=config)
 
 
 def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[WeightChange, ...]:
@@ -104,15 +102,6 @@ def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
         for name, weight in plain.items()
         if is_quantized(name)
     }
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """Give a llama whose weights span several blocks in both directions."""
-    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
-    model = zoo.build("llama", **sizes)
-    with opened(model, tmp_path_factory.mktemp("wide") / "m") as found:
-        yield found
 
 
 @pytest.mark.parametrize("form", FORMS)

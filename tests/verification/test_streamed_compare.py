@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,14 +40,6 @@ FURTHER = [
 ]
 """Mixers without K and V, shared K and V, and tensors at odd places in their file."""
 LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_emulations(

@@ -176,16 +176,6 @@ def test_a_perplexity_beyond_all_numbers_is_the_largest_one() -> None:
     assert summary.log_ratio == pytest.approx(798.0)
 
 
-def test_an_identical_candidate_makes_no_difference() -> None:
-    """Exactly: ratio 1, divergence 0, agreement 1."""
-    logprobs = np.random.default_rng(4).normal(size=90) - 3
-    summary = summarize(make_scores(logprobs), make_scores(logprobs), [31, 31, 31])
-    assert (summary.ppl_ratio, summary.ppl_ratio_se) == (1.0, 0.0)
-    assert (summary.kld_mean, summary.kld_max, summary.top1_agreement) == (0.0, 0.0, 1.0)
-    for gate in GATES.values():
-        assert judge(summary, gate)[0] is Verdict.NO_DIFFERENCE
-
-
 def test_positions_are_split_where_they_double() -> None:
     """Sequences of 6 and 3 tokens: positions 1..5 and 1, 2."""
     losses = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0]

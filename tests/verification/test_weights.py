@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, find_scheme
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.verification.emulation.damage import sum_damage
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import StoredWeights
@@ -29,6 +27,7 @@ from fp8calib.verification.emulation.weights import (
 )
 from tests import zoo
 from tests.cli.program import succeed
+from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
     Subject,
     cast,
@@ -170,37 +169,7 @@ def test_a_group_takes_its_scale_from_weights_as_they_were() -> None:
         assert torch.equal(value, cast(before[name], scale))
 
 
-def test_experts_have_scales_of_their_own() -> None:
-    values = {"e": torch.randn(3, 4, 6) * torch.tensor([1.0, 10.0, 100.0]).reshape(3, 1, 1)}
-    before = values["e"].clone()
-    parameter = WeightParameter(
-        name="e", sites=(Site("e", Role.WEIGHT),), is_transposed=True, num_experts=3
-    )
-    change = Requantized(
-        parameters=(parameter,), quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR)
-    )
-    list(change.apply(values))
-    for value, original in zip(values["e"], before, strict=True):
-        assert torch.equal(value, cast(original, tensor_scale(original)))
-
-
-def test_sums_add_up_and_the_amax_is_the_largest() -> None:
-    parts = [
-        torch.tensor([1.0, 2, 3, 4, 5, 9]).double(),
-        torch.tensor([1.0, 1, 1, 1, 1, 2]).double(),
-    ]
-    assert sum_damage(parts).tolist() == [2, 3, 4, 5, 6, 9]
-
-
 # --- an FP8 checkpoint -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
-    model = zoo.build("llama", **sizes)
-    with opened(model, tmp_path_factory.mktemp("wide") / "m") as found:
-        yield found
 
 
 def write_blocks(model: nn.Module, folder: Path) -> Path:
@@ -217,15 +186,8 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
         tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.tensor(scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "fmt": "e4m3",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return change_config(folder, quantization_config={**section, "weight_block_size": [128, 128]})
 
 
 def stored(subject: Subject, folder: Path, numerics: Numerics) -> Emulation:

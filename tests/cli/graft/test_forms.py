@@ -27,15 +27,8 @@ from tests.cli.graft.grafting import (
     stored_scales,
 )
 from tests.cli.program import snapshot, succeed
-from tests.cli.quantized_children import (
-    BASE,
-    FORMS,
-    change_config,
-    save_fp4,
-    save_int,
-)
-
-Refused = Callable[..., str]
+from tests.cli.quantized_children import BASE, FORMS, save_fp4, save_int
+from tests.kit.checkpoints import change_config
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,8 @@ from tests.cli.graft.grafting import (
     stored_scales,
 )
 from tests.cli.program import fail, snapshot, succeed
-from tests.cli.quantized_children import (
-    BASE,
-    NORM,
-    WEIGHTS,
-    change_config,
-    change_norm,
-)
-
-Refused = Callable[..., str]
+from tests.cli.quantized_children import BASE, NORM, change_norm
+from tests.kit.checkpoints import WEIGHTS, change_config
 
 
 def test_a_pack_makes_the_same_checkpoint_as_the_statistics(

@@ -22,12 +22,9 @@ from tests.cli.graft.grafting import (
     stored_scales,
 )
 from tests.cli.program import fail, succeed
-from tests.cli.quantized_children import (
-    BASE,
-    WEIGHTS,
-    set_method,
-)
+from tests.cli.quantized_children import BASE, set_method
 from tests.dialects.foreign import FOLDER
+from tests.kit.checkpoints import WEIGHTS
 
 Refused = Callable[..., str]
 

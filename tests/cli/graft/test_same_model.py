@@ -22,16 +22,8 @@ from tests.cli.graft.grafting import (
     name_command,
 )
 from tests.cli.program import fail, succeed
-from tests.cli.quantized_children import (
-    BASE,
-    NORM,
-    QUANTIZED,
-    change_config,
-    change_norm,
-    change_tensors,
-    save_fp4,
-    save_int,
-)
+from tests.cli.quantized_children import BASE, NORM, QUANTIZED, change_norm, save_fp4, save_int
+from tests.kit.checkpoints import change_config, change_tensors
 
 Refused = Callable[..., str]
 

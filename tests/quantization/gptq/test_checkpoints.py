@@ -20,15 +20,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
-from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 from fp8calib.run.streaming import layer_journal
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.cli.test_process import ROOT
+from tests.kit.checkpoints import change_config, change_tensors
 from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
 
@@ -405,8 +404,7 @@ def count_rounded_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_model_without_a_class_is_told_what_needs_none(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "llama-next"}))
+    change_config(tmp_path / "model", model_type="llama-next")
     text = fail(2, *command(tmp_path / "model", tmp_path))
     assert "--rounding gptq runs the model" in text
     assert "llama-next" in text
@@ -416,29 +414,26 @@ def test_a_model_without_a_class_is_told_what_needs_none(tmp_path: Path) -> None
 
 def test_a_damaged_checkpoint_is_not_advised_to_be_rounded_to_nearest(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    change_tensors(tmp_path / "model", {"model.layers.1.mlp.up_proj.weight": None})
     text = fail(4, *command(tmp_path / "model", tmp_path))
     assert "the checkpoint lacks model.layers.1.mlp.up_proj.weight" in text
     assert "download the weights again" in text
     assert "nearest" not in text
 
 
-def test_options_of_the_text_need_gptq(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "changed", "says"),
+    [
+        ("gptq", "nearest", "--data: --rounding nearest runs no text"),
+        (NUM_SEQUENCES, 7, "needs at least 8 sequences, and the data gives 7"),
+    ],
+)
+def test_text_is_for_gptq_and_has_to_be_long_enough(
+    tmp_path: Path, given: object, changed: object, says: str
+) -> None:
     zoo.save("llama", tmp_path / "model")
     made = command(tmp_path / "model", tmp_path)
-    text = fail(2, *(each if each != "gptq" else "nearest" for each in made))
-    assert "--data: --rounding nearest runs no text" in text
-    text = fail(2, *(each if each != "gptq" else "best" for each in made))
-    assert "--rounding best: must be nearest or gptq" in text
-
-
-def test_a_text_too_short_to_hold_any_back_is_refused(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    made = command(tmp_path / "model", tmp_path)
-    text = fail(2, *(each if each != NUM_SEQUENCES else 7 for each in made))
-    assert "needs at least 8 sequences, and the data gives 7" in text
+    assert says in fail(2, *(changed if each == given else each for each in made))
 
 
 def test_the_plan_tells_memory_and_disk_and_runs_nothing(tmp_path: Path) -> None:
@@ -511,31 +506,6 @@ def test_a_run_with_another_scheme_does_not_take_the_codes(
     other = command(tmp_path / "model", tmp_path, "fp8-block")
     assert "had another scheme or other options" in fail(2, *other, "--resume")
     assert (tmp_path / "out.rounding.partial").exists()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_computes_what_the_emulation_predicts(scheme: str, tmp_path: Path) -> None:
-    """By compressed-tensors; whole blocks of 128, since it refuses inputs that are none."""
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
-    model = zoo.save("llama", tmp_path / "model", **sizes)
-    succeed(*command(tmp_path / "model", tmp_path, scheme))
-    out, dump = tmp_path / "out", tmp_path / "dump.safetensors"
-    text = ("--data", tmp_path / "rows.jsonl", "--samples", 4, "--seq-len", SEQ_LEN)
-    verified = ("verify", tmp_path / "model", "--scales", out, "--engine", "reference")
-    succeed(*verified, *text, "--dtype", "float32", "--dump", dump)
-    predicted = load_file(dump)
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    for name, runs in (("reference", model), (str(out), loaded)):
-        found = torch.cat([score(runs, ids) for ids in draw()[:4]])
-        torch.testing.assert_close(found, predicted[name], rtol=1e-5, atol=2e-5)
-    assert float((predicted["reference"] - predicted[str(out)]).abs().max()) > 1e-3
-
-
-def score(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Give the log-probability of every token after the first."""
-    with torch.no_grad():
-        logprobs = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, ids[1:].unsqueeze(1)).squeeze(1)
 
 
 def test_padding_has_no_part_in_a_hessian(tmp_path: Path) -> None:

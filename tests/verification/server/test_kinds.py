@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.verification.server.kinds.kind import AnswerError, ServerKind
+from fp8calib.verification.server.kinds.kind import AnswerError
 from fp8calib.verification.server.recognise import KINDS
 
 IDS = [5, 3, 8]
@@ -129,11 +129,3 @@ def test_what_is_missing_is_named(name: str, path: tuple[str, ...], value: Any, 
     place[path[-1]] = value
     with pytest.raises(AnswerError, match=says):
         KINDS[name].read_scores(answer, IDS, 0 if name == "tgi" else 2)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_names_the_options_of_its_server(name: str) -> None:
-    kind: ServerKind = KINDS[name]
-    assert kind.length_flag.startswith("--")
-    assert "-" in kind.logprobs_flag
-    assert kind.cache_flag

@@ -129,21 +129,6 @@ def test_the_python_function_gives_the_same_report(
         fp8calib.verify(model, data=data, sampled=True)
 
 
-def test_the_agreement_is_that_of_the_most_likely_tokens(
-    model: Path, data: Path, unscaled: Predict, plain: Predict
-) -> None:
-    with FakeServer(unscaled, tokenize=tokenize) as server:
-        report = verify(model, data, "--server", server.url)
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    agreed = []
-    for row in rows:
-        ids = row["input_ids"] if "input_ids" in row else spell(row["text"])
-        agreed.append((plain(ids).argmax(-1) == unscaled(ids).argmax(-1))[:-1])
-    expected = torch.cat(agreed).double().mean().item()
-    assert report["candidates"][0]["name"] == "server"
-    assert report["candidates"][0]["top1_agreement"] == pytest.approx(expected, abs=0.01)
-
-
 def test_the_diagnosis_is_the_first_line_and_the_last(
     model: Path, data: Path, unscaled: Predict, tmp_path: Path
 ) -> None:

@@ -1,0 +1,368 @@
+"""What `calibrate` refuses: one message, the right exit code, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import zoo
+from tests.cli.conftest import save_tokenizer, write_rows
+from tests.cli.program import fail
+from tests.kit.checkpoints import WEIGHTS, change_config, change_tensors
+
+Refused = Callable[..., str]
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    """Give a copy of the model that a test may damage."""
+    return shutil.copytree(model, tmp_path / "damaged")
+
+
+# --- options -----------------------------------------------------------------------------------
+
+OPTIONS = [
+    ("--format rfc nonsense", "nonsense"),
+    ("--format vllm-json --tp 0", "--tp 0"),
+    ("--format vllm-json --tp -2", "--tp -2"),
+    ("--format vllm-json --tp 3", "does not divide the 4 attention heads of layer 0"),
+    ("--format rfc --tp 8", "does not divide the 4 attention heads"),
+    ("--rule percentile:nan", "--rule: rule 'percentile:nan': its number is not in 0 < P"),
+    ("--rule headroom", "--rule: rule 'headroom': needs a number, 1 <= H <= 1024"),
+    ("--dtype int8", "--dtype int8: not one of auto, float32, bfloat16, float16"),
+    ("--device tpu", "--device tpu: not auto, cpu, cuda or cuda:N"),
+    ("--device cuda:99", "--device cuda:99: this machine has "),
+    ("--device-map balanced", "--device-map balanced: must be auto"),
+    ("--memory nan", "--memory"),
+    ("--memory 1e300", "--memory"),
+    ("--memory 9 --device-map auto", "--device-map"),
+    ("--seq-len 129", "above the model's maximum of 128 positions"),
+    ("--recipe w8a16 --format rfc", "does not observe K and V"),
+    ("--recipe w8a8-dynamic --format rfc", "needs inputs and weights"),
+    ("--recipe w8a16 --query-scale yes", "does not observe q"),
+    ("--format rfc --query-scale yes --dry-run", "rfc cannot hold q_scale"),
+    *((f"--shard {text}", f"--shard {text}: not I/N") for text in ("0/2", "3/2", "1", "x")),
+    ("--shard 1/7", "--shard 1/7: the data gives only 4 batches"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), OPTIONS)
+def test_options(refused: Refused, model: Path, options: str, says: str) -> None:
+    text = refused(2, model, *options.split())
+    assert says in text
+    assert "Input should be" not in text
+
+
+def test_a_degree_that_does_not_divide_the_mlp(refused: Refused, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "odd", intermediate_size=50)
+    text = refused(2, tmp_path / "odd", "--format", "rfc", "--tp", 4)
+    assert "--tp 4 does not divide the 50 channels" in text
+
+
+# --- recipes -----------------------------------------------------------------------------------
+
+IGNORE = "name: mine\nobserve: {{ignore: ['{}']}}\n"
+RECIPES = [
+    (
+        "name: mine\nobserv: {}\ndata: {samples: many, pack: [1]}\nscales: {rule: guess}\n",
+        [
+            "mine.yaml",
+            "observ: unknown key",
+            "data.samples: must be a valid integer, not 'many'",
+            "data.pack: must be a valid boolean, not [1]",
+            "scales.rule: unknown rule 'guess'",
+        ],
+    ),
+    *((text, ["mine.yaml is not YAML: line 1"]) for text in ("{", "a: b: c", "\tname: x", "@")),
+    *((text, ["is not a mapping of keys"]) for text in ("", "kv")),
+    ("name: \xff\xfe", ["cannot be read as UTF-8"]),
+    (IGNORE.format("*.no_such_module"), ["'*.no_such_module' matches no", "model.layers.0."]),
+    (IGNORE.format("re:("), ["is not a regular expression"]),
+    ("name: mine\nformats: [nonsense]\n", ["nonsense"]),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), RECIPES)
+def test_recipes(
+    refused: Refused, model: Path, tmp_path: Path, content: str, says: list[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content, encoding="latin-1")
+    text = refused(3, model, "--recipe", tmp_path / "mine.yaml")
+    assert not [words for words in says if words not in text]
+
+
+def test_what_is_no_file_of_a_recipe(refused: Refused, model: Path, tmp_path: Path) -> None:
+    text = refused(3, model, "--recipe", "no-such")
+    assert "no-such is neither a shipped recipe nor a file" in text
+    assert "w8a8-static" in text
+    refused(3, model, "--recipe", tmp_path)
+
+
+# --- data --------------------------------------------------------------------------------------
+
+DATA = [
+    (5, "none.jsonl", None, "no such file or folder"),
+    (5, "rows.txt", b"", "rows.txt: no rows"),
+    (5, "rows.jsonl", b'{"text": "w1"}\n\n{"text": "w3"\n', "rows.jsonl:3: not JSON"),
+    (5, "rows.jsonl", b'{"text": "caf\xe9"}\n', "1: not UTF-8 at byte 13"),
+    (5, "rows.jsonl", b'{"prompt": "w1", "answer": "w2"}', "the keys are: prompt, answer"),
+    (5, "rows.jsonl", b'{"input_ids": [5]}', "no sequence of two tokens in 1 rows"),
+    (5, "rows.jsonl", b'{"input_ids": [5, 6, -1]}', "1: input_ids holds -1 at position 2"),
+    (5, "rows.jsonl", b'{"input_ids": [5, 6, 128]}', "holds 128 at position 2"),
+    (5, "rows.jsonl", b'{"messages": [{"role": "user"}]}', "rows.jsonl:1: messages"),
+    (5, "rows.parquet", b"not parquet", "rows.parquet: not a readable parquet file"),
+    (2, "rows.csv", b"text\nhello\n", "the suffix '.csv' is not accepted"),
+]
+
+
+@pytest.mark.parametrize(("code", "name", "content", "says"), DATA)
+def test_data(
+    refused: Refused, model: Path, tmp_path: Path, code: int, name: str, content: Any, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert says in refused(code, model, "--data", tmp_path / name)
+
+
+def test_data_that_is_no_regular_file(refused: Refused, model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "a pipe or device" in refused(5, model, "--data", tmp_path / "pipe.jsonl")
+    (tmp_path / "folder").mkdir()
+    assert "holds no .jsonl" in refused(5, model, "--data", tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("code", "spec", "says"),
+    [
+        *((2, spec, f"--data {spec}") for spec in ("", "builtin@0", "builtin@nan", "hub:a:b:c:d")),
+        (5, "hub:no/such", "hub:no/such, config default, split train: the hub cannot be reached"),
+    ],
+)
+def test_specs_of_data(refused: Refused, model: Path, code: int, spec: str, says: str) -> None:
+    assert says in refused(code, model, "--data", spec)
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+def write(name: str, content: str) -> Damage:
+    return lambda folder: (folder / name).write_text(content, encoding="latin-1")
+
+
+def remove(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def rename(name: str, other: str) -> Damage:
+    return lambda folder: (folder / name).rename(folder / other)
+
+
+def configure(**entries: Any) -> Damage:
+    return lambda folder: change_config(folder, **entries)
+
+
+def replace(name: str, value: torch.Tensor | None) -> Damage:
+    return lambda folder: change_tensors(folder, {name: value})
+
+
+def spoil(name: str, place: Any, value: str) -> Damage:
+    """Change one number of a weight, or one row."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        tensors[name][place] = float(value)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
+
+
+def truncate(folder: Path) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_a_shard(folder: Path) -> None:
+    rename(WEIGHTS, "b.safetensors")(folder)
+    write("model.safetensors.index.json", '{"weight_map": {"lm_head.weight": "a.safetensors"}}')(
+        folder
+    )
+
+
+UP, DOWN = (f"model.layers.{layer}.weight" for layer in ("1.mlp.up_proj", "0.mlp.down_proj"))
+EMBEDDING = "model.embed_tokens.weight"
+MODELS: dict[str, tuple[Damage, list[str]]] = {
+    "no config": (remove("config.json"), ["there is no config.json"]),
+    "a torn config": (
+        write("config.json", "{ torn"),
+        ["{}/config.json: cannot be read as JSON"],
+    ),
+    "a config in latin-1": (write("config.json", "\xff"), ["cannot be read as JSON"]),
+    "a list for a config": (write("config.json", "[]"), ["config.json: not a JSON object"]),
+    "an empty config": (write("config.json", "{}"), ["config.json has no model_type"]),
+    "an unknown architecture": (
+        configure(model_type="warp-drive", architectures=["WarpDriveForCausalLM"]),
+        ["model_type warp-drive", f"transformers {transformers.__version__}"],
+    ),
+    "a size in words": (
+        configure(hidden_size="wide"),
+        ["{}/config.json", "'hidden_size'", "'wide'"],
+    ),
+    "an activation nobody has": (configure(hidden_act="no-such-function"), ["no-such-function"]),
+    "truncated weights": (
+        truncate,
+        ["{}/model.safetensors: truncated", "download or copy the file again"],
+    ),
+    "a missing shard": (lose_a_shard, ["1 of 1 shards are missing: a.safetensors"]),
+    "pickled weights": (
+        rename(WEIGHTS, "pytorch_model.bin"),
+        ["pickled (pytorch_model.bin)", "convert them"],
+    ),
+    "no weights": (remove(WEIGHTS), ["there are no *.safetensors weights"]),
+    **{
+        f"a weight of {value}": (spoil(UP, (3, 5), value), [f"{UP} holds {value} at [3, 5]"])
+        for value in ("nan", "inf", "-inf")
+    },
+    "an embedding of nan": (spoil(EMBEDDING, 77, "nan"), [f"{EMBEDDING} holds nan at [77, 0]"]),
+    "no embedding": (replace(EMBEDDING, None), [EMBEDDING]),
+    "a missing weight": (replace(DOWN, None), [DOWN]),
+    "another shape": (replace(DOWN, torch.zeros(32, 47)), [DOWN, "[32, 47]", "[32, 48]"]),
+    "a quantized model": (
+        configure(quantization_config={"quant_method": "fp8"}),
+        ["already quantized (quant_method fp8)", "unquantized model"],
+    ),
+    "a quantized text model": (
+        configure(text_config={"quantization_config": {"quant_method": "awq"}}),
+        ["quant_method awq"],
+    ),
+    "no tokenizer": (remove("tokenizer.json"), ["holds no tokenizer", "input_ids"]),
+    "a torn tokenizer": (
+        write("tokenizer.json", "{ torn"),
+        ["{}: the tokenizer cannot be loaded"],
+    ),
+    "an empty tokenizer": (write("tokenizer.json", "{}"), ["the tokenizer cannot be loaded"]),
+    "a large tokenizer": (
+        lambda folder: save_tokenizer(folder, ["<s>", "</s>", *map(str, range(127))]),
+        ["the tokenizer has 129 tokens, the embedding 128 rows"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_models(refused: Refused, folder: Path, what: str) -> None:
+    damage, says = MODELS[what]
+    damage(folder)
+    text = refused(4, folder)
+    assert not [words for words in says if words.replace("{}", str(folder)) not in text]
+    assert "ignore_mismatched_sizes" not in text
+
+
+PLACES = [
+    *((name, f"no model folder at {name}") for name in ("./nowhere", "~nobody/model", "a/b/c")),
+    *(
+        (name, f"{name} is not a local folder; fetching it from the hub failed")
+        for name in ("no/such", "no-such-model")
+    ),
+    ("x" * 300, ""),
+    ("./" + "x" * 300, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), PLACES)
+def test_places_of_models(refused: Refused, name: str, says: str) -> None:
+    text = refused(4, name)
+    assert says in text
+    assert "did you mean" not in text
+
+
+def test_a_name_that_is_nearly_that_of_a_folder(
+    refused: Refused, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = f"{folder.name[:-1]}_"
+    monkeypatch.chdir(folder.parent)
+    for name in (near, f"./{near}", str(folder.parent / near)):
+        suggested = Path(name).parent / folder.name
+        assert f"did you mean {suggested}? " in refused(4, name)
+    assert f"did you mean {folder}?" in fail(2, "check", folder.parent / near)
+
+
+def test_what_is_no_folder_of_a_model(refused: Refused, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "the folder is empty" in refused(4, tmp_path / "empty")
+    assert "a file, not a model folder" in refused(4, folder / WEIGHTS)
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    hint = "use the safetensors model that the GGUF was made from"
+    assert hint in refused(4, folder / "model.gguf")
+    assert hint in fail(4, "check", folder / "model.gguf")
+    assert hint in fail(4, "show", folder / "model.gguf")
+
+
+def test_an_expert_that_is_missing(refused: Refused, tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "mixtral")
+    save_tokenizer(tmp_path / "mixtral")
+    replace("model.layers.0.block_sparse_moe.experts.1.w1.weight", None)(tmp_path / "mixtral")
+    text = refused(4, tmp_path / "mixtral")
+    assert "experts" in text
+    assert "report" not in text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_activations_that_are_no_numbers(
+    refused: Refused, folder: Path, tmp_path: Path, value: str
+) -> None:
+    spoil(EMBEDDING, 77, value)(folder)
+    tokens = [5] * 64
+    tokens[2 * 16 + 3] = 77  # in the third sequence
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": tokens}])
+    blind = tmp_path / "blind.yaml"
+    blind.write_text("name: blind\nobserve: {weights: false}\n")
+    options = ["--data", rows, "--recipe", blind]
+    text = refused(6, folder, *options)
+    assert "model.layers.0" in text
+    assert "at sample 2 (counting from 0)" in text
+    text = refused(6, folder, *options, "--batch-size", 2, "--no-pack", "--seq-len", 100)
+    assert "at sample 0" in text
+
+
+BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "architecture"),
+    [
+        ("bert", {**BERT, "intermediate_size": 48}, "BertModel"),
+        ("t5", T5, "T5ForConditionalGeneration"),
+    ],
+)
+def test_encoders(
+    refused: Refused, tmp_path: Path, family: str, sizes: dict[str, int], architecture: str
+) -> None:
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    getattr(transformers, architecture)(config).save_pretrained(tmp_path / family)
+    save_tokenizer(tmp_path / family)
+    text = refused(4, tmp_path / family)
+    assert f"{architecture} (model_type {family}) is not a decoder-only language model" in text
+
+
+# --- the output --------------------------------------------------------------------------------
+
+
+def test_outputs(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    for out, says in (
+        ("file", "a file, not a folder"),
+        ("file/out", str(tmp_path / "file")),
+        ("full", "thesis.tex"),
+    ):
+        assert says in refused(2, model, "--out", tmp_path / out)

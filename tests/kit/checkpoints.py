@@ -1,0 +1,49 @@
+"""Change the files of a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+WEIGHTS = "model.safetensors"
+
+
+def change_json(path: Path, change: Mapping[str, Any] | Callable[[dict[str, Any]], object]) -> Path:
+    """Add entries to a JSON object, or edit it in place by a function."""
+    document = json.loads(path.read_text())
+    if callable(change):
+        change(document)
+    else:
+        document |= change
+    path.write_text(json.dumps(document))
+    return path
+
+
+def change_config(
+    folder: Path, change: Callable[[dict[str, Any]], object] | None = None, **entries: Any
+) -> Path:
+    """Change config.json by a function, or add entries to it."""
+    change_json(folder / "config.json", change or entries)
+    return folder
+
+
+def change_tensors(
+    folder: Path,
+    change: Callable[[Tensors], Tensors] | Mapping[str, torch.Tensor | None],
+    name: str = WEIGHTS,
+) -> Path:
+    """Rewrite a file of tensors by a function, or replace, add or (None) drop tensors."""
+    tensors = load_file(folder / name)
+    if callable(change):
+        tensors = change(tensors)
+    else:
+        changed = {**tensors, **change}
+        tensors = {key: value for key, value in changed.items() if value is not None}
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    return folder
