@@ -320,6 +320,48 @@ def test_experts_are_given_their_scales_in_order(tmp_path: Path, expert: int | N
         assert (weights.status, why in weights.why) == ("misread", True)
 
 
+def restore(tensors: dict[str, torch.Tensor], original: Mapping[str, torch.Tensor]) -> None:
+    """Store the FP8 weights in 16 bits, and keep their scales."""
+    names = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    tensors.update({name: original[name].bfloat16() for name in names})
+
+
+def rename_scales(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[f"{name.removesuffix('.weight_scale')}.scale"] = tensors.pop(name)
+
+
+def add_scale(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
+    tensors[f"{DOWN}.weight_scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "edit", "words"),
+    [
+        ("modelopt", "fp8-dynamic", rename_scales, "is FP8, but transformers uses its codes"),
+        ("autofp8", "fp8-block", restore, "is BF16, and transformers multiplies it by"),
+        ("autofp8", "fp8-block", add_scale, ""),
+    ],
+)
+def test_weights_are_multiplied_by_the_scales_that_are_read(
+    tmp_path: Path,
+    form: str,
+    scheme: str,
+    edit: Callable[[dict[str, torch.Tensor], Mapping[str, torch.Tensor]], None],
+    words: str,
+) -> None:
+    folder = make(tmp_path, form, scheme, "llama", **WHOLE)
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    change_tensors(folder, lambda tensors: edit(tensors, original))
+
+    weights = ask(folder, "transformers").weights
+
+    held = AutoModelForCausalLM.from_pretrained(folder).get_parameter(f"{DOWN}.weight").float()
+    meant = original[f"{DOWN}.weight"]
+    assert bool((held - meant).norm() / meant.norm() < 0.1) is (not words)
+    assert (words in weights.why) if weights else not words
+
+
 @pytest.mark.parametrize("is_per_head", [False, True])
 def test_scales_per_head_fail_on_latents(tmp_path: Path, *, is_per_head: bool) -> None:
     """llm-compressor writes one for each expanded head of DeepSeek; transformers caches latents."""

@@ -62,7 +62,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
             path = Path(stack.enter_context(TemporaryDirectory()))
             _write_imagined(folder, path)
         stack.enter_context(_observe(lambda file: _open(Path(file), opened), faults))
-        stack.enter_context(_DtypesOfCpu())
+        stack.enter_context(_DtypesOfCpu())  # type: ignore[no-untyped-call]
         try:
             model, loading = _find_class(folder.config).from_pretrained(
                 path,
@@ -120,7 +120,7 @@ def _run(model: Any) -> str:
     model.set_experts_implementation("batched_mm")  # does not depend on numbers
     with (
         _silence(),
-        _DtypesOfCpu(),
+        _DtypesOfCpu(),  # type: ignore[no-untyped-call]
         torch.no_grad(),
         mock.patch(f"{_DECOMPRESSION}.from_accelerate"),  # knows no meta device
         hooks.register_module_forward_pre_hook(lambda module, _: entered.append(module)),
@@ -146,7 +146,7 @@ def _skip_alike(model: Any) -> None:
                 outputs[key] = run(*arguments, **named)
             return outputs[key]
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
 
     number = model.config.get_text_config().num_hidden_layers
     lists = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
@@ -158,7 +158,7 @@ def _skip_alike(model: Any) -> None:
 _DECOMPRESSION = "compressed_tensors.compressors.model_compressors.model_compressor"
 
 
-class _DtypesOfCpu(TorchDispatchMode):
+class _DtypesOfCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse operations of several dtypes, as a CPU does and the meta device does not."""
 
     def __torch_dispatch__(
