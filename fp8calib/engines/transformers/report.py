@@ -82,7 +82,8 @@ def _report_loaded(
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
     weights = next(_list_weight_faults(context, loaded), None)
     # The last, because it decompresses the weights.
-    if folder.config.get("quantization_config") and (error := find_run_error(loaded.model)):
+    is_quantized = bool(folder.config.get("quantization_config"))
+    if is_quantized and (error := find_run_error(loaded.model, len(geometry.layers))):
         raise Refusal(f"the first forward pass fails: {error}", fix=_WEIGHT_FIX)
     return report.model_copy(update={"weights": weights})
 
