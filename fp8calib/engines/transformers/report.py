@@ -15,6 +15,7 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.dialects.fp8.registry import list_input_scale_names
 from fp8calib.dialects.fp8.weights import (
     WEIGHT_FORMATS,
     is_companion,
@@ -38,6 +39,7 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.status import Status
 from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, load_on_meta
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
+from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.module_paths import span_experts, split_expert
@@ -204,6 +206,7 @@ def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[L
             if fault := find(context, loaded, name):
                 yield _misread(fault)
     yield from map(_misread, _list_joined_faults(loaded))
+    yield from map(_misread, _list_bad_scales(context, loaded))
 
 
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:
@@ -288,6 +291,20 @@ def _list_joined_faults(loaded: LoadedModel) -> Iterator[str]:
                 f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} scales, "
                 "and transformers gives these to the first ones"
             )
+
+
+def _list_bad_scales(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
+    """List the scales that are read and are none; joined experts need none of their inputs."""
+    if not context.folder.is_on_disk:
+        return
+    inputs = list_input_scale_names()
+    used = {
+        name: (file, context.folder.tensors[file][name])
+        for name, file in loaded.read.items()
+        if not name.endswith(inputs) or _find_parameter(loaded, name) is not None
+    }
+    for name, what in read_scale_values(context.folder, used).bad.items():
+        yield f"{shorten(name)} holds {what}"
 
 
 def _read_section(folder: ScaleFolder) -> Mapping[str, object]:
