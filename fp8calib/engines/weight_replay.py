@@ -40,13 +40,11 @@ from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import split_expert
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 _WORST = (Status.REFUSED, Status.MISREAD, Status.DEFAULTED)
-_SCALE_FIX = "quantize the model again"
 
 
 class WeightReplay:
@@ -197,16 +195,9 @@ class WeightReplay:
         return report.suspect(f"weights: {self._unusual}") if self._unusual else report
 
     def _amend_judged(self, report: EngineReport) -> EngineReport:
-        """Add what an engine's loader does not look at: the numbers of scales, the index."""
-        bad = self._opened(Opened.INDEXED).values.bad if self._weights is not None else {}
-        # The inputs of experts are not quantized.
-        name = next((n for n in bad if not (split_expert(n) and n.endswith(".input_scale"))), None)
-        wrong = self._wrong
-        if name is not None:
-            why = f"{shorten(name)} holds {bad[name]}"
-            wrong = Finding(status=Status.MISREAD, why=why, fix=_SCALE_FIX)
-        if report.weights is None and wrong is not None:
-            report = report.model_copy(update={"weights": wrong.judge()})
+        """Add what an engine's loader does not look at: values of weights, the index."""
+        if report.weights is None and self._wrong is not None:
+            report = report.model_copy(update={"weights": self._wrong.judge()})
         report = self._suspect(report)
         return report.add_problems(*(f"weights: {why}" for why in self._index_problems))
 

@@ -27,7 +27,14 @@ from tests.architectures import families
 from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
-from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain_refusal, make
+from tests.engines.test_check_weights import (
+    WHOLE,
+    ask,
+    change_config,
+    change_tensors,
+    explain_refusal,
+    make,
+)
 from tests.engines.test_weight_contents import CT, DOWN
 
 pytest.importorskip("compressed_tensors")
@@ -318,6 +325,72 @@ def test_experts_are_given_their_scales_in_order(tmp_path: Path, expert: int | N
     if weights is not None:
         why = f"down_proj.weight has {len(held)} experts and {len(held) - 1} scales"
         assert (weights.status, why in weights.why) == ("misread", True)
+
+
+def restore(tensors: dict[str, torch.Tensor], original: Mapping[str, torch.Tensor]) -> None:
+    """Store the FP8 weights in 16 bits, and keep their scales."""
+    names = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    tensors.update({name: original[name].bfloat16() for name in names})
+
+
+def rename_scales(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[f"{name.removesuffix('.weight_scale')}.scale"] = tensors.pop(name)
+
+
+def add_scale(tensors: dict[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
+    tensors[f"{DOWN}.weight_scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "edit", "words"),
+    [
+        ("modelopt", "fp8-dynamic", rename_scales, "is FP8, but transformers uses its codes"),
+        ("autofp8", "fp8-block", restore, "is BF16, and transformers multiplies it by"),
+        ("autofp8", "fp8-block", add_scale, ""),
+    ],
+)
+def test_weights_are_multiplied_by_the_scales_that_are_read(
+    tmp_path: Path,
+    form: str,
+    scheme: str,
+    edit: Callable[[dict[str, torch.Tensor], Mapping[str, torch.Tensor]], None],
+    words: str,
+) -> None:
+    folder = make(tmp_path, form, scheme, "llama", **WHOLE)
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    change_tensors(folder, lambda tensors: edit(tensors, original))
+
+    weights = ask(folder, "transformers").weights
+
+    held = AutoModelForCausalLM.from_pretrained(folder).get_parameter(f"{DOWN}.weight").float()
+    meant = original[f"{DOWN}.weight"]
+    assert bool((held - meant).norm() / meant.norm() < 0.1) is (not words)
+    assert (words in weights.why) if weights else not words
+
+
+@pytest.mark.parametrize(("family", "is_used"), [("llama4_text", True), ("qwen3_moe", False)])
+def test_input_scales_of_experts_that_stay_apart_are_used(
+    tmp_path: Path, family: str, is_used: bool
+) -> None:
+    """Those of experts that transformers joins in one tensor have no parameter."""
+    folder = make(tmp_path, CT, "fp8-dynamic", family, **(ROUTED if family in zoo.ZOO else {}))
+    group = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    group["group_0"]["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+    change_config(folder, config_groups=group)
+    stored = load_file(folder / "model.safetensors")
+    weights = [name for name in stored if stored[name].dtype is torch.float8_e4m3fn]
+    modules = [name.removesuffix(".weight") for name in weights]
+    name = next(f"{each}.input_scale" for each in modules if ".experts." in each)
+    for each in modules:
+        change_tensors(folder, put(f"{each}.input_scale", torch.ones(1)))
+    change_tensors(folder, put(name, torch.zeros(1)))
+
+    verdict = ask(folder, "transformers").weights
+
+    held = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert any(not each.any() for key, each in held.items() if "input_scale" in key) is is_used
+    assert (verdict is not None and verdict.why == f"{name} holds 0") is is_used
 
 
 @pytest.mark.parametrize("is_per_head", [False, True])

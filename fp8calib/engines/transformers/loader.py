@@ -62,7 +62,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
             path = Path(stack.enter_context(TemporaryDirectory()))
             _write_imagined(folder, path)
         stack.enter_context(_observe(lambda file: _open(Path(file), opened), faults))
-        stack.enter_context(_DtypesOfCpu())
+        stack.enter_context(_DtypesOfCpu())  # type: ignore[no-untyped-call]
         try:
             model, loading = _find_class(folder.config).from_pretrained(
                 path,
@@ -91,50 +91,51 @@ _KERNELS = "transformers.integrations."
 """Where the modules are that transformers puts in the place of linears on a GPU."""
 
 
-def find_run_error(model: torch.nn.Module) -> str:
+def find_run_error(model: torch.nn.Module, num_layers: int) -> str:
     """Say which module fails in a forward pass, and how; empty where none does.
 
     A failure that the model also has without quantization comes from the meta device.
     """
     if any(type(module).__module__.startswith(_KERNELS) for module in model.modules()):
         return ""
-    error = _run(model)
+    error = _run(model, num_layers)
     if error:
         plain: Any = type(model)
         config: Any = deepcopy(model.config)
         config.__dict__.pop("quantization_config", None)
         with torch.device("meta"):
-            error = "" if _run(plain._from_config(config)) else error
+            error = "" if _run(plain._from_config(config), num_layers) else error
     return error
 
 
-def _run(model: Any) -> str:
+def _run(model: Any, num_layers: int) -> str:
     """Run a model; say which module fails, and how; empty where none does."""
-    _skip_alike(model)
-    entered: list[torch.nn.Module] = []
+    _skip_alike(model, num_layers)
+    entered = [model]
 
     def leave(*_: object) -> None:
         entered.pop()
 
     hooks = torch.nn.modules.module
-    model.set_experts_implementation("batched_mm")  # does not depend on numbers
     with (
         _silence(),
-        _DtypesOfCpu(),
+        _DtypesOfCpu(),  # type: ignore[no-untyped-call]
         torch.no_grad(),
         mock.patch(f"{_DECOMPRESSION}.from_accelerate"),  # knows no meta device
         hooks.register_module_forward_pre_hook(lambda module, _: entered.append(module)),
         hooks.register_module_forward_hook(leave),
     ):
         try:
+            model.set_experts_implementation("batched_mm")  # does not depend on numbers
             model(torch.empty(1, _NUM_TOKENS, dtype=torch.long, device="meta"))
         except Exception as error:  # noqa: BLE001 -- the engine's answer
             names = {module: name for name, module in model.named_modules()}
-            return f"{shorten(names.get(entered[-1], ''))} fails with {_describe(error)}"
+            failed = names.get(entered[-1]) or type(entered[-1]).__name__
+            return f"{shorten(failed)} fails with {_describe(error)}"
     return ""
 
 
-def _skip_alike(model: Any) -> None:
+def _skip_alike(model: torch.nn.Module, num_layers: int) -> None:
     """Let a layer with the same parameters as one before it return what that one returned."""
     outputs: dict[object, Any] = {}
 
@@ -146,11 +147,10 @@ def _skip_alike(model: Any) -> None:
                 outputs[key] = run(*arguments, **named)
             return outputs[key]
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
 
-    number = model.config.get_text_config().num_hidden_layers
     lists = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
-    for layer in next((each for each in lists if len(each) == number), ()):
+    for layer in next((each for each in lists if len(each) == num_layers), ()):
         parts = {(name, each.shape, each.dtype) for name, each in layer.state_dict().items()}
         skip(layer, (type(layer), frozenset(parts)))
 
@@ -158,7 +158,7 @@ def _skip_alike(model: Any) -> None:
 _DECOMPRESSION = "compressed_tensors.compressors.model_compressors.model_compressor"
 
 
-class _DtypesOfCpu(TorchDispatchMode):
+class _DtypesOfCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse operations of several dtypes, as a CPU does and the meta device does not."""
 
     def __torch_dispatch__(

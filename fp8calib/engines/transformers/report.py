@@ -15,7 +15,13 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_companions
+from fp8calib.dialects.fp8.registry import list_input_scale_names
+from fp8calib.dialects.fp8.weights import (
+    WEIGHT_FORMATS,
+    is_companion,
+    is_linear_scale,
+    name_companions,
+)
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
@@ -32,12 +38,16 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.transformers.loader import LoadedModel, find_run_error, load_on_meta
+from fp8calib.engines.weights.expected import PLAIN_DTYPES
+from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.module_paths import span_experts, split_expert
 from fp8calib.geometry.sites import KV_ROLES
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
+_RENAMED_SCALES = ("scale", "qscale_weight")
+"""What transformers 5.23 renames to weight_scale_inv (quantizers/quantizer_finegrained_fp8.py)."""
 _CONFIG_FIX = "write the quantization_config of kv-overlay"
 _WEIGHT_FIX = "complete the checkpoint, or serve it with another engine"
 _UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
@@ -74,7 +84,8 @@ def _report_loaded(
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
     weights = next(_list_weight_faults(context, loaded), None)
     # The last, because it decompresses the weights.
-    if folder.config.get("quantization_config") and (error := find_run_error(loaded.model)):
+    is_quantized = bool(folder.config.get("quantization_config"))
+    if is_quantized and (error := find_run_error(loaded.model, len(geometry.layers))):
         raise Refusal(f"the first forward pass fails: {error}", fix=_WEIGHT_FIX)
     return report.model_copy(update={"weights": weights})
 
@@ -190,15 +201,12 @@ def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[L
         yield _misread(
             f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
         )
-    for name in sorted(loaded.unexpected):
-        if _scales_fp8(context, loaded, name):
-            yield _misread(
-                f"{shorten(name)} is reported UNEXPECTED and left out, although its weight is FP8"
-            )
     for name in sorted(loaded.read):
-        if fault := _find_cast(context, loaded, name) or _find_spread(context, loaded, name):
-            yield _misread(fault)
-    yield from map(_misread, _list_joined_faults(context, loaded))
+        for find in (_find_cast, _find_scaling, _find_spread):
+            if fault := find(context, loaded, name):
+                yield _misread(fault)
+    yield from map(_misread, _list_joined_faults(loaded))
+    yield from map(_misread, _list_bad_scales(context, loaded))
 
 
 def _have_weights(entries: Iterable[TensorEntry]) -> bool:
@@ -208,18 +216,6 @@ def _have_weights(entries: Iterable[TensorEntry]) -> bool:
 
 def _misread(why: str) -> LoadVerdict:
     return LoadVerdict(status=Status.MISREAD, why=why, fix=_WEIGHT_FIX)
-
-
-def _scales_fp8(context: LoadContext, loaded: LoadedModel, name: str) -> bool:
-    """Tell whether a tensor is the scale of a weight in FP8 that is read."""
-    module = name.rpartition(".")[0]
-    weight = context.tensors.get(f"{module}.weight")
-    return (
-        weight is not None
-        and f"{module}.weight" in loaded.read
-        and weight.dtype in WEIGHT_FORMATS
-        and name in name_companions(f"{module}.weight").scales
-    )
 
 
 def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
@@ -262,29 +258,53 @@ def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     return ""
 
 
-def _list_joined_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
+def _find_scaling(context: LoadContext, loaded: LoadedModel, name: str) -> str:
+    """Say where a weight in FP8 is multiplied by no scale, or another one by a scale."""
+    entry = context.folder.tensors[loaded.read[name]][name]
+    if len(entry.shape) < 2 or is_companion(name):
+        return ""
+    module = name.removesuffix(".weight")
+    beside = (*name_companions(name).scales, *(f"{module}.{leaf}" for leaf in _RENAMED_SCALES))
+    scale = next((each for each in beside if each in loaded.read), "")
+    if entry.dtype in WEIGHT_FORMATS and not scale:
+        return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
+    if entry.dtype in PLAIN_DTYPES and scale and _find_parameter(loaded, scale) is None:
+        return f"{shorten(name)} is {entry.dtype}, and transformers multiplies it by {scale}"
+    return ""
+
+
+def _list_joined_faults(loaded: LoadedModel) -> Iterator[str]:
     """List the experts that transformers joins in one tensor without a scale for each of them.
 
     transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run: it
     pairs weights and scales in their order.
     """
     numbers: dict[str, set[int]] = defaultdict(set)
-    codes = set()
     for name in loaded.read:
         expert = split_expert(name)
         if expert is not None and _find_parameter(loaded, name) is None:
             numbers[span_experts(name)].add(expert[1])
-            if context.tensors[name].dtype in WEIGHT_FORMATS:
-                codes.add(span_experts(name))
-    for name in sorted(codes):
+    for name in sorted(numbers):
         scales = [numbers[each] for each in name_companions(name).scales if each in numbers]
-        if not scales:
-            yield f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
-        elif scales[0] != numbers[name]:
+        if scales and scales[0] != numbers[name]:
             yield (
                 f"{shorten(name)} has {len(numbers[name])} experts and {len(scales[0])} scales, "
                 "and transformers gives these to the first ones"
             )
+
+
+def _list_bad_scales(context: LoadContext, loaded: LoadedModel) -> Iterator[str]:
+    """List the scales that are read and are none; joined experts need none of their inputs."""
+    if not context.folder.is_on_disk:
+        return
+    inputs = list_input_scale_names()
+    used = {
+        name: (file, context.folder.tensors[file][name])
+        for name, file in loaded.read.items()
+        if not name.endswith(inputs) or _find_parameter(loaded, name) is not None
+    }
+    for name, what in read_scale_values(context.folder, used).bad.items():
+        yield f"{shorten(name)} holds {what}"
 
 
 def _read_section(folder: ScaleFolder) -> Mapping[str, object]:

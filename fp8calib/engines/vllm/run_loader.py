@@ -102,7 +102,7 @@ def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
 def _process_without_values(model: Any) -> None:
     """Process weights after loading where that needs no values: FP8 whose inputs have 16 bits."""
     for module in model.modules():
-        scheme = getattr(module, "scheme", None)
+        scheme: Any = getattr(module, "scheme", None)
         if type(scheme).__name__ == "CompressedTensorsW8A16Fp8":
             scheme.process_weights_after_loading(module)
 
