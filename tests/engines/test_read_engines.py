@@ -79,12 +79,12 @@ def list_facts(file: FactsFile) -> list[tuple[str, list[str], str, str]]:
 
 
 BOTH = [
-    ("limit", [], "", ""),
     ("class", ["Old"], "", "0.9.0"),
     ("class", ["B"], "", "0.10.0"),
     ("class", ["C"], "0.9.0", ""),
     ("class", ["D"], "0.10.0", ""),
     ("skips two", [], "0.10.0", ""),
+    ("limit", [], "", ""),
 ]
 
 
@@ -119,10 +119,10 @@ def test_without_the_first_release_what_it_ended_is_gone() -> None:
     file.remove("0.8.0")
 
     assert list_facts(file) == [
-        ("limit", [], "", ""),
         ("class", ["B"], "", "0.10.0"),
         ("class", ["D"], "0.10.0", ""),
         ("skips two", [], "0.10.0", ""),
+        ("limit", [], "", ""),
     ]
 
 
