@@ -27,11 +27,11 @@ the engine itself. *loader run*: it was compared with the engine's own code that
 that does not say that it was run was read. `scripts/docs` makes this page from the records in
 `fp8calib/engines/`.
 """
-DIFFERENCES = """What is not listed is the same in all known releases. Model types with attention of
-their own kind, and names that only some models know, are judged in all releases of vLLM by the
-rules of 0.32. Which scheme a linear gets was found by running the config classes of each release.
-Of the arithmetic of vLLM before 0.32, Python was compared with that of 0.32, and no kernel; that of
-SGLang 0.5.19 to 0.5.22 is that of 0.5.23.
+DIFFERENCES = """`scripts/read-engines` writes this from the engines' packages. What is not listed
+is the same in all known releases. Model types with attention of their own kind, and names that
+only some models know, are judged in all releases of vLLM by the rules of 0.32. Of the arithmetic
+of vLLM before 0.32, Python was compared with that of 0.32, and no kernel; that of SGLang 0.5.19
+to 0.5.22 is that of 0.5.23.
 """
 ARITHMETIC = """What differs from the plain rule (divide in fp32, saturate, round to nearest even).
 It holds for Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums,

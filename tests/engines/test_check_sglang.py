@@ -87,6 +87,7 @@ def test_models_that_do_not_remap_know_the_parameters_own_name_alone(
         ("falcon_h1", PAIR, "refused"),
         ("granite", ("kv_scale",), "dropped"),
         ("gemma", ("kv_scale",), "refused"),
+        ("beam", PAIR, "dropped"),
     ],
 )
 def test_models_whose_loaders_have_ways_of_their_own(

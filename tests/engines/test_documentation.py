@@ -24,8 +24,12 @@ def test_the_page_shows_every_engine_and_every_rule() -> None:
 
 def test_a_fact_is_shown_with_its_releases_and_its_source() -> None:
     rows = [row for row in list_facts(VLLM_FACTS) if row[1].startswith("own-file-algorithm")]
-    place = "transformers_utils/model_arch_config_convertor.py"
-    assert rows == [("vLLM", "own-file-algorithm: MIXED_PRECISION", "0.33.0", "", "run", place)]
+    place = "transformers_utils/model_arch_config_convertor.py _normalize_quantization_config"
+    older = "own-file-algorithm: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4"
+    assert rows == [
+        ("vLLM", older, "", "", "run", place),
+        ("vLLM", "own-file-algorithm: MIXED_PRECISION", "0.33.0", "", "run", place),
+    ]
 
 
 def test_every_row_of_a_table_has_the_columns_of_its_head() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import fp8calib
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.evidence import Evidence
-from fp8calib.engines.facts.release import load_releases
+from fp8calib.engines.facts.release import make_releases
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
@@ -232,6 +232,7 @@ def test_the_gpus_that_quantize_q(tmp_path: Path, engine: str, gpus: str) -> Non
         ("olmo3", "Olmo3ForCausalLM", {26: "used", 29: "dropped", 30: "used"}),
         ("mpt", "MptForCausalLM", {26: "used", 29: "refused"}),
         ("granite_swa", "GraniteSWAForCausalLM", {26: "refused", 29: "used"}),
+        ("flint", "FlintForCausalLM", {26: "refused", 30: "used"}),
     ],
 )
 def test_from_which_release_a_model_has_a_place_for_scales(
@@ -406,7 +407,7 @@ def test_fp8_weights_by_release(
         assert weights is None or words in f"{weights.status}: {weights.why}", engine
 
 
-def test_a_fact_is_true_of_the_releases_between_two(tmp_path: Path) -> None:
+def test_a_fact_is_true_of_the_releases_between_two() -> None:
     seen = {"source": "file.py symbol", "how": "read"}
     written = {
         "engine": "Engine",
@@ -421,13 +422,11 @@ def test_a_fact_is_true_of_the_releases_between_two(tmp_path: Path) -> None:
             {"fact": "b", "values": ["y"], "since": "0.10.0", **seen},
         ],
     }
-    path = tmp_path / "engine.json"
-    path.write_text(json.dumps(written))
 
-    releases = load_releases(path)
+    releases = make_releases(written)
 
     assert [each.has("a") for each in releases] == [False, True, True, False]
-    assert [each.list_values("b") for each in releases] == [["x"], ["x"], ["x", "y"], ["x", "y"]]
+    assert [each.list_values("b") for each in releases] == [("x",), ("x",), ("x", "y"), ("x", "y")]
     assert releases[0].begins == {"a": {"": "0.9"}, "b": {"x": "", "y": "0.10"}}
     assert [each.title for each in releases[:2]] == ["Engine 0.8", "Engine 0.9"]
     with pytest.raises(KeyError, match="no fact c"):
@@ -442,14 +441,10 @@ def test_a_fact_is_true_of_the_releases_between_two(tmp_path: Path) -> None:
         ({"until": "0.9.2"}, "'0.9.2' is not in list"),
     ],
 )
-def test_a_fact_of_an_unknown_release_is_an_error(
-    tmp_path: Path, change: dict[str, str], words: str
-) -> None:
+def test_a_fact_of_an_unknown_release_is_an_error(change: dict[str, str], words: str) -> None:
     release = {"version": "0.9.1", "package": "engine", "evidence": "read"}
     fact = {"fact": "a", "source": "file.py", "how": "read", **change}
-    path = tmp_path / "engine.json"
-    text = {"engine": "Engine", "name_parts": 2, "releases": [release], "facts": [fact]}
-    path.write_text(json.dumps(text))
+    written = {"engine": "Engine", "name_parts": 2, "releases": [release], "facts": [fact]}
 
     with pytest.raises(ValueError, match=words):
-        load_releases(path)
+        make_releases(written)

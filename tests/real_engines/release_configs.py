@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
@@ -38,6 +38,7 @@ from fp8calib.engines.weights.linears import (
 )
 from fp8calib.engines.weights.schemes import GroupSchemes, Unquantized
 from fp8calib.fp8.schemes import InputScaling
+from tests.real_engines.package import Package
 
 LAYER = "model.layers.0"
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -340,29 +341,23 @@ def describe_group(make: Callable[[], GroupSchemes], path: str) -> str:
 
 def list_compressed() -> Iterable[Mapping[str, Any]]:
     """List configs of compressed-tensors."""
-    for name, (weights, inputs) in SCHEMES.items():
-        group = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
-        whole = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-        yield {**whole, "config_groups": {"group_0": group}, "ignore": []}
+    for name in SCHEMES:
+        yield make_compressed(name)
         for form in ("mixed-precision", "pack-quantized", "nvfp4-pack-quantized"):
-            yield {**whole, "format": form, "config_groups": {"group_0": group}, "ignore": []}
-            own = {**group, "format": "float-quantized"}
-            yield {**whole, "format": form, "config_groups": {"group_0": own}, "ignore": []}
-        if name != "dynamic":
-            continue
-        for ignore in LISTS:
-            yield {**whole, "config_groups": {"group_0": group}, "ignore": ignore}
-        for targets in (
-            ["re:.*self_attn.*"],
-            [f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.o_proj"],
-            [f"{LAYER}.self_attn.{part}" for part in PARTS["qkv_proj"]],
-            ["Linear", "lm_head"],
-            ["Linear", "re:.*lm_head"],
-            ["re:.*experts.*"],
-            [],
-        ):
-            other = {**group, "targets": targets}
-            yield {**whole, "config_groups": {"group_0": other}, "ignore": []}
+            yield {**make_compressed(name), "format": form}
+            yield {**make_compressed(name, format="float-quantized"), "format": form}
+    for ignore in LISTS:
+        yield make_compressed("dynamic", ignore=ignore)
+    for targets in (
+        ["re:.*self_attn.*"],
+        [f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.o_proj"],
+        [f"{LAYER}.self_attn.{part}" for part in PARTS["qkv_proj"]],
+        ["Linear", "lm_head"],
+        ["Linear", "re:.*lm_head"],
+        ["re:.*experts.*"],
+        [],
+    ):
+        yield make_compressed("dynamic", targets=targets)
 
 
 def list_fp8() -> Iterable[Mapping[str, Any]]:
@@ -382,19 +377,7 @@ def list_modelopt() -> Iterable[Mapping[str, Any]]:
 
 def list_mixed() -> Iterable[Mapping[str, Any]]:
     """List ModelOpt's configs of a mixed precision."""
-    for algorithm in ("FP8", "FP8_PB_WO"):
-        names = [
-            *(f"{LAYER}.self_attn.{part}" for part in (*PARTS["qkv_proj"], "o_proj")),
-            f"{LAYER}.mlp.experts.0.gate_proj",
-        ]
-        layers = {name: {"quant_algo": algorithm} for name in names}
-        layers[f"{LAYER}.mlp.down_proj"] = {"quant_algo": "NVFP4"}
-        yield {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "ignore": ["lm_head"],
-            "quantized_layers": layers,
-        }
+    return map(make_mixed, ("FP8", "FP8_PB_WO"))
 
 
 CONFIGS: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
@@ -404,3 +387,73 @@ CONFIGS: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
     "ModelOptMixedPrecisionConfig": list_mixed,
 }
 """The configs that are asked, by the class that reads them."""
+
+_VLLM = "vllm/model_executor/layers/quantization/"
+_VLLM_MODULES = (
+    f"{_VLLM}utils/config_utils.py",
+    f"{_VLLM}compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py",
+    f"{_VLLM}compressed_tensors/compressed_tensors_moe.py",
+    f"{_VLLM}compressed_tensors/utils.py",
+    f"{_VLLM}utils/quant_utils.py",
+)
+"""What the classes use; some releases lack some of them."""
+_VLLM_OWN = {
+    "CompressedTensorsConfig": f"{_VLLM}compressed_tensors/compressed_tensors.py",
+    "Fp8Config": f"{_VLLM}fp8.py",
+    "ModelOptFp8Config": f"{_VLLM}modelopt.py",
+    "ModelOptMixedPrecisionConfig": f"{_VLLM}modelopt.py",
+}
+_SGLANG = "sglang/srt/layers/quantization/"
+_SGLANG_MODULES: Mapping[str, tuple[str, ...]] = {
+    "CompressedTensorsConfig": tuple(
+        f"{_SGLANG}compressed_tensors/{name}.py"
+        for name in ("utils", "compressed_tensors_moe", "compressed_tensors")
+    ),
+    "Fp8Config": (f"{_SGLANG}utils.py", f"{_SGLANG}fp8.py"),
+    "ModelOptFp8Config": (f"{_SGLANG}utils.py", f"{_SGLANG}modelopt_quant.py"),
+    "ModelOptMixedPrecisionConfig": (f"{_SGLANG}utils.py", f"{_SGLANG}modelopt_quant.py"),
+}
+
+
+def open_vllm_configs(package: Package, name: str) -> ReleaseConfigs:
+    """Take a class of configs of vLLM, with what it uses."""
+    files = (*_VLLM_MODULES, _VLLM_OWN[name])
+    texts = (package.read(file) for file in files if package.has(file))
+    return ReleaseConfigs(texts, "RoutedExperts")
+
+
+def open_sglang_configs(package: Package, name: str) -> ReleaseConfigs:
+    """Take a class of configs of SGLang, with what it uses."""
+    texts = (package.read(file) for file in _SGLANG_MODULES[name] if package.has(file))
+    return ReleaseConfigs(texts)
+
+
+def make_group_config(scheme: str, targets: Sequence[str]) -> dict[str, Any]:
+    """Make a config group of compressed-tensors."""
+    weights, inputs = SCHEMES[scheme]
+    return {"weights": weights, "input_activations": inputs, "targets": [*targets]}
+
+
+def make_compressed(
+    scheme: str, *, ignore: Sequence[str] = (), targets: Sequence[str] = ("Linear",), **more: object
+) -> dict[str, Any]:
+    """Make a config of compressed-tensors with one group; `more` changes the group."""
+    group = {**make_group_config(scheme, targets), **more}
+    whole = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return {**whole, "config_groups": {"group_0": group}, "ignore": [*ignore]}
+
+
+def make_mixed(algorithm: str) -> dict[str, Any]:
+    """Make a ModelOpt config of a mixed precision."""
+    names = [
+        *(f"{LAYER}.self_attn.{part}" for part in (*PARTS["qkv_proj"], "o_proj")),
+        f"{LAYER}.mlp.experts.0.gate_proj",
+    ]
+    layers = {name: {"quant_algo": algorithm} for name in names}
+    layers[f"{LAYER}.mlp.down_proj"] = {"quant_algo": "NVFP4"}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "ignore": ["lm_head"],
+        "quantized_layers": layers,
+    }

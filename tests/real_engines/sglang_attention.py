@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from tests.real_engines.sglang_loader import WHEELS
-
-FOLDER = "sglang/srt/models/"
+from tests.real_engines.sglang_sources import read_models
 
 Place = tuple[str, str]
 """A module of SGLang's models, and a name in it."""
@@ -20,9 +17,10 @@ def gives_scales_a_place(architecture: str) -> bool:
     """Tell whether the attention of a model gets the quantization config.
 
     The attention is the nearest class that creates a `RadixAttention`, on the way from the model
-    over the names in each class; one of the model's own module comes before others.
+    over the names in each class; one of the model's own module comes before others. A model without
+    attention has nothing that lacks it.
     """
-    (start,) = (place for place in _definitions() if place[1] == architecture)
+    start = next(place for place in read_definitions() if place[1] == architecture)
     level, seen = [start], {start}
     found: list[Place] = []
     while level:
@@ -30,6 +28,8 @@ def gives_scales_a_place(architecture: str) -> bool:
         named = (target for place in level for target in _list_named(place))
         level = [target for target in dict.fromkeys(named) if target not in seen]
         seen.update(level)
+    if not found:
+        return True
     nearest = next((place for place in found if place[0] == start[0]), found[0])
     calls = [*_calls(nearest, "RadixAttention")]
     calls += [
@@ -42,15 +42,15 @@ def gives_scales_a_place(architecture: str) -> bool:
 
 
 def _list_named(place: Place) -> Iterator[Place]:
-    for node in ast.walk(_definitions()[place]):
+    for node in ast.walk(read_definitions()[place]):
         if isinstance(node, ast.Name):
-            target = _resolve(place[0], node.id)
+            target = resolve(place[0], node.id)
             if target is not None:
                 yield target
 
 
 def _calls(place: Place, called: str) -> Iterator[ast.Call]:
-    for node in ast.walk(_definitions()[place]):
+    for node in ast.walk(read_definitions()[place]):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -61,7 +61,7 @@ def _calls(place: Place, called: str) -> Iterator[ast.Call]:
 
 def _spellings(module: str, target: Place) -> list[str]:
     """List the names that a definition has in a module."""
-    names = [name for name in _imports()[module] if _resolve(module, name) == target]
+    names = [name for name in _imports()[module] if resolve(module, name) == target]
     return [*names, target[1]] if target[0] == module else names
 
 
@@ -71,32 +71,19 @@ def _passes_config(call: ast.Call) -> bool:
     return is_spread or any("quant_config" in ast.unparse(value) for value in given)
 
 
-def _resolve(module: str, name: str) -> Place | None:
+def resolve(module: str, name: str) -> Place | None:
     """Find the definition that a name means in a module, across imports."""
-    if (module, name) in _definitions():
+    if (module, name) in read_definitions():
         return module, name
     origin = _imports().get(module, {}).get(name)
-    return None if origin is None or origin == (module, name) else _resolve(*origin)
+    return None if origin is None or origin == (module, name) else resolve(*origin)
 
 
 @cache
-def _trees() -> Mapping[str, ast.Module]:
-    (wheel,) = WHEELS.glob("sglang-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = [n for n in archive.namelist() if n.startswith(FOLDER) and n.endswith(".py")]
-        return {
-            name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ast.parse(
-                archive.read(name)
-            )
-            for name in names
-        }
-
-
-@cache
-def _definitions() -> Mapping[Place, ast.AST]:
+def read_definitions() -> Mapping[Place, ast.AST]:
     """Find classes and functions, and what is assigned to a name, by module and name."""
     found: dict[Place, ast.AST] = {}
-    for module, tree in _trees().items():
+    for module, tree in read_models().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 found[module, node.name] = node
@@ -115,5 +102,5 @@ def _imports() -> Mapping[str, Mapping[str, Place]]:
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
         }
-        for module, tree in _trees().items()
+        for module, tree in read_models().items()
     }

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import os
 import sys
 import types
-import zipfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-WHEELS = Path(os.environ.get("SGLANG_WHEELS", Path(__file__).parents[2] / ".cache"))
-"""The folder with the one wheel that is read."""
+from tests.real_engines.sglang_sources import list_entries, open_sglang, read_models
+
 MODULE = "sglang/srt/model_loader/weight_utils.py"
 WANTED = {"KVCacheQuantSchema", "QuantParamSchema", "kv_cache_scales_loader"}
 
@@ -23,9 +20,7 @@ Loader = Callable[[str, int, int, int, str], Iterable[tuple[int, float]]]
 
 def extract_loader() -> Loader:
     """Run the loader's definition and its schemas, and nothing else, of SGLang's module."""
-    (wheel,) = WHEELS.glob("sglang-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        tree = ast.parse(archive.read(MODULE))
+    tree = open_sglang().parse(MODULE)
     kept = [node for node in tree.body if getattr(node, "name", "") in WANTED or _is_kept(node)]
     assert {getattr(node, "name", "") for node in kept} >= WANTED
     module = types.ModuleType("sglang_scales")
@@ -41,22 +36,15 @@ def _is_kept(node: ast.stmt) -> bool:
 
 def list_models_with_scales() -> set[str]:
     """Name the architectures whose class has, or inherits, `load_kv_cache_scales`."""
-    (wheel,) = WHEELS.glob("sglang-*.whl")
     bases: dict[str, set[str]] = {}
     having: set[str] = set()
-    entries: set[str] = set()
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.startswith("sglang/srt/models/")]
-        trees = [ast.parse(archive.read(name)) for name in names if name.endswith(".py")]
-    for node in (node for tree in trees for node in tree.body):
+    for node in (node for tree in read_models().values() for node in tree.body):
         if isinstance(node, ast.ClassDef):
             bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
             if "load_kv_cache_scales" in {getattr(item, "name", "") for item in node.body}:
                 having.add(node.name)
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
-            entries |= {item.id for item in ast.walk(node.value) if isinstance(item, ast.Name)}
 
     def has_loader(name: str) -> bool:
         return name in having or any(map(has_loader, bases.get(name, ())))
 
-    return {name for name in entries if has_loader(name)}
+    return {name for name in list_entries() if has_loader(name)}

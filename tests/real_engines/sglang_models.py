@@ -12,7 +12,6 @@ import builtins
 import logging
 import re
 import sys
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -22,9 +21,8 @@ from typing import Any
 
 import torch
 
-from tests.real_engines.sglang_loader import WHEELS
+from tests.real_engines.sglang_sources import MODELS, open_sglang, read_models
 
-FOLDER = "sglang/srt/models/"
 KV_CACHE = "sglang/srt/layers/quantization/kv_cache.py"
 UTILS = "sglang/srt/model_loader/weight_utils.py"
 _PLAIN_VALUES = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set)
@@ -204,22 +202,18 @@ def _run(nodes: list[Any], names: dict[str, Any]) -> None:
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
         module = node if isinstance(node, ast.Module) else ast.Module([node], [])
-        exec(compile(ast.fix_missing_locations(module), FOLDER, "exec"), names)  # noqa: S102
+        exec(compile(ast.fix_missing_locations(module), MODELS, "exec"), names)  # noqa: S102
 
 
 @cache
 def read_classes() -> dict[str, tuple[ast.ClassDef, ast.Module]]:
     """Find the classes of all models, and the modules that define them."""
-    (wheel,) = WHEELS.glob("sglang-*.whl")
-    found = {}
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.startswith(FOLDER) and name.endswith(".py"):
-                tree = ast.parse(archive.read(name))
-                for node in tree.body:
-                    if isinstance(node, ast.ClassDef):
-                        found[node.name] = (node, tree)
-    return found
+    return {
+        node.name: (node, tree)
+        for tree in read_models().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 @cache
@@ -256,7 +250,4 @@ def _extract(module: str, name: str, names: dict[str, Any]) -> Any:
 
 @cache
 def _parse(module: str) -> ast.Module:
-    (wheel,) = WHEELS.glob("sglang-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        source = archive.read(module)
-    return ast.parse(b"from __future__ import annotations\n" + source)
+    return open_sglang().parse(module)

@@ -1,4 +1,4 @@
-"""Print as JSON what the wheel in SGLANG_WHEELS does with KV scales, by its own code.
+"""Print as JSON what a release of SGLang does with KV scales, by its own code.
 
 python -m tests.real_engines.sglang_survey
 """
@@ -82,8 +82,8 @@ def survey(name: str) -> dict[str, str]:
 
 def survey_wrapper(name: str) -> dict[str, str]:
     """Give what becomes of each spelling in a model with other inputs."""
-    architecture, text_type, text = newest.WRAPPERS[name]
-    places = newest.find_wrapped_places(text_type)
+    architecture, _, text = newest.WRAPPERS[name]
+    places = newest.find_wrapped_places(architecture)
 
     def run(leaves: tuple[str, ...]) -> Callable[[], Mapping[str, object]]:
         scales = newest.to_tensors(spell(*leaves, path="model.language_model.layers.{}.self_attn"))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.sglang.model_types import TYPES_WITHOUT_KV_SCALES
 from tests.engines.check_handmade import (
     FP8,
     ask,
@@ -127,15 +126,6 @@ def test_a_scale_is_used_dropped_or_refused_as_the_loader_does(
     expect(report, spelling, lambda: load(MODELS[model_type], to_tensors(scales), places), places)
 
 
-@pytest.mark.parametrize("model_type", MODELS | OTHERS)
-def test_attention_has_parameters_for_scales_where_its_class_gets_the_config(
-    model_type: str,
-) -> None:
-    has_place = gives_scales_a_place((MODELS | OTHERS)[model_type])
-
-    assert has_place is (model_type not in TYPES_WITHOUT_KV_SCALES)
-
-
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("model_type", WRAPPERS)
 def test_a_model_with_other_inputs_loads_scales_as_its_class_does(
@@ -147,7 +137,7 @@ def test_a_model_with_other_inputs_loads_scales_as_its_class_does(
     folder = save_folder(tmp_path / "f", scales, quantization=FP8)
     geometry = moved_geometry(path, model_type=text_type, architecture=architecture)
     report = ask("sglang", folder, geometry)
-    places = find_wrapped_places(text_type)
+    places = find_wrapped_places(architecture)
     expect(
         report, spelling, lambda: load(architecture, to_tensors(scales), places, text=text), places
     )
@@ -168,7 +158,7 @@ def expect(
     assert found == {find_outcome(run, places, spelling)}
 
 
-def find_wrapped_places(text_type: str) -> dict[str, object]:
+def find_wrapped_places(architecture: str) -> dict[str, object]:
     """Give the parameters for scales of a model with other inputs, below every root there is."""
     roots = ("model.", "language_model.", "model.language_model.", "language_model.model.")
     return {
@@ -177,7 +167,7 @@ def find_wrapped_places(text_type: str) -> dict[str, object]:
         for place, value in spell(
             "attn.k_scale", "attn.v_scale", path=root + "layers.{}.self_attn"
         ).items()
-        if text_type not in TYPES_WITHOUT_KV_SCALES
+        if gives_scales_a_place(architecture)
     }
 
 

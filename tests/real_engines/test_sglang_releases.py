@@ -6,22 +6,18 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.sglang.linears import SglangSchemes
 from fp8calib.engines.sglang.model_types import (
-    JSON_TYPES,
     has_place,
-    takes_sglang_json,
 )
 from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.engines.check_handmade import (
@@ -35,19 +31,20 @@ from tests.engines.check_handmade import (
     save_folder,
     spell,
 )
+from tests.real_engines.package import open_release
 from tests.real_engines.release_configs import (
     CONFIGS as CLASSES,
 )
 from tests.real_engines.release_configs import (
     PARTS,
     PATHS,
-    ReleaseConfigs,
     describe_group,
+    open_sglang_configs,
 )
+from tests.real_engines.sglang_sources import REQUIREMENT
 from tests.real_engines.test_sglang_models import MODELS, OTHERS, SPELLINGS, WRAPPERS
 
 ROOT = Path(__file__).parents[2]
-CACHE = ROOT / ".cache" / "sglang"
 CONFIGS: Mapping[str, object] = {
     "compressed-tensors": PER_TENSOR,
     "fp8": FP8,
@@ -60,10 +57,14 @@ by_release = pytest.mark.parametrize("release", SGLANG_RELEASES, ids=lambda each
 @cache
 def survey(release: Release) -> Mapping[str, Any]:
     """Run the code of a release."""
-    folder = find_wheel(release).parent
+    open_release(release)
     done = subprocess.run(
         [sys.executable, "-m", "tests.real_engines.sglang_survey"],
-        env={**os.environ, "SGLANG_WHEELS": str(folder), "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            REQUIREMENT: f"{release.package}=={release.version}",
+            "PYTHONPATH": str(ROOT),
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -71,19 +72,6 @@ def survey(release: Release) -> Mapping[str, Any]:
     )
     found: Mapping[str, Any] = json.loads(done.stdout)
     return found
-
-
-def find_wheel(release: Release) -> Path:
-    """Find the wheel of a release; skip the test where it cannot be had."""
-    folder = CACHE / release.version
-    if not [*folder.glob("sglang-*.whl")]:
-        version = release.version
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
-        command += ["--only-binary", ":all:", "--dest", str(folder), f"sglang=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"sglang=={version} cannot be had: {done.stderr[-300:]}")
-    return next(folder.glob("sglang-*.whl"))
 
 
 def ask_release(
@@ -183,37 +171,12 @@ def test_two_scales_of_zero(release: Release, tmp_path: Path) -> None:
 
 
 @by_release
-def test_the_classes_that_take_a_file_of_scales(release: Release) -> None:
-    taken = set(survey(release)["files"])
-    for model_type in set(JSON_TYPES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-        geometry = plain_geometry(model_type=model_type, architecture=architecture)
-        assert takes_sglang_json(geometry, release) is (architecture in taken), model_type
-
-
-QUANTIZATION = "sglang/srt/layers/quantization/"
-FILES: Mapping[str, tuple[str, ...]] = {
-    "CompressedTensorsConfig": tuple(
-        f"compressed_tensors/{name}.py"
-        for name in ("utils", "compressed_tensors_moe", "compressed_tensors")
-    ),
-    "Fp8Config": ("utils.py", "fp8.py"),
-    "ModelOptFp8Config": ("utils.py", "modelopt_quant.py"),
-    "ModelOptMixedPrecisionConfig": ("utils.py", "modelopt_quant.py"),
-}
-"""By class: its module, after those that it uses."""
-
-
-@by_release
 @pytest.mark.parametrize("lists_parts", [True, False])
 @pytest.mark.parametrize("name", CLASSES)
 def test_linears_have_the_scheme_that_the_release_chooses(
     release: Release, name: str, lists_parts: bool
 ) -> None:
-    with zipfile.ZipFile(find_wheel(release)) as wheel:
-        there = [QUANTIZATION + file for file in FILES[name]]
-        texts = [wheel.read(file).decode() for file in there if file in wheel.namelist()]
-    configs = ReleaseConfigs(texts)
+    configs = open_sglang_configs(open_release(release), name)
     parts, unlisted = (PARTS, ()) if lists_parts else ({}, tuple(PARTS))
     for section in CLASSES[name]():
         for path in PATHS:

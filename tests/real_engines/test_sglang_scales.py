@@ -6,11 +6,9 @@ import logging
 
 import pytest
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.sglang.model_types import JSON_TYPES
 from tests.real_engines.exports import Exports, read_json_scales
-from tests.real_engines.sglang_loader import Loader, extract_loader, list_models_with_scales
+from tests.real_engines.sglang_loader import Loader, extract_loader
 
 TPS = (1, 2, 4)
 RANKS = [(tp, rank) for tp in TPS for rank in range(tp)]
@@ -67,17 +65,3 @@ def test_a_file_for_another_number_of_ranks_is_refused(exports: Exports, loader:
 
     assert list(loader(str(out / "kv_cache_scales.tp1.json"), 0, 2, 2, "llama")) == []
     assert list(loader(str(out / "kv_cache_scales.tp2.json"), 0, 1, 2, "llama")) == []
-
-
-def test_the_model_types_we_name_are_those_whose_class_takes_a_file() -> None:
-    takers = list_models_with_scales()
-    expected = {
-        model_type
-        for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-        if architecture in takers
-    }
-
-    inner_model_lacks_it = {"llama4", "llama4_text"}
-    assert set(JSON_TYPES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == (
-        expected - inner_model_lacks_it
-    )

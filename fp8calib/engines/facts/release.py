@@ -48,7 +48,7 @@ class Release:
     """The version in messages, without a patch."""
     evidence: Evidence
     """How its loading rules are known."""
-    true: Mapping[str, Sequence[str]] = field(repr=False)
+    true: Mapping[str, tuple[str, ...]] = field(repr=False)
     """By fact: the values that are true of it, those that are true for the longest time first."""
     begins: Mapping[str, Mapping[str, str]] = field(repr=False)
     """By fact and value: the name of the first release of which it is true, as in `Fact.since`."""
@@ -62,7 +62,7 @@ class Release:
         """Tell whether a fact is true of this release."""
         return bool(self.list_values(fact))
 
-    def list_values(self, fact: str) -> Sequence[str]:
+    def list_values(self, fact: str) -> tuple[str, ...]:
         """List the values of a fact that are true of this release."""
         if fact not in self.begins:
             raise KeyError(f"{self.engine} has no fact {fact}")
@@ -85,25 +85,24 @@ def read_facts(written: Mapping[str, Any]) -> list[Fact]:
     return [Fact(**{**each, "how": Evidence(each["how"])}) for each in written["facts"]]
 
 
-def load_releases(path: Path) -> tuple[Release, ...]:
-    """Load the releases of an engine, the oldest first.
+def make_releases(written: Mapping[str, Any]) -> tuple[Release, ...]:
+    """Make the releases of a file, the oldest first.
 
     Raises:
         ValueError: a fact begins or ends with a release that is not listed.
     """
-    written = json.loads(path.read_text())
     versions = [each["version"] for each in written["releases"]]
     names = [".".join(each.split(".")[: written["name_parts"]]) for each in versions]
     facts = read_facts(written)
     begins: dict[str, dict[str, str]] = {each.fact: {} for each in facts}
-    true: list[dict[str, list[str]]] = [{name: [] for name in begins} for _ in versions]
+    true: list[dict[str, tuple[str, ...]]] = [dict.fromkeys(begins, ()) for _ in versions]
     for each in facts:
         first = versions.index(each.since) if each.since else 0
         after = versions.index(each.until) if each.until else len(versions)
         for value in each.values:
             begins[each.fact].setdefault(value, names[first] if each.since else "")
         for values in true[first:after]:
-            values[each.fact].extend(each.values)
+            values[each.fact] += tuple(each.values)
     return tuple(
         Release(
             engine=written["engine"],
@@ -120,7 +119,7 @@ def load_releases(path: Path) -> tuple[Release, ...]:
 
 VLLM_FACTS = FOLDER / "vllm.json"
 SGLANG_FACTS = FOLDER / "sglang.json"
-VLLM_RELEASES = load_releases(VLLM_FACTS)
-SGLANG_RELEASES = load_releases(SGLANG_FACTS)
+VLLM_RELEASES = make_releases(json.loads(VLLM_FACTS.read_text()))
+SGLANG_RELEASES = make_releases(json.loads(SGLANG_FACTS.read_text()))
 VLLM_RUN = next(each for each in reversed(VLLM_RELEASES) if each.evidence is Evidence.RUN)
 """The release that was run on a CPU: what `model_types.py` says was found in it."""

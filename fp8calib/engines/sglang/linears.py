@@ -186,7 +186,7 @@ class SglangSchemes(GroupSchemes):
         if str(self.section.get("quant_algo")).upper() != "MIXED_PRECISION":
             return True
         is_found = self._lists_parts(group) or (isinstance(layers, dict) and group.path in layers)
-        is_read = algorithm in ("FP8", *self._release.list_values(f"mixed precision {what}"))
+        is_read = algorithm in self._release.list_values(f"mixed precision {what}")
         return is_found and (is_read or algorithm != "FP8_PB_WO")
 
     def find_target(self, group: LinearGroup) -> str | None:

@@ -30,13 +30,13 @@ from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     CLASS,
-    INDEXING_TYPES,
+    FUSES_FIRST,
+    INDEXES,
+    IS_STRICT,
     LOSING_TYPES,
-    MAPPING_TYPES,
-    STRICT_TYPES,
+    MAPS_NAMES,
     find_own_names,
     find_sglang_type,
-    fuses_first,
     has_class,
     has_place,
 )
@@ -202,7 +202,7 @@ def name_sglang_parameter(name: str, model_type: str, release: Release) -> str:
     """Give the name of the parameter that `load_weights` of a model looks for, or "" for none."""
     if model_type in LOSING_TYPES:
         return ""
-    if model_type in MAPPING_TYPES:
+    if model_type in release.list_values(MAPS_NAMES):
         return name if _is_lost(name, model_type) else _remap(name)
     for old, new in find_own_names(model_type, release).items():
         if name.endswith(old):
@@ -239,20 +239,23 @@ def _remap(name: str) -> str:
 def _refuse_strays(
     context: LoadContext, places: Mapping[str, Slot], model_type: str, release: Release
 ) -> None:
+    is_strict, indexes, fuses_first = (
+        model_type in release.list_values(fact) for fact in (IS_STRICT, INDEXES, FUSES_FIRST)
+    )
     for name, stored in context.scales.items():
         target = name_sglang_parameter(name, model_type, release)
         is_stray = target not in places
         asserts = model_type == "qwen3_next" and has_place(model_type, release)
         is_passed = _is_passed(stored, model_type, asserts=asserts)
-        if model_type in STRICT_TYPES and is_stray and not is_passed:
+        if is_strict and is_stray and not is_passed:
             error = "AssertionError" if asserts else "KeyError"
             why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
         is_unchanged = is_stray and target == name
-        if model_type in INDEXING_TYPES and is_unchanged:
+        if indexes and is_unchanged:
             why = f"{stored}: SGLang's {model_type} has no such parameter (KeyError)"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
-        if _PROJECTION.search(name) and fuses_first(model_type, release):
+        if _PROJECTION.search(name) and fuses_first:
             why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
             raise Refusal(why, fix=_find_name_fix(context.geometry, release))
 

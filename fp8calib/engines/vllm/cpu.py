@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
 from fp8calib.engines.vllm.engine import VLLM_THAT_RAN
-from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
+from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_CACHE_CONFIG
 from fp8calib.engines.vllm.numerics import (
     BFLOAT16_SOURCE,
+    BFLOAT16_TYPES,
     CT_FOLDER,
     E5M2_SOURCE,
     FUSED_SOURCE,
@@ -47,7 +49,7 @@ _NUMERICS = Numerics(
     kv_scales_e5m2=False,
     kv_rounded_dialects=ROUNDED_DIALECTS,
     kv_plain_types=TYPES_WITHOUT_CACHE_CONFIG,
-    bfloat16_types=BFLOAT16_TYPES,
+    bfloat16_types=VLLM_RUN.list_values(BFLOAT16_TYPES),
     kv_heads_share_largest=True,
     kv_scales_latents=False,
     input_by_reciprocal=True,
@@ -94,6 +96,7 @@ _NUMERICS = Numerics(
 VLLM_CPU = replace(
     VLLM_THAT_RAN,
     key="vllm-cpu",
+    loads_like="vllm",
     launch=None,
     numerics=_NUMERICS,
     replay_folder=_replay_folder,

@@ -155,9 +155,14 @@ def _make_engine(release: Release) -> Engine:
     )
 
 
-_OLDER = tuple(
-    replace(_make_engine(release), key=f"vllm=={release.name}", loads_like="vllm")
-    for release in reversed(VLLM_RELEASES[:-1])
+_NEWEST_FIRST = tuple(map(_make_engine, reversed(VLLM_RELEASES)))
+VLLM_THAT_RAN = next(each for each in _NEWEST_FIRST if each.version == VLLM_RUN.version)
+VLLM = replace(
+    _NEWEST_FIRST[0],
+    is_default=True,
+    releases=tuple(
+        replace(engine, key=f"vllm=={release.name}", loads_like="vllm")
+        for engine, release in zip(_NEWEST_FIRST, reversed(VLLM_RELEASES), strict=True)
+        if engine is not _NEWEST_FIRST[0]
+    ),
 )
-VLLM_THAT_RAN = next(each for each in _OLDER if each.version == VLLM_RUN.version)
-VLLM = replace(_make_engine(VLLM_RELEASES[-1]), is_default=True, releases=_OLDER)

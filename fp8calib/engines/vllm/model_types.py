@@ -85,9 +85,6 @@ SEPARATE_TYPES = ("biogpt",)
 another order. Run."""
 PLAIN_HEAD_TYPES = ("falcon_h1", "gpt_oss", "jamba", "qwen3_next")
 """Model types whose output layer vLLM 0.32.0 creates without a quantization config. Run."""
-BFLOAT16_TYPES = ("gemma2", "gemma3", "gemma3_text", "glm4")
-"""Model types that vLLM serves in bfloat16 where the checkpoint is in float16 (`config/model.py`,
-_FLOAT16_NOT_SUPPORTED_MODELS)."""
 
 
 class LoaderKind(StrEnum):

@@ -17,6 +17,7 @@ from fp8calib.engines.vllm.model_types import (
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 CLASS = "class"
+BACKEND_PLACES = "transformers' classes have parameters for KV scales"
 _TABLES_HOLD = "classes join and name linears as model_types.py says"
 _TABLES_OF_LINEARS = (
     *(CREATED_LINEARS, PLAIN_HEAD_TYPES, RENAMED_LINEARS, SEPARATE_TYPES, UNPACKED_TYPES),
@@ -33,8 +34,13 @@ def has_class(geometry: ModelGeometry, release: Release) -> bool:
 
 
 def is_unsupported(geometry: ModelGeometry, release: Release) -> bool:
-    """Check whether a release runs a model in no way."""
+    """Check whether a release runs a model in no way.
+
+    Since its backend for transformers' classes has parameters for KV scales, it may run a model
+    whose own class came later.
+    """
     is_later = bool(release.begins[CLASS].get(geometry.architecture))
+    is_later = is_later and not release.has(BACKEND_PLACES)
     is_dropped = geometry.model_type in UNSUPPORTED_TYPES
     return (is_later or is_dropped) and not has_class(geometry, release)
 

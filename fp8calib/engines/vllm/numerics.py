@@ -11,7 +11,7 @@ from fp8calib.engines.numerics import (
     SMALLEST_TOKEN_SCALE,
     Numerics,
 )
-from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
+from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_CACHE_CONFIG
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
 CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
@@ -26,6 +26,7 @@ E5M2_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
 )
 LATENT_SOURCE = f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention"
+BFLOAT16_TYPES = "served in bfloat16 where the checkpoint is in float16"
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.32.0"
 ROUNDED_DIALECTS = frozenset({"autofp8", "modelopt", "quark"})
 ROUNDED_SOURCE = (
@@ -42,7 +43,6 @@ _NUMERICS = Numerics(
     kv_scales_e5m2=False,
     kv_rounded_dialects=ROUNDED_DIALECTS,
     kv_plain_types=TYPES_WITHOUT_CACHE_CONFIG,
-    bfloat16_types=BFLOAT16_TYPES,
     kv_scales_latents=False,
     quantizes_query=True,
     query_by_reciprocal=True,
@@ -106,6 +106,7 @@ def make_numerics(release: Release) -> Numerics:
     query = _NUMERICS.sources["quantizes_query"] + name_query_gpus(release)
     return replace(
         _NUMERICS,
+        bfloat16_types=release.list_values(BFLOAT16_TYPES),
         sources={**_NUMERICS.sources, "quantizes_query": query},
         run=_NUMERICS.run if release.has(_KERNELS_READ) else frozenset(),
     )

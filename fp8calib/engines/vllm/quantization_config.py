@@ -34,11 +34,10 @@ _WITHOUT_KV = (
 """Methods without parameters for KV scales: scales in the checkpoint are ignored."""
 _FP8_METHODS = ("fp8", "deepseek_v4_fp8")
 """`Fp8Config`, and its subclass (`models/deepseek_v4/quant_config.py`)."""
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+_OWN_FILE_ALGORITHM = "own-file-algorithm"
 """ModelOpt's algorithms that are accepted where `hf_quant_config.json`, which is nested, is the
-only config (`transformers_utils/model_arch_config_convertor.py`)."""
-_ALL_ALGORITHMS = (*_ALGORITHMS, "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
-"""Those in config.json (`quantization/modelopt.py` QUANT_ALGOS)."""
+only config."""
+_ALGORITHM = "config.json-algorithm"
 
 
 def find_kv_method(
@@ -93,7 +92,7 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
     algorithm = section.get("quant_algo")
     is_own_file = _is_of_modelopt(quantization) or "modelopt_quant_config" in section
     if algorithm is not None and is_own_file:
-        if str(algorithm).upper() not in (*_ALGORITHMS, *release.list_values("own-file-algorithm")):
+        if str(algorithm).upper() not in release.list_values(_OWN_FILE_ALGORITHM):
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
             raise Refusal(why, fix=fix)
@@ -113,9 +112,10 @@ def _check_modelopt(
         why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
         fix = "write the scales as compressed-tensors does (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
-    if str(algorithm).upper() not in _ALL_ALGORITHMS:
+    algorithms = release.list_values(_ALGORITHM)
+    if str(algorithm).upper() not in algorithms:
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
-        raise Refusal(why, fix=f"use one of {', '.join(_ALL_ALGORITHMS)}")
+        raise Refusal(why, fix=f"use one of {', '.join(algorithms)}")
     _require_names(section, find_exclusions(quantization, section, release))
     if section is not quantization:
         _require_fields(section, str(algorithm).upper())

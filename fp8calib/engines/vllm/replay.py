@@ -13,7 +13,7 @@ from fp8calib.engines.replay.kv_cache_method import (
     judge_pair,
     require_scalar,
 )
-from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
+from fp8calib.engines.replay.load_context import LoadContext, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
 from fp8calib.engines.replay.query_scales import (
@@ -33,19 +33,19 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
 from fp8calib.engines.vllm.model_types import (
-    BFLOAT16_TYPES,
     EXPANDED_TYPES,
     TYPES_WITH_QUARK_EXPERTS,
     TYPES_WITHOUT_CACHE_CONFIG,
     TYPES_WITHOUT_KV_SCALES,
 )
 from fp8calib.engines.vllm.native_classes import (
+    BACKEND_PLACES,
     CLASS,
     has_class,
     is_other_class,
     is_unsupported,
 )
-from fp8calib.engines.vllm.numerics import name_query_gpus
+from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, name_query_gpus
 from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, find_kv_method
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
@@ -146,6 +146,9 @@ def _judge_layers(
         _check_shapes(context, method, per_head=per_head)
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
         raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
+    bfloat16_types = release.list_values(BFLOAT16_TYPES)
+    dtype = find_served_dtype(context.geometry, bfloat16_types=bfloat16_types)
+    rules = PairRules("vLLM", is_negative, NO_PARAMETER, NAMES_FIX, dtype)
     layers = []
     for index, attention in _list_attentions(context.geometry):
         bare = _explain_bare(context, method, attention, release, has_scheme=has_scheme)
@@ -155,7 +158,7 @@ def _judge_layers(
             heads = attention if per_head else None
             layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
         else:
-            layers.append(_judge(context, loaded, index))
+            layers.append(judge_pair(context, index, loaded, rules))
     if method is not None:
         _note_dtype_flag(context, method, has_scheme=has_scheme)
     return layers
@@ -209,7 +212,7 @@ def _find_places(
 
 def _has_places(geometry: ModelGeometry, release: Release) -> bool:
     """Check whether the class of a model, vLLM's or transformers', has parameters for scales."""
-    in_backend = release.has("transformers' classes have parameters for KV scales")
+    in_backend = release.has(BACKEND_PLACES)
     return in_backend or has_class(geometry, release)
 
 
@@ -245,12 +248,6 @@ def _list_attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
 def _has_heads(context: LoadContext, attention: Attention) -> bool:
     """Check whether vLLM caches K and V of a layer by heads, in an `Attention`."""
     return attention.kind == "heads" or context.geometry.model_type in EXPANDED_TYPES
-
-
-def _judge(context: LoadContext, loaded: dict[Slot, StoredScale], index: int) -> LayerVerdict:
-    dtype = find_served_dtype(context.geometry, bfloat16_types=BFLOAT16_TYPES)
-    rules = PairRules("vLLM", is_negative, NO_PARAMETER, NAMES_FIX, dtype)
-    return judge_pair(context, index, loaded, rules)
 
 
 def _explain_bare(

@@ -1,0 +1,260 @@
+"""What `scripts/read-engines` reads of a release of SGLang.
+
+Its models are opened by a process for each release, since what it opens is kept
+(`sglang_sources.py`): `python -m tests.real_engines.sglang_facts NAME` prints one fact.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fp8calib.engines.evidence import Evidence
+from tests.real_engines.package import Package, list_names
+from tests.real_engines.probe import Probe
+from tests.real_engines.release_configs import (
+    LAYER,
+    PARTS,
+    make_compressed,
+    make_mixed,
+    open_sglang_configs,
+)
+from tests.real_engines.sglang_attention import (
+    Place,
+    gives_scales_a_place,
+    read_definitions,
+    resolve,
+)
+from tests.real_engines.sglang_loader import list_models_with_scales
+from tests.real_engines.sglang_sources import REQUIREMENT, list_entries, read_models
+from tests.real_engines.sglang_survey import gives_parameters, hold_zeros, survey
+from tests.real_engines.test_sglang_models import MODELS, OTHERS, WRAPPERS
+
+ROOT = Path(__file__).parents[2]
+_O = f"{LAYER}.self_attn.o_proj"
+_COMPRESSED = "compressed_tensors/compressed_tensors.py"
+_MODELS = "srt/models/"
+_JOINED = ("qkv_proj", "gate_up_proj")
+_LOADING_IN_PART = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+"""Classes that inherit `load_kv_cache_scales`, whose inner model has none."""
+_OTHER_TYPES = {
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "mimo": "MiMoForCausalLM",
+    "mimo_v2": "MiMoV2ForCausalLM",
+}
+"""Model types with a file of scales that transformers has no text class of."""
+
+
+def choose(package: Package, section: Mapping[str, Any], path: str) -> str:
+    """Run the choice of a linear's scheme by a config."""
+    name = "ModelOptMixedPrecisionConfig" if "quant_algo" in section else "CompressedTensorsConfig"
+    whole = {**section, "packed_modules_mapping": PARTS}
+    return open_sglang_configs(package, name).choose(name, whole, path)
+
+
+def reads_group_formats(package: Package) -> bool:
+    """Run the choice for a group with a format of its own."""
+    section = make_compressed("dynamic", format="float-quantized")
+    return choose(package, {**section, "format": "mixed-precision"}, _O) == "quantized"
+
+
+def takes_channels_alone(package: Package) -> bool:
+    """Run the choice for weights per channel whose inputs are not quantized."""
+    return choose(package, make_compressed("channel-alone"), _O) == "alone"
+
+
+def matches_ends(package: Package) -> bool:
+    """Run the choice for a linear a part of whose path is in the list."""
+    parts = choose(package, make_compressed("dynamic", ignore=["self_attn"]), _O)
+    ends = choose(package, make_compressed("dynamic", ignore=["o_proj"]), _O)
+    return (parts, ends) == ("quantized", "unquantized")
+
+
+def quantizes_head(package: Package) -> bool:
+    """Run the choice for an output layer that a group names."""
+    section = make_compressed("dynamic", targets=["Linear", "lm_head"])
+    return choose(package, section, "lm_head") == "quantized"
+
+
+def read_mixed(package: Package, path: str) -> list[str]:
+    """Run the choice for a layer of a mixed precision, algorithm by algorithm."""
+    algorithms = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN")
+    return [each for each in algorithms if choose(package, make_mixed(each), path) == "quantized"]
+
+
+def list_placeless() -> Iterable[str]:
+    """List the model types whose attention is created without the quantization config."""
+    texts = {text_type: architecture for architecture, text_type, _ in WRAPPERS.values()}
+    for model_type, architecture in sorted((texts | _list_types()).items()):
+        if architecture in list_entries() and gives_scales_a_place(architecture) is False:
+            yield model_type
+
+
+def _list_types() -> dict[str, str]:
+    """Name the class of model types."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | _OTHER_TYPES | OTHERS | MODELS
+
+
+def list_types_with_files() -> Iterable[str]:
+    """List the model types whose class reads a file of scales."""
+    classes = list_models_with_scales().difference(_LOADING_IN_PART)
+    return sorted(each for each, name in _list_types().items() if name in classes)
+
+
+def list_joining(joined: str) -> list[str]:
+    """List the classes whose `packed_modules_mapping` says what one module joins."""
+    return sorted(
+        {
+            node.name
+            for module, tree in read_models().items()
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and joined in _find_packed(module, node.name)
+        }
+    )
+
+
+@cache
+def _find_packed(module: str, name: str) -> frozenset[str]:
+    """Find the keys of a class's mapping, which may be that of another class, or of a base."""
+    node = read_definitions().get((module, name))
+    if not isinstance(node, ast.ClassDef):
+        return frozenset()
+    for item in node.body:
+        if not isinstance(item, ast.Assign | ast.AnnAssign) or item.value is None:
+            continue
+        if "packed_modules_mapping" not in list_names(item):
+            continue
+        if isinstance(item.value, ast.Dict):
+            keys = (key for key in item.value.keys if isinstance(key, ast.Constant))
+            return frozenset(key.value for key in keys)
+        other = ast.unparse(item.value).split(".")[-2]
+        return _find_packed(*_find_place((module, name), other))
+    bases = (ast.unparse(base).rpartition(".")[2] for base in node.bases)
+    found = (_find_packed(*_find_place((module, name), base)) for base in bases)
+    return next((keys for keys in found if keys), frozenset())
+
+
+def _find_place(owner: Place, name: str) -> Place:
+    """Find the class that another one names, which may be one of its own name elsewhere."""
+    local = resolve(owner[0], name)
+    if local is not None and local != owner:
+        return local
+    places = (place for place in read_definitions() if place[1] == name and place != owner)
+    return next(places, ("", name))
+
+
+_FACTS: Mapping[str, tuple[Callable[[], Iterable[str] | bool], str, Evidence]] = {
+    **{
+        f"class says which projections {joined} joins (packed_modules_mapping)": (
+            lambda joined=joined: list_joining(joined),
+            _MODELS,
+            Evidence.READ,
+        )
+        for joined in _JOINED
+    },
+    "attention of this model type has no parameters for KV scales": (
+        list_placeless,
+        f"{_MODELS} RadixAttention",
+        Evidence.READ,
+    ),
+    "class of this model type reads a file of scales": (
+        list_types_with_files,
+        f"{_MODELS} load_kv_cache_scales",
+        Evidence.READ,
+    ),
+    "compressed-tensors' attention has parameters for KV scales": (
+        lambda: gives_parameters("compressed-tensors"),
+        f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method",
+        Evidence.READ,
+    ),
+    "two KV scales of zero count as not loaded": (
+        lambda: hold_zeros() != "refused",
+        "srt/layers/quantization/kv_cache.py BaseKVCacheMethod.process_weights_after_loading",
+        Evidence.RUN,
+    ),
+    "loaders of qwen3_5 map self_attn.k_scale": (
+        lambda: survey("qwen3_5_text")["ours"] == "used",
+        f"{_MODELS}qwen3_5.py Qwen3_5ForConditionalGeneration.load_weights",
+        Evidence.RUN,
+    ),
+}
+"""What is asked of the models: in which way, where in the sources, and how it is known."""
+
+
+@cache
+def _read_models(package: Package) -> Mapping[str, list[str] | bool]:
+    """Ask a process of its own for all of them."""
+    command = [sys.executable, "-m", "tests.real_engines.sglang_facts"]
+    environment = {**os.environ, REQUIREMENT: package.requirement, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: Mapping[str, list[str] | bool] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Print as JSON what the models of a release do."""
+    with redirect_stdout(sys.stderr):  # some loaders print
+        asked = ((name, ask()) for name, (ask, _, _) in _FACTS.items())
+        found = {name: value if isinstance(value, bool) else [*value] for name, value in asked}
+    json.dump(found, sys.stdout)
+
+
+_CHOICE = f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method"
+PROBES: Mapping[str, Probe] = {
+    "class": Probe(
+        read=lambda package: sorted(list_entries(package)),
+        source=f"{_MODELS} EntryClass",
+        how=Evidence.READ,
+        is_difference=True,
+    ),
+    "the format of a config group is read": Probe(
+        read=reads_group_formats,
+        source=f"{_COMPRESSED} CompressedTensorsConfig.from_config",
+        how=Evidence.RUN,
+    ),
+    "FP8 weights alone, per channel, are not taken for packed integers": Probe(
+        read=takes_channels_alone,
+        source=f"{_COMPRESSED} CompressedTensorsConfig.get_linear_scheme",
+        how=Evidence.RUN,
+    ),
+    "an entry of ignore matches the end of a path, and no part of it in either case": Probe(
+        read=matches_ends,
+        source="compressed_tensors/utils.py should_ignore_layer",
+        how=Evidence.RUN,
+    ),
+    "compressed-tensors quantizes the output layer": Probe(
+        read=quantizes_head, source=_CHOICE, how=Evidence.RUN
+    ),
+    **{
+        f"mixed precision {what}": Probe(
+            read=lambda package, path=path: read_mixed(package, path),
+            source="modelopt_quant.py ModelOptMixedPrecisionConfig.get_quant_method",
+            how=Evidence.RUN,
+        )
+        for what, path in (("linear", _O), ("expert", f"{LAYER}.mlp.experts"))
+    },
+    **{
+        name: Probe(
+            read=lambda package, name=name: _read_models(package)[name],
+            source=source,
+            how=how,
+        )
+        for name, (_, source, how) in _FACTS.items()
+    },
+}
+
+
+if __name__ == "__main__":
+    main()
