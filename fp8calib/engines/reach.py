@@ -19,7 +19,7 @@ _MOST_CLIPPING = 64.0
 """How far below it may be, because rules like `percentile` clip outliers; see `_MOST_CLIPPED`."""
 _MOST_UNSEEN_CLIPPING = 4.0
 """The same where no histogram tells how many values that clips."""
-_MOST_CLIPPED = 0.02
+_MOST_CLIPPED = 0.03
 """The share of the values that a scale may clip: `percentile:99` and other text clip less."""
 _WITHIN = 1.5
 """The factor by which scales of other text differ at most from those of the statistics."""
