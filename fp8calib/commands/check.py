@@ -107,11 +107,13 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
     its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
     """
     from fp8calib.model.config_faults import list_other_faults  # noqa: PLC0415 -- slow
+    from fp8calib.model.config_values import list_odd_values  # noqa: PLC0415 -- slow
 
     if "auto_map" in model.config:
         return report
     engines = dict(report.engines)
     faults = [*filter(None, list_other_faults(model.path, model.config))]
+    faults += list_odd_values(model.config)
     other = _find_other_class(model.config, geometry)
     for key in (each for each in engines if each.partition("==")[0] in _BY_CLASS):
         hint = find_replayed(key).run_hint

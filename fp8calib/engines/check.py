@@ -12,12 +12,8 @@ from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
 from fp8calib.dialects.kv.kv_scales import name_scales
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.odd_scales import (
-    estimate_ranges,
-    mark_odd_scales,
-    measure_ranges,
-    suspect_odd_scales,
-)
+from fp8calib.engines.odd_scales import mark_odd_scales, suspect_odd_scales
+from fp8calib.engines.reach import measure_reaches
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.verdicts import (
@@ -31,6 +27,7 @@ from fp8calib.engines.replay.verdicts import (
     report_unknown,
 )
 from fp8calib.engines.status import Status
+from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.errors import UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -71,7 +68,7 @@ def check_folder(
     """
     misfit = _find_misfit(geometry, tp)
     weights = WeightReplay(folder, geometry, tp, stats)
-    judge = _make_judge(model or folder, geometry, stats)
+    judge = _make_judge(model or folder, geometry, stats, trusts_weights=not weights.has_odd_scales)
     reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
     asked = [find_replayed(name) for name in engines]
@@ -134,12 +131,19 @@ def check_file(
 
 
 def _make_judge(
-    model: ScaleFolder, geometry: ModelGeometry, stats: CalibrationStats | None
+    model: ScaleFolder,
+    geometry: ModelGeometry,
+    stats: CalibrationStats | None,
+    *,
+    trusts_weights: bool = True,
 ) -> Callable[[EngineReport], EngineReport]:
     """Make the test for odd scales; weights are read once, if an engine uses a scale."""
     if stats is not None:
-        return partial(mark_odd_scales, ranges=measure_ranges(stats))
-    estimate = cache(lambda layers: estimate_ranges(model, geometry, also=layers))
+        return partial(mark_odd_scales, reaches=measure_reaches(stats))
+
+    @cache
+    def estimate() -> Estimates:
+        return estimate_reaches(model, geometry) if trusts_weights else Estimates()
 
     def judge(report: EngineReport) -> EngineReport:
         verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))

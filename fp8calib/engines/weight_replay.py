@@ -13,7 +13,7 @@ from fp8calib.dialects.fp8.quantization_config import ContradictionError, Stored
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.odd_scales import judge_weight_scales, note_unusual_weights
+from fp8calib.engines.odd_weights import judge_weight_scales, suspect_weight_scales
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
 from fp8calib.engines.status import Status
@@ -61,7 +61,8 @@ class WeightReplay:
         self._geometry = geometry
         self._tp = tp
         self._wrong = find_wrong_values(folder, geometry) if folder.is_on_disk else None
-        self._unusual = ""
+        self._suspicious: list[str] = []
+        self._odd: Finding | None = None
         self._doubts: list[str] = []
         self._weights: QuantizedWeights | None = None
         self._schemes: Mapping[str, StoredScheme] = {}
@@ -112,10 +113,17 @@ class WeightReplay:
         )
         self._shared = list(list_split_expert_findings(self._weights))
         largest = self._opened(Opened.INDEXED).values.largest
-        if stats is None:
-            self._unusual = note_unusual_weights(self._tensors, largest)
-        elif odd := judge_weight_scales(self._tensors, largest, stats):
-            self._wrong = self._wrong or Finding(status=odd.status, why=odd.why, fix=odd.fix)
+        unmeasured = self._tensors
+        if stats is not None:
+            unmeasured = {name: each for name, each in unmeasured.items() if split_expert(name)}
+            self._odd = judge_weight_scales(self._tensors, largest, stats)
+            self._wrong = self._wrong or self._odd
+        self._suspicious += suspect_weight_scales(unmeasured, largest)
+
+    @property
+    def has_odd_scales(self) -> bool:
+        """Whether scales of FP8 weights are odd, so that the weights tell nothing of K and V."""
+        return self._odd is not None or bool(self._suspicious)
 
     def _find_shape(self, module: str, entry: TensorEntry) -> tuple[int, int]:
         """Find the shape of a linear by config.json; that of its tensor where none is known."""
@@ -192,7 +200,7 @@ class WeightReplay:
         return report.add_problems(*(f"weights: {why}" for why in notes))
 
     def _suspect(self, report: EngineReport) -> EngineReport:
-        return report.suspect(f"weights: {self._unusual}") if self._unusual else report
+        return report.suspect(*(f"weights: {text}" for text in self._suspicious))
 
     def _amend_judged(self, report: EngineReport) -> EngineReport:
         """Add what an engine's loader does not look at: values of weights, the index."""

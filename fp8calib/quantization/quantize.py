@@ -23,6 +23,7 @@ from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
+from fp8calib.machine.threads import one_thread
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import ShardLayout
@@ -184,14 +185,9 @@ def _count_threads() -> int:
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Open a pool with a thread per core; torch starts no threads of its own in it."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(_count_threads()) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(count)
+    """Open a pool with a thread per core, in which torch starts no threads of its own."""
+    with one_thread(), ThreadPoolExecutor(_count_threads()) as pool:
+        yield pool
 
 
 def _write_side_files(folder: Path, plan: QuantizePlan) -> None:

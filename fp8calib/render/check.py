@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from fp8calib.blocks import Block, Line, Table, Warn
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges
 from fp8calib.requests.check import CheckRequest
-from fp8calib.results.check import CheckResult
+from fp8calib.results.check import CheckResult, EngineResult
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
+_UNREAD = "values of weights are not read, except scales, norms and biases"
 
 
 def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
     """Give the verdict first and last, and a table for each engine."""
-    verdict = f"{request.path}: {'ok' if result.ok else 'not ok'}"
+    verdict = f"{request.path}: {result.verdict}"
     yield Line(verdict)
     for name, engine in result.engines.items():
         title = f"{engine.engine} {engine.version}: {_summarize(engine)}"
@@ -37,15 +39,20 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
             yield Warn(f"{name}: suspicious: {suspicion}")
         for problem in engine.problems:
             yield Warn(f"{name}: {problem}")
+    if not Path(request.path).is_file():
+        yield Line(_UNREAD)
     yield Line(verdict)
 
 
-def _summarize(engine: EngineReport) -> str:
+def _summarize(engine: EngineResult) -> str:
     if engine.loads_without_kv:
-        loads = "not ok" if engine.weights is not None else "ok, loads"
+        loads = "ok, loads" if engine.ok else engine.verdict
         return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
     used = sum(layer.ok for layer in engine.layers)
-    return f"{'ok' if engine.ok else 'not ok'}, {used} of {len(engine.layers)} layers served"
+    served = f"{engine.verdict}, {used} of {len(engine.layers)} layers served"
+    if engine.status is not Status.UNKNOWN:
+        return served
+    return f"{served} if the engine loads it" if used else engine.verdict
 
 
 def _rows(engine: EngineReport) -> list[list[str]]:

@@ -33,6 +33,11 @@ class EngineResult(EngineReport):
         """UNKNOWN where only something that cannot be judged keeps the report from being ok."""
         return super().status
 
+    @property
+    def verdict(self) -> str:
+        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
+        return "ok" if self.ok else self.status or "not ok"
+
 
 class CheckResult(Result):
     """One report for each engine that was asked for."""
@@ -70,6 +75,13 @@ class CheckResult(Result):
         return bool(faults) and all(each.status is Status.UNKNOWN for each in faults)
 
     @property
+    def verdict(self) -> str:
+        """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
+        if self.cannot_judge:
+            return Status.UNKNOWN
+        return "ok" if self.ok else "not ok"
+
+    @property
     def exit_code(self) -> int:
         """8 unless every engine is ok; 9 if only what cannot be judged keeps them from it."""
         if self.cannot_judge:
@@ -84,13 +96,13 @@ class CheckResult(Result):
             found += [*report.suspicious, *report.unknown, *report.problems]
             problems += [f"{name}: {text}" for text in found]
         return Overview(
-            f"CheckResult: {'ok' if self.ok else 'not ok'}",
-            ("engine", "release", "ok", "layers with their KV scales"),
+            f"CheckResult: {self.verdict}",
+            ("engine", "release", "verdict", "layers with their KV scales"),
             [
                 [
                     report.engine,
                     report.version,
-                    "yes" if report.ok else "no",
+                    report.verdict,
                     f"{sum(layer.ok for layer in report.layers)} of {len(report.layers)}",
                 ]
                 for report in self.engines.values()

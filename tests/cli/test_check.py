@@ -193,6 +193,41 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert succeed("check", calibrated[0] / "tgi", "--engine", "tgi").out.endswith(": ok\n")
 
 
+@pytest.mark.parametrize(
+    ("has_kv", "change", "summary"),
+    [
+        (True, {"max_position_embeddings": 0}, ", 2 of 2 layers served if the engine loads it"),
+        (True, {"architectures": ["LlamaModel"]}, ""),
+        (False, {"max_position_embeddings": 0}, "; the KV cache is not quantized"),
+    ],
+)
+def test_people_read_that_the_answer_is_unknown(
+    overlay: Path, model: Path, tmp_path: Path, has_kv: bool, change: Any, summary: str
+) -> None:
+    folder = overlay if has_kv else Path(shutil.copytree(model, tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+
+    outcome = run("check", folder, "--engine", "vllm", "--engine", "transformers")
+
+    assert outcome.code == 9
+    assert outcome.out.startswith(f"{folder}: unknown\nvllm 0.33.0: unknown{summary}")
+    assert outcome.out.endswith(f"{folder}: unknown\n")
+    assert ": ok, " in outcome.out
+
+
+@pytest.mark.parametrize("name", ["kv-overlay", "rfc.tp1.json"])
+def test_people_read_that_weights_are_not(
+    calibrated: tuple[Path, Outcome], model: Path, name: str
+) -> None:
+    path = calibrated[0] / name
+
+    outcome = run("check", path, *(() if path.is_dir() else ("--model", model)))
+
+    line = "values of weights are not read, except scales, norms and biases\n"
+    assert outcome.out.count(line) == path.is_dir()
+
+
 def test_several_engines_may_be_named(calibrated: tuple[Path, Outcome]) -> None:
     path = calibrated[0] / "kv-overlay"
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import fp8calib
-from fp8calib.engines.odd_scales import estimate_ranges
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role
 from fp8calib.model.geometry_from_config import read_geometry
@@ -110,10 +110,18 @@ CHANGES: Mapping[str, Callable[[float], float]] = {
     "divided twice": lambda amax: amax / 448 / 448,
     "for e5m2": lambda amax: amax / 57344,
     "amax": lambda amax: amax,
+    "64 times as large": lambda amax: 64 * amax / 448,
     "twice as large": lambda amax: 2 * amax / 448,
-    "clipped": lambda amax: amax / 2 / 448,
+    "clipped": lambda amax: amax / 1.2 / 448,
 }
-ODD = {"reciprocal", "divided twice", "for e5m2", "amax"}
+REASONS = {
+    "reciprocal": "it looks like a reciprocal: 448 / amax, not amax / 448",
+    "divided twice": "it looks as if it was divided by 448 twice",
+    "for e5m2": "it looks like a scale for E5M2: amax / 57344, not amax / 448",
+    "amax": "it looks like amax, not amax / 448",
+    "64 times as large": "times too large",
+}
+ODD = set(REASONS)
 
 
 def list_suspicions(report: Any) -> Sequence[str]:
@@ -140,7 +148,7 @@ def test_weights_tell_scales_that_fit_from_others(
     for problem, role in zip(problems, "kv", strict=False):
         assert problem.startswith(f"the {role} scale of layer 0 stands for values of up to ")
         assert "(and those of layers 1)" in problem
-        assert ("looks like a reciprocal" in problem) == (what == "reciprocal")
+        assert REASONS[what] in problem
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -160,6 +168,7 @@ def test_odd_scales_fail_where_statistics_are_given(
     assert second.v.status == ("misread" if what in ODD else "used")
     if what in ODD:
         assert f"but calibration saw up to {amax[1, 'v']:,.4g}" in second.v.why
+        assert REASONS[what] in second.v.why
         assert "fp8calib export" in second.v.fix
 
 
@@ -204,18 +213,18 @@ def test_what_a_model_reaches_is_within_the_estimate(
     change(tmp_path / family, shake)
     folder = open_folder(tmp_path / family)
 
-    ranges = estimate_ranges(folder, read_geometry(folder.path, folder.config))
+    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
 
     found = largest_kv(tmp_path / family, rows)
-    assert {(layer, role.value) for layer, role in ranges} == found.keys()
-    for (layer, role), each in ranges.items():
+    assert {(layer, role.value) for layer, role in reaches} == found.keys()
+    for (layer, role), each in reaches.items():
         assert each.least < found[layer, role.value] / 8
         assert found[layer, role.value] < each.most / 8
 
 
 def test_no_input_exceeds_the_bound(llama: Path) -> None:
     folder = open_folder(llama)
-    ranges = estimate_ranges(folder, read_geometry(folder.path, folder.config))
+    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
     tensors = {name: x.double() for name, x in load_file(llama / "model.safetensors").items()}
 
     for layer in range(NUM_LAYERS):
@@ -223,7 +232,7 @@ def test_no_input_exceeds_the_bound(llama: Path) -> None:
         # The input that lets a channel reach most has the direction of its weights.
         worst = made / made.pow(2).mean(dim=1, keepdim=True).sqrt()
         reached = (worst @ made.T).abs().max().item()
-        assert ranges[layer, Role.V].most == pytest.approx(8 * 2**0.5 * reached)
+        assert reaches[layer, Role.V].most == pytest.approx(8 * 2**0.5 * reached)
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block", "w8a16"])
@@ -234,7 +243,7 @@ def test_fp8_weights_give_the_estimate_of_the_weights_they_were_made_of(
     fp8calib.quantize(str(llama), scheme, out, allow_unservable=True)
 
     first, second = (
-        estimate_ranges(folder, read_geometry(folder.path, folder.config))
+        estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
         for folder in map(open_folder, (llama, out))
     )
 
@@ -252,10 +261,10 @@ def test_k_that_a_norm_limits_is_not_estimated(family: str, tmp_path: Path) -> N
         families.save(family, families.FAMILIES[family], tmp_path / family)
     folder = open_folder(tmp_path / family)
 
-    ranges = estimate_ranges(folder, read_geometry(folder.path, folder.config))
+    reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches
 
-    assert not any(role is Role.K for _, role in ranges)
-    assert bool(ranges) == (family in {"qwen3", "gemma3_text"})
+    assert not any(role is Role.K for _, role in reaches)
+    assert bool(reaches) == (family in {"qwen3", "gemma3_text"})
 
 
 def test_statistics_of_another_model_are_refused(
@@ -279,13 +288,10 @@ def test_reciprocal_scales_of_fp8_weights(
     fp8calib.quantize(llama, "fp8-static", tmp_path / "q", stats=stats)
     assert fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).ok
 
-    def clip(name: str, x: torch.Tensor) -> torch.Tensor:
-        return x / 1000 if name.endswith(".input_scale") else x
-
-    if amax_role == "input":
-        shutil.copytree(tmp_path / "q", tmp_path / "clipped")
-        change(tmp_path / "clipped", clip)
-        assert fp8calib.check(tmp_path / "clipped", engine="vllm", stats=stats).ok
+    for factor, is_ok in ((1.2, True), (1000, False)) if amax_role == "input" else ():
+        folder = Path(shutil.copytree(tmp_path / "q", tmp_path / str(factor)))
+        change(folder, lambda name, x, by=factor: x / by if name.endswith(suffix) else x)
+        assert fp8calib.check(folder, engine="vllm", stats=stats).ok == is_ok
     change(tmp_path / "q", lambda name, x: 1 / x if name.endswith(suffix) else x)
 
     verdict = fp8calib.check(tmp_path / "q", engine="vllm", stats=stats).engines["vllm"].weights
@@ -295,10 +301,10 @@ def test_reciprocal_scales_of_fp8_weights(
     assert "looks like a reciprocal" in verdict.why
     report = fp8calib.check(tmp_path / "q", engine="vllm")
     suspicious = report.engines["vllm"].suspicious
-    named = [each for each in suspicious if "weights of up to" in each]
-    assert bool(named) == (amax_role == "weight")
-    assert all("look like reciprocals" in each for each in named)
-    assert report.ok == (amax_role == "input")
+    [text] = [each for each in suspicious if each.startswith("weights: ")]
+    assert f"their {amax_role} scales stand for {amax_role}s of up to" in text
+    assert "look like reciprocals" in text
+    assert not report.ok
 
 
 @pytest.mark.parametrize(

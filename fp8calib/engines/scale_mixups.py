@@ -1,0 +1,101 @@
+"""Find scales of K and V that got to the wrong place: k and v swapped, or shifted by a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from statistics import mean, median
+
+from fp8calib.geometry.sites import KV_ROLES, Role
+
+Slot = tuple[int, Role]
+"""A layer and K or V."""
+_LEAST_MISFIT = math.log(1.1)
+"""How far scales have to be from their own places on average; other text gives less."""
+_LEAST_GAIN = 2.0
+"""How many times better they have to fit the other places."""
+_MOST_MISFIT = math.log(1.5)
+"""How far they may be from the other places on average."""
+_LEAST_SLOTS = 4
+"""Of fewer scales nothing can be said."""
+
+
+def find_swap(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> str:
+    """Say that k and v are swapped, where an estimate of what they hold shows it.
+
+    The estimates of K and those of V may be off by a factor each.
+
+    Args:
+        scales: by layer and role.
+        amax: what each place holds, about.
+    """
+    _, swapped = next(_list_moves([*dict.fromkeys(layer for layer, _ in scales)]))
+    groups = [[slot for slot in swapped if slot[1] is role] for role in KV_ROLES]
+    return _SWAPPED if _fits(scales, amax, swapped, groups) else ""
+
+
+def find_mixup(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> tuple[str, list[Slot]]:
+    """Say which places scales are of, where they fit those far better than their own.
+
+    A factor that all of them share, such as headroom, is left out.
+
+    Args:
+        scales: by layer and role.
+        amax: what each place holds.
+
+    Returns:
+        What happened, and the scales that it changes; nothing where each scale is of its place.
+    """
+    for text, moved in _list_moves([*dict.fromkeys(layer for layer, _ in scales)]):
+        if _fits(scales, amax, moved, [list(moved)]):
+            return text, list(moved)
+    return "", []
+
+
+_SWAPPED = "the k and v scales are swapped"
+_NEXT = "each layer has the scales of the next one"
+_PREVIOUS = "each layer has the scales of the previous one"
+
+
+def _list_moves(layers: Sequence[int]) -> Iterator[tuple[str, dict[Slot, Slot]]]:
+    """List the mix-ups, and the place whose scale each place then has."""
+    k, v = KV_ROLES
+    yield (
+        _SWAPPED,
+        {
+            (layer, role): (layer, v if role is k else k)
+            for layer, role in product(layers, KV_ROLES)
+        },
+    )
+    pairs = [((one, role), (other, role)) for one, other in pairwise(layers) for role in KV_ROLES]
+    yield _NEXT, dict(pairs)
+    yield _PREVIOUS, {other: one for one, other in pairs}
+
+
+def _fits(
+    scales: Mapping[Slot, float],
+    amax: Mapping[Slot, float],
+    moved: Mapping[Slot, Slot],
+    groups: Sequence[Sequence[Slot]],
+) -> bool:
+    known = {
+        slot: other
+        for slot, other in moved.items()
+        if slot in scales and {slot, other} <= amax.keys()
+    }
+    groups = [[slot for slot in group if slot in known] for group in groups]
+    own, other = (
+        _measure_misfit(
+            [[math.log(scales[slot] / amax[place(slot)]) for slot in group] for group in groups]
+        )
+        for place in (lambda slot: slot, known.__getitem__)
+    )
+    is_better = other < _MOST_MISFIT and own > max(_LEAST_MISFIT, _LEAST_GAIN * other)
+    return len(known) >= _LEAST_SLOTS and is_better
+
+
+def _measure_misfit(groups: Sequence[Sequence[float]]) -> float:
+    """Give the mean distance of logarithms from the median of their group."""
+    distances = [abs(each - median(group)) for group in groups for each in group]
+    return mean(distances) if distances else 0.0

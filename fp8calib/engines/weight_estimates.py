@@ -1,0 +1,177 @@
+"""Estimate what K and V reach by the weights that make them of a norm."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch.nn.functional import interpolate
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.engines.reach import Reach
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.weights.expected import PLAIN_DTYPES
+from fp8calib.errors import format_ranges
+from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
+from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.machine.threads import one_thread
+
+_USUAL = 4.0
+"""How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
+_WITHIN = 3.0
+"""The factor by which a group of these estimates may be off."""
+_MOST_BYTES = 4 << 30
+"""Of a model whose weights of K and V are larger together, only a sample of layers is read."""
+_SHIFTED_NORMS = (
+    *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
+    *("qwen3_5_moe_text", "recurrent_gemma", "vaultgemma"),
+)
+"""Model types whose norms multiply by 1 + weight (transformers 5.23 `models/*/modeling_*.py`,
+read)."""
+_WEIGHTLESS_NORMS = ("gemma3n_text", "gemma4_text", "llama4_text")
+"""Model types that norm K or V without a weight, which no tensor shows (transformers 5.23
+`models/*/modeling_*.py`, read)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What the weights tell of K and V."""
+
+    reaches: dict[tuple[int, Role], Reach] = field(default_factory=dict)
+    """By layer and role; not every layer is known."""
+    note: str = ""
+    """Which layers were compared; empty where all were that can be."""
+
+
+def estimate_reaches(folder: ScaleFolder, geometry: ModelGeometry) -> Estimates:
+    """Estimate the largest K and V of the layers by the weights that make them of a norm.
+
+    A norm's output has the length sqrt(hidden size) before its weight g, whatever the text. Hence
+    no channel i of K exceeds sqrt(hidden size) * |W_i * g|; RoPE adds a factor of at most sqrt(2).
+    """
+    if geometry.model_type in _WEIGHTLESS_NORMS:
+        return Estimates()
+    chosen = list(_choose_layers(folder, geometry))
+    reaches = {}
+    with one_thread(), _Weights(folder) as weights:
+        for layer, attention in chosen:
+            for role in KV_ROLES:
+                estimated = _estimate(weights, geometry, attention, role)
+                if estimated is not None:
+                    reaches[layer.index, role] = estimated
+    if len(chosen) == len(list(geometry.attentions())):
+        return Estimates(reaches=reaches)
+    layers = format_ranges([layer.index for layer, _ in chosen])
+    note = f"the KV scales of layers {layers} were compared with the weights, not all: there are"
+    return Estimates(reaches=reaches, note=f"{note} more than {_MOST_BYTES >> 30} GiB of weights")
+
+
+def _choose_layers(
+    folder: ScaleFolder, geometry: ModelGeometry
+) -> Iterator[tuple[Layer, Attention]]:
+    """Choose as many evenly spread layers as may be read."""
+    sizes = {
+        name: each.size_bytes for held in folder.tensors.values() for name, each in held.items()
+    }
+    attentions = list(geometry.attentions())
+    total = sum(
+        sizes.get(f"{attention.checkpoint_module}.{role}_proj.weight", 0)
+        for _, attention in attentions
+        for role in KV_ROLES
+    )
+    yield from attentions[:: -(-total // _MOST_BYTES) or 1]
+
+
+def _estimate(
+    weights: _Weights, geometry: ModelGeometry, attention: Attention, role: Role
+) -> Reach | None:
+    """Estimate the reach of one tensor; None where it is not made by a norm and one weight."""
+    path = attention.checkpoint_module
+    parent, _, name = path.rpartition(".")
+    projection = f"{path}.{role}_proj"
+    if name == "cross_attn" or attention.producer is not None or weights.has_norm(path, role):
+        return None
+    weight = weights.read(f"{projection}.weight")
+    norm = weights.read(f"{parent}.input_layernorm.weight")
+    if weight is None or norm is None or weight.ndim != 2 or not weight.numel():
+        return None
+    beta = weights.read_bias(f"{parent}.input_layernorm.bias", len(weight[0]))
+    bias = weights.read_bias(f"{projection}.bias", len(weight))
+    if norm.shape != weight.shape[1:] or beta is None or bias is None:
+        return None
+    shift = float(((weight @ beta).abs() + bias.abs()).max()) if beta.any() or bias.any() else 0.0
+    if geometry.model_type in _SHIFTED_NORMS:
+        norm += 1
+    length = float((weight * norm).norm(dim=1).max())
+    bound = 2**0.5 * (weight.shape[1] ** 0.5 * length + shift)
+    if not 0 < bound < float("inf"):
+        return None
+    return Reach(
+        amax=_USUAL * length + shift,
+        least=length / 8,
+        most=bound * 8,
+        source=f"{role} reaches {length:,.4g} to {bound:,.4g} in this model",
+        within=_WITHIN,
+    )
+
+
+class _Weights:
+    """The weights of a folder; each file is opened once."""
+
+    def __init__(self, folder: ScaleFolder) -> None:
+        self._folder = folder
+        self._located = {name: file for file, held in folder.tensors.items() for name in held}
+        self._files: dict[str, TensorFile] = {}
+        self._beside: dict[str, list[str]] = defaultdict(list)
+        for name in self._located:
+            parent, _, rest = name.rpartition(".")
+            path, _, last = parent.rpartition(".")
+            self._beside[path].append(last)
+            self._beside[parent].append(rest)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def has_norm(self, path: str, role: Role) -> bool:
+        """Check whether K or V of an attention module has a norm of its own."""
+        return any("norm" in each and each.startswith(role) for each in self._beside[path])
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Read floats or FP8 with its scale; None for another dtype or no such tensor."""
+        file = self._located.get(name)
+        entry = None if file is None else self._folder.tensors[file][name]
+        if entry is None or entry.dtype not in (*PLAIN_DTYPES, *WEIGHT_FORMATS):
+            return None
+        values = self._read_floats(name)
+        if entry.dtype in PLAIN_DTYPES:
+            return values
+        scales = [each for each in name_companions(name).scales if each in self._located]
+        if len(scales) != 1 or values.ndim != 2 or not values.numel():
+            return None
+        scale = self._read_floats(scales[0])
+        if not scale.numel():
+            return None
+        rows, columns = (scale.numel(), 1) if scale.ndim < 2 else (scale.shape[0], scale[0].numel())
+        # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
+        return values * interpolate(scale.reshape(1, 1, rows, columns), values.shape)[0, 0]
+
+    def _read_floats(self, name: str) -> torch.Tensor:
+        file = self._located[name]
+        if file not in self._files:
+            self._files[file] = TensorFile(self._folder.path / file)
+        return self._files[file].read(name).float()
+
+    def read_bias(self, name: str, length: int) -> torch.Tensor | None:
+        """Read a bias; zeros where the model has none, None for another shape or dtype."""
+        if name not in self._located:
+            return torch.zeros(length)
+        bias = self.read(name)
+        return bias if bias is not None and bias.shape == (length,) else None

@@ -1,0 +1,248 @@
+"""Damages to the scales of many layers, with the statistics of the model and without."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fp8calib
+from fp8calib.engines import weight_estimates
+from fp8calib.engines.replay.verdicts import EngineReport
+from tests import zoo
+from tests.engines.test_odd_scales import change, measure, rows, write_overlay
+
+__all__ = ["rows"]
+NUM_LAYERS = 18
+SIZES = {
+    "k": [1, 3, 5, 4, 7, 5, 4, 6, 3, 5, 4, 9, 5, 4, 6, 4, 3, 5],
+    "v": [0.1, 0.2, 0.5, 0.4, 0.7, 0.8, 1.0, 1.3, 1.1, 1.4, 1.8, 1.5, 2.1, 2.0, 3.1, 2.6, 3.3, 4.7],
+}
+Slot = tuple[int, str]
+Scales = Mapping[Slot, float]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a llama whose K and V differ from layer to layer."""
+    folder = tmp_path_factory.mktemp("damaged") / "llama"
+    zoo.save("llama", folder, num_hidden_layers=NUM_LAYERS)
+
+    def resize(name: str, x: torch.Tensor) -> torch.Tensor:
+        found = re.search(r"layers\.(\d+)\.self_attn\.([kv])_proj", name)
+        return x if found is None else x * SIZES[found[2]][int(found[1])]
+
+    change(folder, resize)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stats(model: Path, rows: Path) -> fp8calib.CalibrationStats:
+    return measure(model, rows)
+
+
+@pytest.fixture(scope="module")
+def amax(stats: fp8calib.CalibrationStats) -> Scales:
+    return {
+        (layer.index, str(site.role)): stats.sites[site].amax.max().item()
+        for layer, attention in stats.geometry.attentions()
+        for site in stats.sites
+        if site.module == attention.module and str(site.role) in "kv"
+    }
+
+
+def check(folder: Path, stats: fp8calib.CalibrationStats | None = None) -> EngineReport:
+    return fp8calib.check(folder, engine="vllm", stats=stats).engines["vllm"]
+
+
+def list_misread(report: EngineReport) -> Mapping[Slot, str]:
+    return {
+        (layer.layer, role): verdict.why
+        for layer in report.layers
+        for role, verdict in (("k", layer.k), ("v", layer.v))
+        if verdict.status == "misread"
+    }
+
+
+GROUPS: Mapping[str, tuple[Callable[[float], float], str]] = {
+    "amax": (lambda amax: amax, "it looks like amax, not amax / 448"),
+    "x 64": (lambda amax: amax / 7, "about 64 times too large"),
+    "e5m2": (
+        lambda amax: amax / 57344,
+        "it looks like a scale for E5M2: amax / 57344, not amax / 448",
+    ),
+    "reciprocal": (
+        lambda amax: 448 / amax,
+        "it looks like a reciprocal: 448 / amax, not amax / 448",
+    ),
+    "twice": (lambda amax: amax / 448 / 448, "it looks as if it was divided by 448 twice"),
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+@pytest.mark.parametrize("roles", ["kv", "v"])
+def test_statistics_give_the_reason_for_every_layer(
+    model: Path,
+    stats: fp8calib.CalibrationStats,
+    amax: Scales,
+    tmp_path: Path,
+    what: str,
+    roles: str,
+) -> None:
+    make, reason = GROUPS[what]
+    scales = {slot: make(x) if slot[1] in roles else x / 448 for slot, x in amax.items()}
+
+    found = list_misread(check(write_overlay(model, tmp_path / "o", scales), stats))
+
+    assert found.keys() == {slot for slot in amax if slot[1] in roles}
+    assert all(text.endswith(reason) for text in found.values()), found
+
+
+@pytest.mark.parametrize("with_stats", [True, False])
+@pytest.mark.parametrize(
+    ("slot", "factor"), [((3, "k"), 1 / 64), ((7, "v"), 100.0), ((8, "v"), 100.0), ((0, "v"), 64.0)]
+)
+def test_one_layer_is_found_wherever_it_is(
+    model: Path,
+    stats: fp8calib.CalibrationStats,
+    amax: Scales,
+    tmp_path: Path,
+    slot: Slot,
+    factor: float,
+    with_stats: bool,
+) -> None:
+    right = {each: x / 448 for each, x in amax.items()}
+    folder = write_overlay(model, tmp_path / "o", right | {slot: right[slot] * factor})
+
+    if with_stats:
+        assert list(list_misread(check(folder, stats))) == [slot]
+    else:
+        [text] = check(folder).suspicious
+        assert text.startswith(f"the {slot[1]} scale of layer {slot[0]} ")
+        assert "those of layers" not in text
+
+
+def test_a_scale_that_clips_is_misread_by_what_it_clips(
+    model: Path, stats: fp8calib.CalibrationStats, amax: Scales, tmp_path: Path
+) -> None:
+    right = {each: x / 448 for each, x in amax.items()}
+    folder = write_overlay(model, tmp_path / "o", right | {(3, "k"): right[3, "k"] / 4})
+
+    [text] = list_misread(check(folder, stats)).values()
+
+    share = re.search(r"and (\d+)% of the values clip", text)
+    assert share is not None
+    # A normal distribution with its largest of 1536 values at 3.3 deviations: P(|x| > 0.83).
+    assert 25 < int(share[1]) < 55
+
+
+def swap(amax: Scales) -> Scales:
+    return {(layer, role): amax[layer, "v" if role == "k" else "k"] for layer, role in amax}
+
+
+def shift(amax: Scales, by: int) -> Scales:
+    return {
+        (layer, role): amax[min(max(layer + by, 0), NUM_LAYERS - 1), role] for layer, role in amax
+    }
+
+
+MIXUPS: Mapping[str, Callable[[Scales], Scales]] = {
+    "the k and v scales are swapped": swap,
+    "each layer has the scales of the next one": lambda amax: shift(amax, 1),
+    "each layer has the scales of the previous one": lambda amax: shift(amax, -1),
+}
+
+
+@pytest.mark.parametrize("text", MIXUPS)
+@pytest.mark.parametrize("headroom", [1.0, 1.5])
+def test_scales_of_other_places_are_misread(
+    model: Path,
+    stats: fp8calib.CalibrationStats,
+    amax: Scales,
+    tmp_path: Path,
+    text: str,
+    headroom: float,
+) -> None:
+    scales = {slot: headroom * x / 448 for slot, x in MIXUPS[text](amax).items()}
+    folder = write_overlay(model, tmp_path / "o", scales)
+
+    found = list_misread(check(folder, stats))
+
+    assert sum(each.startswith(text) for each in found.values()) >= 2 * (NUM_LAYERS - 1)
+    told = [each for each in check(folder).suspicious if "are swapped" in each]
+    assert bool(told) == (MIXUPS[text] is swap)
+
+
+@pytest.fixture(scope="module")
+def quantized(
+    model: Path,
+    stats: fp8calib.CalibrationStats,
+    amax: Scales,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Save FP8 weights with input scales and KV scales."""
+    folder = tmp_path_factory.mktemp("quantized") / "q"
+    fp8calib.quantize(model, "fp8-static", folder, stats=stats)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for (layer, role), x in amax.items():
+        tensors[f"model.layers.{layer}.self_attn.{role}_scale"] = torch.tensor([x / 448])
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = {**scheme, "symmetric": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("suffix", "factor"),
+    [
+        ("layers.5.mlp.up_proj.weight_scale", 1000),
+        ("layers.5.mlp.up_proj.input_scale", 1000),
+        ("", 1),
+    ],
+)
+def test_one_scale_of_a_kind_of_linear(
+    quantized: Path, tmp_path: Path, suffix: str, factor: float
+) -> None:
+    folder = Path(shutil.copytree(quantized, tmp_path / "q"))
+    change(folder, lambda name, x: x * factor if suffix and name.endswith(suffix) else x)
+
+    suspicious = check(folder).suspicious
+
+    assert [each.split(" is ")[0].split(" (")[0] for each in suspicious] == (
+        [f"weights: model.{suffix}"] if suffix else []
+    )
+    assert all("is 1,0" in each or "is 9" in each for each in suspicious)
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale", "input_scale"])
+def test_reciprocal_scales_of_linears_are_not_blamed_on_k(
+    quantized: Path, tmp_path: Path, suffix: str
+) -> None:
+    folder = Path(shutil.copytree(quantized, tmp_path / "q"))
+    change(folder, lambda name, x: 1 / x if name.endswith(suffix) else x)
+
+    [text] = check(folder).suspicious
+
+    assert text.startswith(f"weights: their {suffix.removesuffix('_scale')} scales stand for ")
+    assert text.endswith("they look like reciprocals; engines need amax / 448, not 448 / amax")
+
+
+def test_of_large_weights_a_sample_is_read_and_named(
+    model: Path, amax: Scales, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_overlay(model, tmp_path / "o", {slot: x / 448 for slot, x in amax.items()})
+    # K and V have 2 heads of 8 and 32 columns in fp32: 4 KiB a layer, 72 KiB together.
+    monkeypatch.setattr(weight_estimates, "_MOST_BYTES", 15 << 10)
+
+    [note] = [each for each in check(folder).problems if "compared with the weights" in each]
+
+    assert note.startswith("the KV scales of layers 0, 5, 10, 15 were compared")
