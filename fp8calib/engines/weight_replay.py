@@ -40,6 +40,7 @@ from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import split_expert
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"

@@ -105,7 +105,7 @@ def _spell_arguments(words: Iterator[str], declared: Sequence[Declared]) -> Iter
     for word in words:
         option = named.get(word)
         if option is not None and "bool" in option.type:
-            yield f"{option.name}={not option.is_negated}"
+            yield f"{option.name}={not option.option.negates}"
         elif option is not None:
             value = next(words, "")
             yield f"{option.name}={_spell_value(value)}"
