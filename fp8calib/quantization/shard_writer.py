@@ -181,7 +181,8 @@ class ShardWriter:
             self._note(all_zero)
             self._put_scale(self._places[matrix.module], scale)
 
-        return self._start(tensor, quantize, split_rows(matrix, block[0]), finish)
+        chunks = split_rows(matrix, block[0] if has_blocks else 1)
+        return self._start(tensor, quantize, chunks, finish)
 
     def _find_rounded(self, matrix: Matrix, rows: range) -> torch.Tensor | None:
         if self._rounded is None or matrix not in self._rounded:

@@ -12,7 +12,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import tensor_amax
-from fp8calib.fp8.schemes import BLOCK
 from fp8calib.machine.pinned import NUM_BUFFERS, PinnedCopier
 from fp8calib.selection.matrices import Matrix
 
@@ -85,10 +84,11 @@ def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Ten
     return checkpoint.read_block(position.tensor, position.expert, outputs, inputs)
 
 
-def split_rows(matrix: Matrix, block_rows: int = BLOCK[0]) -> list[range]:
-    """Cut the rows of a weight into chunks of about `CHUNK_BYTES`, at multiples of `block_rows`.
+def split_rows(matrix: Matrix, block_rows: int = 1) -> list[range]:
+    """Cut the rows of a weight into chunks of at most `CHUNK_BYTES`, at multiples of `block_rows`.
 
-    Chunks of a weight stored [in, out] are larger: one of its inputs is read at a time.
+    A chunk has `block_rows` at least. Chunks of a weight stored [in, out] are larger: one of its
+    inputs is read at a time.
     """
     rows, columns = matrix.shape
     step = CHUNK_BYTES // (columns * ITEM_SIZE_BYTES[matrix.dtype])
