@@ -34,7 +34,13 @@ from fp8calib.quantization.weight_reader import (
     require_finite,
     split_rows,
 )
-from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, part_amax, scale_parts
+from fp8calib.quantization.weight_scales import (
+    AllZeroWeight,
+    WeightScales,
+    count_parts,
+    part_amax,
+    scale_parts,
+)
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
@@ -46,9 +52,9 @@ _TASKS_AHEAD = 64
 class _Started:
     """A tensor whose chunks are being read and written."""
 
-    tasks: Sequence[Future[Any]]
+    tasks: Sequence[Future[None]]
     size_bytes: int
-    finish: Callable[[list[Any]], None]
+    finish: Callable[[], None]
 
 
 class ShardWriter:
@@ -117,16 +123,14 @@ class ShardWriter:
                 yield self._start_codes(tensor, content.matrix)
 
     def _start_copy(self, tensor: OutputTensor) -> _Started:
-        step = 4 * CHUNK_BYTES
-
         def copy(offset: int) -> None:
-            stop = min(offset + step, tensor.size_bytes)
+            stop = min(offset + CHUNK_BYTES, tensor.size_bytes)
             span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
             if len(tensor.shape) == 1 and tensor.dtype in FLOATS:
                 _require_numbers(tensor, span.view(TORCH_DTYPES[tensor.dtype]), offset)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 
-        return self._start(tensor, copy, range(0, tensor.size_bytes, step))
+        return self._start(tensor, copy, range(0, tensor.size_bytes, CHUNK_BYTES))
 
     def _start_slice(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         def copy(rows: range) -> None:
@@ -158,8 +162,12 @@ class ShardWriter:
         """Start a weight with a scale per row or block, for which one reading is enough."""
         scheme = self._schemes.of(matrix.module)
         has_blocks, block = scheme.weights is Granularity.BLOCK, scheme.block
+        step = block[0] if has_blocks else 1
+        # Results of threads would settle between their buffers, whose memory could not be used
+        # again: 50 MB for a large weight.
+        found = torch.empty(count_parts(matrix.shape, scheme), device="cpu")
 
-        def quantize(rows: range) -> torch.Tensor:
+        def quantize(rows: range) -> None:
             values = self._reader.read(matrix, rows)
             amax = part_amax(values, scheme)
             require_finite(amax, matrix, rows, values)
@@ -172,17 +180,17 @@ class ShardWriter:
                     else encode_rows(values, scale.unsqueeze(1))
                 )
             self._put_rows(tensor, rows, codes)
-            return amax.cpu()
+            first = rows.start // step
+            found[first : first + len(amax)] = amax
 
-        def finish(parts: list[torch.Tensor]) -> None:
-            scale, all_zero = self._scales.of_parts(matrix, torch.cat(parts))
+        def finish() -> None:
+            scale, all_zero = self._scales.of_parts(matrix, found)
             if self._rounded is not None and matrix in self._rounded:
                 scale = self._rounded.read_scales(matrix)
             self._note(all_zero)
             self._put_scale(self._places[matrix.module], scale)
 
-        chunks = split_rows(matrix, block[0] if has_blocks else 1)
-        return self._start(tensor, quantize, chunks, finish)
+        return self._start(tensor, quantize, split_rows(matrix, step), finish)
 
     def _find_rounded(self, matrix: Matrix, rows: range) -> torch.Tensor | None:
         if self._rounded is None or matrix not in self._rounded:
@@ -192,11 +200,11 @@ class ShardWriter:
     def _start(
         self,
         tensor: OutputTensor,
-        write: Callable[[Any], Any],
+        write: Callable[[Any], None],
         parts: Iterable[Any],
-        finish: Callable[[list[Any]], None] = lambda _: None,
+        finish: Callable[[], None] = lambda: None,
     ) -> _Started:
-        """Start to write the parts of a tensor; `finish` gets all results, in their order."""
+        """Start to write the parts of a tensor; `finish` is called when all are written."""
         tasks = [self._reader.pool.submit(write, part) for part in parts]
         return _Started(tasks, tensor.size_bytes, finish)
 
@@ -228,7 +236,9 @@ def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) ->
 
 
 def _finish(started: _Started, advance: Callable[[int], None]) -> None:
-    started.finish([task.result() for task in started.tasks])
+    for task in started.tasks:
+        task.result()
+    started.finish()
     advance(started.size_bytes)
 
 

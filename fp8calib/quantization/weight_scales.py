@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -113,6 +114,14 @@ def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     if scheme.weights is Granularity.BLOCK:
         return block_amax(values, scheme.block)
     return row_amax(values)
+
+
+def count_parts(shape: tuple[int, int], scheme: Scheme) -> tuple[int, ...]:
+    """Give the shape of what `part_amax` computes of a whole weight."""
+    rows, columns = shape
+    if scheme.weights is Granularity.BLOCK:
+        return math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1])
+    return (rows,)
 
 
 def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:
