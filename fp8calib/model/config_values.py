@@ -27,7 +27,6 @@ _SIZES = (
 _STRUCTURE = ("layer_types", "layers_block_type", "attn_type_list", "sliding_window")
 """What vLLM 0.32.0 reads of any class (`config/model.py`, read): its cache and its attention follow
 it, also where the class has no use for it."""
-_ROPE_TEXTS = ("rope_type", "type")
 _PLAIN_LAYERS = {"attention", "full_attention"}
 
 
@@ -64,9 +63,6 @@ def _compare(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"config.json says {key}: {value}, where the class has {usual}"
         if key in _STRUCTURE and not hasattr(default, key) and not _is_plain(value):
             yield f"config.json says {key}, for which {type(parsed).__name__} has no use"
-    for key, value in _flatten(getattr(parsed, "rope_parameters", None)):
-        if isinstance(value, str) and key not in _ROPE_TEXTS:
-            yield f"config.json says {key}: {shorten(value)}, which is no number"
     for key in _SIZES:
         if getattr(parsed, key, None) == 0 and getattr(default, key, None) != 0:
             yield f"config.json says {key}: 0"
@@ -77,12 +73,6 @@ def _base_types() -> Mapping[str, Any]:
     """Give the types of the fields that every config has."""
     hints = get_type_hints(PretrainedConfig, localns={"torch": torch})
     return {field.name: hints[field.name] for field in fields(PretrainedConfig)}
-
-
-def _flatten(value: object) -> Iterator[tuple[str, object]]:
-    for key, each in value.items() if isinstance(value, dict) else ():
-        yield str(key), each
-        yield from _flatten(each)
 
 
 def _is_number(value: object) -> bool:

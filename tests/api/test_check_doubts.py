@@ -104,7 +104,6 @@ DOUBTS: dict[str, tuple[Edit, str]] = {
     "a text for a class": (configure(architectures="Other"), "Other"),
     "a text for the right class": (configure(architectures="LlamaForCausalLM"), "another type"),
     "no text among classes": (configure(architectures=["LlamaForCausalLM", 3]), "another type"),
-    "a base that is a text": (configure(rope_theta="10000"), "rope_theta: 10000"),
     "no positions": (configure(max_position_embeddings=0), "max_position_embeddings: 0"),
     "positions below zero": (configure(max_position_embeddings=-8), "max_position_embeddings: -8"),
     "layers of two kinds": (

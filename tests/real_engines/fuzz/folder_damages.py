@@ -222,7 +222,6 @@ _DAMAGES: dict[str, tuple[Change, Callable[[Form], bool]]] = {
     "positions-negative": (_set("max_position_embeddings", -8), _always),
     "layers-two-kinds": (_set("layer_types", ["sliding_attention", "full_attention"]), _always),
     "window": (_set("sliding_window", 8), _always),
-    "rope-text": (_set("rope_theta", "10000"), _always),
     "type-other": (_set("model_type", "mistral"), _always),
     "dtype-float8": (_set("torch_dtype", "float8_e4m3fn"), _always),
     "head_dim-null": (_set("head_dim", None), _always),
