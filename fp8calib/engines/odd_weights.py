@@ -26,6 +26,10 @@ weights of a kind are at most 3.5 times their median, its inputs after a norm at
 _MOST_INPUT_FACTOR = 500.0
 """The same for inputs that no norm limits: those of one `down_proj` are 152 times the median."""
 _AFTER_NORM = re.compile(r"\.(q|k|v|qkv|gate|up|gate_up)_proj\.\w+$")
+_PARTNERS = {"q": "k", "k": "q", "v": "o", "o": "v", "up": "down", "down": "up"}
+"""The projections between which a factor can be moved, which leaves what a model computes."""
+_PROJECTION = re.compile(rf"\.({'|'.join(_PARTNERS)})_proj\.")
+_MOST_IMBALANCE = 4.0
 _NUMBER = re.compile(r"\d+")
 _FIX = "quantize the model again"
 
@@ -76,13 +80,26 @@ def suspect_weight_scales(
             text = f"their {role} scales stand for {role}s of up to {max(found):,.4g}: they look"
             yield f"{text} like reciprocals; engines need amax / 448, not 448 / amax"
             return
+    ratios: dict[str, float] = {}
+    for (role, _), names in kinds.items():
+        if role is Role.WEIGHT and (middle := median(largest[name] for name in names)):
+            ratios |= {name: largest[name] / middle for name in names}
     for (role, _), names in kinds.items():
         names.sort(key=_list_numbers)
         scales = {index: largest[name] for index, name in enumerate(names)}
         is_limited = role is Role.WEIGHT or _AFTER_NORM.search(names[0]) is not None
         factor = _MOST_FACTOR if is_limited else _MOST_INPUT_FACTOR
         for index, text in find_outliers(scales, most_factor=factor).items():
-            yield f"{shorten(names[index])} {text}"
+            if not _is_balanced(names[index], ratios):
+                yield f"{shorten(names[index])} {text}"
+
+
+def _is_balanced(name: str, ratios: Mapping[str, float]) -> bool:
+    """Whether the other projection is as much smaller as this one is larger than in most layers."""
+    partner = _PROJECTION.sub(lambda found: f".{_PARTNERS[found[1]]}_proj.", name)
+    if partner == name or partner not in ratios or name not in ratios:
+        return False
+    return 1 / _MOST_IMBALANCE < ratios[name] * ratios[partner] < _MOST_IMBALANCE
 
 
 def _list_scales(

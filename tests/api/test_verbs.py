@@ -108,7 +108,7 @@ def test_text_is_refused_where_weights_are_rounded_to_nearest(model: Path, tmp_p
         (lambda: fp8calib.check("model", engine=[5]), "engine: must be"),  # type: ignore[list-item]
         (lambda: fp8calib.check("model", model=""), "model: the string is empty"),
         (lambda: fp8calib.load_stats(None), "path: must be a string or a path, found NoneType"),  # type: ignore[arg-type]
-        (lambda: fp8calib.verify("model", engine=5), "engine: must be a string, found int"),  # type: ignore[arg-type]
+        (lambda: fp8calib.verify("model", engine=5), "engine: must be a string or a list of str"),  # type: ignore[arg-type]
         (lambda: fp8calib.quantize("model", "fp8-dynamic", ""), "out: the string is empty"),
         (lambda: fp8calib.quantize("", "fp8-dynamic", "out"), "model: the string is empty"),
         (lambda: fp8calib.quantize("model", "fp8-dynamic", None), "out: must be a string or a"),  # type: ignore[arg-type]

@@ -254,7 +254,7 @@ def test_quantize_says_who_takes_int4(llama: Path, tmp_path: Path) -> None:
     command = ("quantize", tmp_path / "int4", "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8")
     text = fail(4, *command)
     assert "4-bit int weights, a scale per tensor" in text
-    assert "`export --format rfc --with-weights` reads" in text
+    assert "export --format rfc --with-weights" in text
 
 
 def test_overlays_of_int4_weights_are_refused(llama: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_damaged_word_in_a_json_is_refused(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "a.json").read_text())
     document["_fp8calib"]["model"] = "yes"
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(ModelError, match=r"a\.json: _fp8calib is damaged: no fingerprint"):
+    with pytest.raises(ModelError, match=r"a\.json: _fp8calib is damaged: not a fingerprint"):
         read_scales(tmp_path / "a.json", STATS.geometry)
 
 

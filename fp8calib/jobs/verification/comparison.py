@@ -12,8 +12,6 @@ import torch
 
 from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.rows import Row
-from fp8calib.engines.engine import Engine
-from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
@@ -115,6 +113,9 @@ def open_verify_job(
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
         geometry=model.prepared.geometry,
     )
+    engines = ((options.engine, options.numerics), *options.others)
+    asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
+    opened = [tuple(_open_candidates(each, target)) for each in asked]
     plan = text if isinstance(text, DataPlan) else text.plan(model.source)
     ask = None
     if server is not None:
@@ -123,9 +124,7 @@ def open_verify_job(
         ask, plan = connect_all(server, model.source, plan)
     task_job = _open_tasks(model, options, text)
 
-    def open_for(engine: Engine, numerics: Numerics) -> VerifyJob:
-        mine = replace(options, engine=engine, numerics=numerics, others=())
-        opened = tuple(_open_candidates(mine, target))
+    def make_job(mine: VerifyOptions, opened: tuple[OpenedCandidate, ...]) -> VerifyJob:
         loading = judge_loading(mine, model, opened)
         return VerifyJob(
             **fields_of(model),
@@ -139,12 +138,11 @@ def open_verify_job(
             warnings=tuple(warn_of_loading(mine, loading)),
         )
 
-    job = open_for(options.engine, options.numerics)
-    others = tuple(open_for(*each) for each in options.others)
+    job, *others = map(make_job, asked, opened)
     job = replace(
         job,
         options=options,
-        others=others,
+        others=tuple(others),
         warnings=(
             *model.describe_decoded(),
             *_warn_of_leftovers(model.name, model.prepared),
