@@ -24,7 +24,7 @@ _USUAL = 4.0
 """How many times the largest |W_i * g| K and V reach: 2.3 to 9.6 times in SmolLM2-135M."""
 _WITHIN = 3.0
 """The factor by which a group of these estimates may be off."""
-_MOST_BYTES = 4 << 30
+_MOST_BYTES = 1 << 30
 """Of a model whose weights of K and V are larger together, only a sample of layers is read."""
 _SHIFTED_NORMS = (
     *("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text"),
