@@ -106,15 +106,19 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
     vLLM 0.32.0 refused the config of a Llama that named another class or none, or loaded it without
     its output layer. SGLang was read (0.5.23, `model_loader/utils.py`).
     """
-    from fp8calib.model.config_faults import list_other_faults  # noqa: PLC0415 -- slow
-    from fp8calib.model.config_values import list_odd_values  # noqa: PLC0415 -- slow
+    from fp8calib.model.config_faults import (  # noqa: PLC0415 -- slow
+        find_config_fault,
+        list_other_faults,
+    )
 
     if "auto_map" in model.config:
         return report
     engines = dict(report.engines)
-    faults = [*filter(None, list_other_faults(model.path, model.config))]
-    faults += list_odd_values(model.config)
-    other = _find_other_class(model.config, geometry)
+    refused = find_config_fault(model.config)
+    found = list_other_faults(model.path, model.config, is_refused=bool(refused))
+    faults = [*filter(None, found)]
+    other = f"transformers refuses config.json: {refused}" if refused else ""
+    other = other or _find_other_class(model.config, geometry)
     for key in (each for each in engines if each.partition("==")[0] in _BY_CLASS):
         hint = find_replayed(key).run_hint
         if other:
@@ -127,10 +131,6 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
 
 def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
     """Say why a config may not be of the class that was compared; empty where it is."""
-    from fp8calib.model.config_faults import find_config_fault  # noqa: PLC0415 -- slow
-
-    if why := find_config_fault(config):
-        return f"transformers refuses config.json: {why}"
     found = config.get("architectures")
     names = found if isinstance(found, list) else [found]
     if geometry.architecture in names or any(_wraps(name, config) for name in names):

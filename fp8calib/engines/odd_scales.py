@@ -38,7 +38,7 @@ def mark_odd_scales(report: EngineReport, reaches: Mapping[Slot, Reach]) -> Engi
         reaches: those of the statistics.
     """
     used = _list_used(report)
-    found = _list_odd(used, reaches)
+    found = _list_odd(used, _match(used, reaches))
     mixup, mixed = find_mixup(used, {slot: x.amax for slot, x in reaches.items()})
     found |= dict.fromkeys(mixed, f"{mixup}: they fit the statistics there, not here")
     layers = tuple(_mark(layer, found) for layer in report.layers)
@@ -57,11 +57,7 @@ def suspect_odd_scales(report: EngineReport, estimate: Callable[[], Estimates]) 
     """
     used = _list_used(report)
     estimates = estimate()
-    reaches = {
-        slot: reach
-        for slot in used
-        if (reach := _find_reach(slot, used, estimates.reaches)) is not None
-    }
+    reaches = _match(used, estimates.reaches)
     likely = {slot: reach.amax / E4M3FN.max for slot, reach in reaches.items()}
     found = dict(_list_outliers(used, reaches, likely)) | _list_odd(used, reaches)
     is_known = {slot: value != _UNCALIBRATED for slot, value in used.items()}
@@ -103,11 +99,16 @@ def _list_used(report: EngineReport) -> dict[Slot, float]:
 
 def _list_odd(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Slot, str]:
     """Say what is odd about scales that are far from what their tensors reach."""
-    known = {
-        slot: reach for slot in used if (reach := _find_reach(slot, used, reaches)) is not None
-    }
-    groups = ({slot: each for slot, each in known.items() if slot[1] is role} for role in KV_ROLES)
+    groups = (
+        {slot: each for slot, each in reaches.items() if slot[1] is role} for role in KV_ROLES
+    )
     return {slot: text for group in groups for slot, text in find_odd(used, group).items()}
+
+
+def _match(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Slot, Reach]:
+    """Give what each scale has to suit, as far as that is known."""
+    found = ((slot, _find_reach(slot, used, reaches)) for slot in used)
+    return {slot: reach for slot, reach in found if reach is not None}
 
 
 def _find_reach(

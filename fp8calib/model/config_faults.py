@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig
 
 from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import shorten
+from fp8calib.model.config_values import list_odd_values
 from fp8calib.model.geometry_from_config import complete_heads, restore_floats
 
 _GENERATION = "generation_config.json"
@@ -44,33 +45,47 @@ def _build(config: Mapping[str, Any]) -> None:
         AutoModel.from_config(_parse_config(config))
 
 
-def list_other_faults(folder: Path, config: Mapping[str, object]) -> Iterator[str]:
+def list_other_faults(
+    folder: Path, config: Mapping[str, object], *, is_refused: bool
+) -> Iterator[str]:
     """List what transformers and compressed-tensors, as installed, refuse beside that.
 
-    Also a null that the model's class does not replace: each engine's class does in its own way.
+    Also what they accept and engines may not: a null that the model's class does not replace, and
+    the values of `list_odd_values`.
+
+    Args:
+        folder: of the checkpoint.
+        config: its config.json.
+        is_refused: whether transformers refuses that, so that no class has read its values.
     """
-    if str(config.get("model_type")) in CONFIG_MAPPING and not find_config_fault(config):
-        yield from _list_nulls(restore_floats(without_quantization(config)))
+    is_read = str(config.get("model_type")) in CONFIG_MAPPING and not is_refused
+    parts = list(_list_parts(restore_floats(without_quantization(config)))) if is_read else []
+    for parsed, own in parts:
+        yield from _list_nulls(parsed, own)
     if (folder / _GENERATION).is_file():
         yield _prefix(f"transformers refuses {_GENERATION}", _try(partial(_generate, folder)))
     for key, section in islice(find_quantization_configs(config), 1):
         if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
             yield _prefix(f"compressed-tensors refuses {key}", _try(partial(_parse, section)))
+    for parsed, own in parts:
+        yield from list_odd_values(parsed, own)
 
 
-def _list_nulls(config: Mapping[str, Any]) -> Iterator[str]:
+def _list_parts(config: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """List the configs that the class reads, each with what the file has for it."""
+    parsed = _parse_config(config)
+    yield parsed, config
+    inner, text = config.get("text_config"), parsed.get_text_config()
+    if isinstance(inner, dict) and text is not parsed:
+        yield text, inner
+
+
+def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """List the nulls that stay null, where the class has a value without them.
 
     vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2:
     TypeError, run).
     """
-    parsed = _parse_config(config)
-    yield from _compare_nulls(parsed, config)
-    if isinstance(inner := config.get("text_config"), dict):
-        yield from _compare_nulls(parsed.text_config, inner)
-
-
-def _compare_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
     is_off = (*_OFF, *(() if has_windows else (_WINDOW,)))
     for key in (each for each, value in config.items() if value is None and each not in is_off):

@@ -13,12 +13,9 @@ from typing import Any, get_type_hints
 
 import torch
 from huggingface_hub.dataclasses import type_validator
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
-from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.errors import shorten
-from fp8calib.model.config_faults import find_config_fault
-from fp8calib.model.geometry_from_config import restore_floats
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"),
@@ -30,25 +27,16 @@ it, also where the class has no use for it."""
 _PLAIN_LAYERS = {"attention", "full_attention"}
 
 
-def list_odd_values(config: Mapping[str, object]) -> Iterator[str]:
+def list_odd_values(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """List the values that an engine may refuse, or take for another structure.
 
     vLLM stopped at `architectures` that is a text, at `max_position_embeddings: 0`, and at a llama
     with two kinds of `layer_types`.
+
+    Args:
+        parsed: the config as transformers reads it.
+        config: the same as the file has it.
     """
-    if config.get("model_type") not in CONFIG_MAPPING or find_config_fault(config):
-        return
-    plain = restore_floats(without_quantization(config))
-    parsed = CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
-    yield from _compare(parsed, plain)
-    if (
-        isinstance(inner := plain.get("text_config"), dict)
-        and parsed.get_text_config() is not parsed
-    ):
-        yield from _compare(parsed.get_text_config(), inner)
-
-
-def _compare(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
     default = type(parsed)()
     given = {key: value for key, value in config.items() if value is not None}
     types = _base_types()

@@ -117,8 +117,9 @@ def _check_modelopt(
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(algorithms)}")
     _require_names(section, find_exclusions(quantization, section, release))
-    if section is not quantization:
-        _require_fields(section, str(algorithm).upper())
+    is_own_file = section is not quantization
+    if is_own_file and str(algorithm).upper() == "NVFP4":
+        _require_fields(section)
     if str(algorithm).upper() != "MIXED_PRECISION":
         return KvMethod.MODELOPT
     if "quantized_layers" in quantization:
@@ -134,11 +135,11 @@ def _is_of_modelopt(own_file: Mapping[str, object]) -> bool:
     return isinstance(producer, dict) and producer.get("name") == "modelopt"
 
 
-def _require_fields(section: Mapping[str, object], algorithm: str) -> None:
-    """Require what vLLM reads of ModelOpt's own file (modelopt.py `_from_config`)."""
-    fields = {"NVFP4": ("group_size", "kv_cache_quant_algo", "exclude_modules")}
-    if missing := [field for field in fields.get(algorithm, ()) if field not in section]:
-        why = f"{algorithm} needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
+def _require_fields(section: Mapping[str, object]) -> None:
+    """Require what vLLM reads of NVFP4 in ModelOpt's own file (modelopt.py `_from_config`)."""
+    fields = ("group_size", "kv_cache_quant_algo", "exclude_modules")
+    if missing := [field for field in fields if field not in section]:
+        why = f"NVFP4 needs {', '.join(missing)} in hf_quant_config.json (ValueError)"
         raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
 
 

@@ -40,7 +40,7 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResourcePlan:
+class MemoryPlan:
     """How a model will be run, and the resources it needs."""
 
     streams: bool
@@ -98,7 +98,7 @@ def describe_peak(peak: Mapping[str, int]) -> str:
     return f"{format_gib(sum(peak.values()))} ({parts})"
 
 
-def plan_whole(subject: PlanInputs, limits: Limits, scratch: Path) -> ResourcePlan | None:
+def plan_whole(subject: PlanInputs, limits: Limits, scratch: Path) -> MemoryPlan | None:
     """Plan to hold the whole model in memory; None where it does not fit."""
     fits, numbers = compare_whole(subject, limits)
     if not fits:
@@ -106,7 +106,7 @@ def plan_whole(subject: PlanInputs, limits: Limits, scratch: Path) -> ResourcePl
     needs = _whole_parts(subject)
     own = {"process": limits.process_bytes + SLACK_BYTES}
     on_gpu = limits.device_bytes is not None
-    return ResourcePlan(
+    return MemoryPlan(
         streams=False,
         why=f"the model is held whole: it needs {numbers}",
         num_layers=len(subject.geometry.layers),

@@ -22,8 +22,8 @@ from fp8calib.run.planning.footprint import (
 )
 from fp8calib.run.planning.limits import Limits
 from fp8calib.run.planning.plan import (
+    MemoryPlan,
     PlanInputs,
-    ResourcePlan,
     compare_whole,
     describe_peak,
     working_parts,
@@ -71,7 +71,7 @@ class StreamPlanner:
         *,
         total_bytes: int = 0,
         further_walks: Sequence[float] = (),
-    ) -> ResourcePlan:
+    ) -> MemoryPlan:
         """Plan the run.
 
         Args:
@@ -93,7 +93,7 @@ class StreamPlanner:
         in_ram = min(hidden, self._limits.host_bytes - sum(peak.values()))
         scratch = hidden - in_ram
         self._check_disk(scratch * self._limits.sharers)
-        return ResourcePlan(
+        return MemoryPlan(
             streams=True,
             why=self._why,
             num_layers=len(self._layers),

@@ -12,7 +12,7 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import PlanInputs, ResourcePlan, plan_whole
+from fp8calib.run.planning.plan import MemoryPlan, PlanInputs, plan_whole
 from fp8calib.run.planning.stream_plan import StreamPlanner
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
@@ -25,7 +25,7 @@ ProbeModel = Callable[[LoadedModel, WeightSource, Streaming], Probe | None]
 class MemoryMode:
     """How a model is held in memory while it runs."""
 
-    plan: ResourcePlan | None
+    plan: MemoryPlan | None
     """None with --device-map, which plans nothing."""
     model: LoadedModel
     """The model without weights; a streamed one has the dtype that it computes in."""
@@ -84,7 +84,7 @@ def choose_memory_mode(
         scratch=scratch,
     )
 
-    def stream(plan: ResourcePlan) -> Streaming:
+    def stream(plan: MemoryPlan) -> Streaming:
         return Streaming(
             dtype=DTYPES[dtype],
             device=device,
