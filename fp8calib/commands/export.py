@@ -122,6 +122,7 @@ def _export(
                 *target.describe(),
                 *map(str, written.notes),
             ),
+            compared=attachment.compared,
             **served,
         )
 

@@ -227,6 +227,7 @@ def _extract(
                 ]
             )
         ),
+        compared=attachment.compared,
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
         serving=_list_once(each.commands for each in servings),
         limitations=_list_once(each.limitations for each in servings),

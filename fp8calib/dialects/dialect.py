@@ -97,7 +97,9 @@ class Attachment:
     """How its unquantized tensors differ from the calibrated model's, or why this is unknown; empty
     if they are equal."""
     unchecked: str = ""
-    """Why its projections of K and V were not compared; empty if they were."""
+    """Why its linears were not all compared; empty if they were."""
+    compared: str = ""
+    """Which of its linears are those of the calibrated model, in words; empty if unknown."""
     replaces_scales: bool = False
     """The KV scales that it has are replaced."""
 

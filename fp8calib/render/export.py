@@ -14,6 +14,8 @@ from fp8calib.results.export import ExportResult
 def describe(result: ExportResult, request: ExportRequest) -> Iterator[Block]:
     """Describe where the files are, and who serves them."""
     yield Line(f"written to {result.out}: {list_top_level(result.files)}")
+    if result.compared:
+        yield Line(f"compared with the calibrated model: {result.compared}")
     if result.serving is None:
         file, model = str(result.out / result.files[0]), str(request.model or "MODEL")
         check = f"fp8calib check {shlex.quote(file)} --model {shlex.quote(model)}"

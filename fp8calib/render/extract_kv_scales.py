@@ -19,5 +19,7 @@ def _describe(result: ExtractResult) -> Iterator[str]:
     sizes = result.kv_bytes_per_token
     yield f"{result.dialect} scales of {len(result.layers)} layers, {result.fp8_dtype}"
     yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8"
+    if result.compared:
+        yield f"compared with the calibrated model: {result.compared}"
     yield f"written to {result.save_path}: {list_top_level(result.files)}"
     yield from describe_serving(result.model_dump(mode="json"), result.format)

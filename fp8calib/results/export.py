@@ -18,6 +18,8 @@ class ExportResult(Result):
     files: tuple[str, ...]
     """Relative to `out`, sorted."""
     warnings: tuple[str, ...]
+    compared: str = ""
+    """Which linears of a quantized model are those of the calibrated one, in words."""
     serving: tuple[FormatServing, ...] | None = None
     """Who serves the files is known with a model, and left out without."""
     limitations: tuple[FormatLimitation, ...] | None = None

@@ -39,6 +39,8 @@ class ExtractResult(Result):
     """The source's files, each as folder and file name."""
     layers: tuple[ExtractedLayer, ...]
     notes: tuple[str, ...]
+    compared: str = ""
+    """Which linears of a quantized model are those of the calibrated one, in words."""
     kv_bytes_per_token: BeforeAfter
     serving: tuple[ServingCommand, ...]
     limitations: tuple[Limitation, ...]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -19,21 +20,30 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 
 _SIZE = 32
 _ELEMENTS_AT_ONCE = 2**18
+_BLOCKS = 16
 _SEED = 0
 
 
-def sketch_matrix(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Sketch a matrix of a checkpoint: fp64 [32], each within the precision of bfloat16."""
-    return _sketch(checkpoint, name)[0]
+def sketch_matrix(
+    checkpoint: Checkpoint, name: str, most_elements: int | None = None
+) -> torch.Tensor:
+    """Sketch a matrix of a checkpoint: fp64 [32], each within the precision of bfloat16.
+
+    A matrix of more than `most_elements` is replaced by about so many: 16 blocks of rows, evenly
+    spread. Of experts stored in one tensor, one is sketched, another in each layer.
+    """
+    return _sketch(checkpoint, name, most_elements)[0]
 
 
-def measure_distance(recorded: torch.Tensor, checkpoint: Checkpoint, name: str) -> float:
+def measure_distance(
+    recorded: torch.Tensor, checkpoint: Checkpoint, name: str, most_elements: int | None = None
+) -> float:
     """Estimate how far a matrix is from a recorded one, divided by its own Frobenius norm.
 
     The estimate is within a quarter of the distance for rounding errors. Two matrices that have
-    nothing in common have a distance of 1.4 or more.
+    nothing in common have a distance of 1.4 or more. `most_elements` is that of `sketch_matrix`.
     """
-    own, norm = _sketch(checkpoint, name)
+    own, norm = _sketch(checkpoint, name, most_elements)
     distance = math.sqrt(float((own - recorded).square().mean()))
     if norm == 0:
         return math.inf if distance else 0.0
@@ -62,20 +72,48 @@ def decode_sketch(text: str) -> torch.Tensor:
     return values.double()
 
 
-def _sketch(checkpoint: Checkpoint, name: str) -> tuple[torch.Tensor, float]:
+def _sketch(
+    checkpoint: Checkpoint, name: str, most_elements: int | None
+) -> tuple[torch.Tensor, float]:
     """Sketch a matrix, and compute its Frobenius norm."""
-    rows, columns = checkpoint.tensors[name].shape
+    *experts, rows, columns = checkpoint.tensors[name].shape
+    read = partial(checkpoint.read_rows, name)
+    if experts:
+        index = find_layer(name) % max(experts[0], 1)
+        (expert,) = read(index, index + 1)
+        read = partial(_take_rows, expert)
     signs = _draw_signs(max(rows, columns))
     left, right = signs[:, 0, :rows], signs[:, 1, :columns]
     sums, squares = torch.zeros(_SIZE, columns, dtype=torch.float64), 0.0
-    step = max(_ELEMENTS_AT_ONCE // max(columns, 1), 1)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        part = checkpoint.read_rows(name, start, stop).double()
+    for start, stop in _list_blocks(rows, columns, most_elements):
+        part = read(start, stop).double()
         sums += left[:, start:stop].double() @ part
         squares += float(part.square().sum())
     sketch = (sums * right.double()).sum(1)
     return sketch.to(torch.bfloat16).double(), math.sqrt(squares)
+
+
+def find_layer(name: str) -> int:
+    """Find the first number in the path of a tensor: that of its layer; 0 without one."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
+def _take_rows(matrix: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return matrix[start:stop]
+
+
+def _list_blocks(rows: int, columns: int, most_elements: int | None) -> Iterator[tuple[int, int]]:
+    """List the rows to read: all, or blocks of which the first and the last row are in one."""
+    if most_elements is None or rows * columns <= most_elements:
+        step = max(_ELEMENTS_AT_ONCE // max(columns, 1), 1)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+        return
+    size = max(most_elements // columns // _BLOCKS, 1)
+    count = min(_BLOCKS, rows // size)
+    for number in range(count):
+        start = (rows - size) * number // max(count - 1, 1)
+        yield start, start + size
 
 
 @cache

@@ -1,14 +1,15 @@
 """What binds statistics to the quantized checkpoints that were made from the calibrated model.
 
-Quantization keeps norms and embeddings: they are hashed. It rounds the projections of K and V:
-sketches tell whether a projection is within what rounding can have changed.
+Quantization keeps norms and embeddings: they are hashed. It rounds the linears of the layers:
+sketches tell whether a linear is within what rounding can have changed. K and V of a layer depend
+on all linears of the layers below it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +21,7 @@ from fp8calib.errors import ModelError, shorten
 from fp8calib.stats.matrix_sketch import (
     decode_sketch,
     encode_sketch,
+    find_layer,
     measure_distance,
     sketch_matrix,
 )
@@ -37,6 +39,11 @@ _KV_PROJECTION = re.compile(
     r"\.(k_proj|v_proj|kv_proj|qkv_proj|qkv|query_key_value|c_attn|Wqkv|kv_a_proj_with_mqa|kv_b_proj"
     r"|key|value|wk|wv|wqkv)\.weight$"
 )
+_LINEAR = re.compile(r"\.\d+\..*\.weight$")
+_STACK = re.compile(r"\.\d+\..*\.experts\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_MOST_ELEMENTS = 2**17
+"""Of a linear with more values, a sample is sketched; projections of K and V are sketched whole."""
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
 _CHANGES = {"": 0.01, "FP8": 0.1, "INT8": 0.25}
 """The largest distance that a form of weights can cause. FP8 rounds a value by 1/16 of it at most.
@@ -52,27 +59,51 @@ class BaseComparison:
     difference: str = ""
     """The first tensor that differs; empty if none does."""
     uncompared: str = ""
-    """Why no projections of K and V were compared; empty if all were."""
+    """Why not all recorded linears were compared, or none is recorded; empty if all were."""
+    compared: str = ""
+    """Which linears were compared, in words."""
 
 
 def hash_unquantized(checkpoint: Checkpoint) -> dict[str, str]:
-    """Hash the norms and embeddings of a checkpoint, and sketch its projections of K and V.
+    """Hash the norms and embeddings of a checkpoint, and sketch the linears of its layers.
 
-    A hash is of the shape and of all values in bfloat16. Values that float16 holds only as
-    subnormal numbers are counted as zeros. So the hash of a model in bfloat16 is the same after a
-    conversion to fp32 or float16.
+    Of the experts of a layer, one is sketched. A hash is of the shape and of all values in
+    bfloat16. Values that float16 holds only as subnormal numbers are counted as zeros. So the hash
+    of a model in bfloat16 is the same after a conversion to fp32 or float16.
 
     Returns:
         A text for each tensor, by name in their order: hexadecimal digits, or a sketch.
     """
     found: dict[str, str] = {}
+    sketched = frozenset(_choose_linears(checkpoint))
     for name, entry in sorted(checkpoint.tensors.items()):
         if _is_kept(name, entry):
             digits = _HASH_DIGITS if len(entry.shape) == 1 else _WHOLE_DIGITS
             found[name] = _hash(checkpoint, name, entry, digits)
-        elif _is_projection(name, entry):
-            found[name] = f"{_SKETCH}{encode_sketch(sketch_matrix(checkpoint, name))}"
+        elif name in sketched:
+            sketch = sketch_matrix(checkpoint, name, _limit_elements(name))
+            found[name] = f"{_SKETCH}{encode_sketch(sketch)}"
     return found
+
+
+def _choose_linears(checkpoint: Checkpoint) -> Iterator[str]:
+    """Choose the linears to sketch; of the experts of a layer one, another in each layer."""
+    experts: dict[str, dict[int, str]] = {}
+    for name, entry in checkpoint.tensors.items():
+        if not _is_linear(name, entry):
+            continue
+        expert = _EXPERT.search(name)
+        if expert is None:
+            yield name
+        else:
+            alike = f"{name[: expert.start(1)]}*{name[expert.end(1) :]}"
+            experts.setdefault(alike, {})[int(expert[1])] = name
+    for alike, names in experts.items():
+        yield names[sorted(names)[find_layer(alike) % len(names)]]
+
+
+def _limit_elements(name: str) -> int | None:
+    return None if _KV_PROJECTION.search(name) else _MOST_ELEMENTS
 
 
 def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
@@ -82,7 +113,7 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
 
     Args:
         recorded: of `hash_unquantized`.
-        checkpoint: decoded while it is read, so that its projections can be compared.
+        checkpoint: decoded while it is read, so that its linears can be compared.
 
     Raises:
         ModelError: a recorded sketch is damaged.
@@ -96,17 +127,22 @@ def compare_with_base(recorded: Mapping[str, str], checkpoint: Checkpoint) -> Ba
         if text.startswith(_SKETCH)
     }
     if not sketches:
-        return BaseComparison(
-            uncompared="the record of the calibrated model has no projections of K and V"
-        )
-    missing = ""
+        return BaseComparison(uncompared="the record of the calibrated model has no linears")
+    missing, num_sampled = [], 0
     for name, text in sketches.items():
         entry = checkpoint.tensors.get(name)
-        if entry is None or not _is_projection(name, entry):
-            missing = missing or f"its {shorten(name)} cannot be decoded"
-        elif difference := _explain_distance(text, checkpoint, name):
+        if entry is None or not _is_linear(name, entry):
+            missing.append(name)
+            continue
+        if difference := _explain_distance(text, checkpoint, name):
             return BaseComparison(difference=difference)
-    return BaseComparison(uncompared=missing)
+        most = _limit_elements(name)
+        num_sampled += most is not None and prod(entry.shape[-2:]) > most
+    compared = f"{len(sketches) - len(missing)} of {len(sketches)} recorded linears"
+    return BaseComparison(
+        uncompared=f"its {shorten(missing[0])} cannot be decoded" if missing else "",
+        compared=compared + (f", {num_sampled} by a sample of rows" if num_sampled else ""),
+    )
 
 
 def _find_changed_hash(hashes: Mapping[str, str], checkpoint: Checkpoint) -> str:
@@ -124,7 +160,7 @@ def _find_changed_hash(hashes: Mapping[str, str], checkpoint: Checkpoint) -> str
 
 
 def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
-    """Describe a projection that differs by more than its form explains; empty if none."""
+    """Describe a linear that differs by more than its form explains; empty if none."""
     try:
         recorded = decode_sketch(text)
     except ValueError as error:
@@ -133,7 +169,10 @@ def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
             hint="write the statistics or scales again",
         ) from error
     form = checkpoint.form_of(name)
-    most, distance = _CHANGES.get(form, _CHANGE), measure_distance(recorded, checkpoint, name)
+    most, distance = (
+        _CHANGES.get(form, _CHANGE),
+        measure_distance(recorded, checkpoint, name, _limit_elements(name)),
+    )
     if distance <= most:
         return ""
     cause = f"{form} changes a weight" if form else "rounding to 16 bits changes it"
@@ -150,9 +189,12 @@ def _is_kept(name: str, entry: TensorEntry) -> bool:
     return pattern is not None and pattern.search(name) is not None
 
 
-def _is_projection(name: str, entry: TensorEntry) -> bool:
-    is_matrix = entry.dtype in FLOATS and len(entry.shape) == 2
-    return is_matrix and _KV_PROJECTION.search(name) is not None
+def _is_linear(name: str, entry: TensorEntry) -> bool:
+    """Whether a tensor is the weight of a linear in a layer, or a stack of those of experts."""
+    if entry.dtype not in FLOATS or _EMBEDDING.search(name):
+        return False
+    pattern = {2: _LINEAR, 3: _STACK}.get(len(entry.shape))
+    return pattern is not None and pattern.search(name) is not None
 
 
 def _hash(checkpoint: Checkpoint, name: str, entry: TensorEntry, digits: int) -> str:

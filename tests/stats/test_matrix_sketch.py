@@ -63,3 +63,17 @@ RECORDED = (
 def test_a_damaged_sketch_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not 32|padding|base64|buffer"):
         decode_sketch(text)
+
+
+def test_a_large_matrix_is_sampled_from_the_first_row_to_the_last(tmp_path: Path) -> None:
+    """Of 100 rows of 32, 512 values: one row of each sixteenth, 0, 6, 13, ..., 99."""
+    rows = [99 * number // 15 for number in range(16)]
+    matrix = torch.zeros(100, 32)
+    matrix[rows] = draw(0, 16, 32)
+    other = matrix.clone()
+    other[[row for row in range(100) if row not in rows]] = 5.0
+    with save(tmp_path / "x", a=matrix, b=other) as checkpoint:
+        found = [sketch_matrix(checkpoint, name, 512) for name in "ab"]
+        assert torch.equal(*found)
+        assert torch.equal(found[0], sketch_matrix(checkpoint, "a"))
+        assert not torch.equal(found[1], sketch_matrix(checkpoint, "b"))

@@ -97,6 +97,7 @@ def relate_to_quantized(
         model=fingerprint,
         accepted=compared.difference,
         unchecked=compared.uncompared,
+        compared=compared.compared,
         replaces_scales=options.replaces_scales,
     )
 
@@ -126,9 +127,9 @@ def describe_attachment(
         yield f"{checkpoint.folder}: {_UNKNOWN}, so only layers and shapes were compared with it"
     if attachment.unchecked:
         yield (
-            f"{checkpoint.folder}: its k and v projections were not compared with those of the "
-            f"calibrated model: {attachment.unchecked}; if it is another model with the same norms "
-            "and embeddings, the scales are wrong"
+            f"{checkpoint.folder}: its linears were not all compared with those of the calibrated "
+            f"model: {attachment.unchecked}; if it is another model with the same norms and "
+            "embeddings, the scales are wrong"
         )
     if attachment.accepted and attachment.accepted != _UNKNOWN:
         yield (

@@ -118,12 +118,9 @@ KV_WEIGHTS = [
     f"model.layers.{layer}.self_attn.{role}_proj.weight" for layer in (0, 1) for role in "kv"
 ]
 LINEARS = [
-    *KV_WEIGHTS,
-    *(
-        f"model.layers.{layer}.mlp.{name}_proj.weight"
-        for layer in (0, 1)
-        for name in ("up", "down")
-    ),
+    f"model.layers.{layer}.{path}_proj.weight"
+    for layer in (0, 1)
+    for path in (*(f"mlp.{name}" for name in ("down", "gate", "up")), "self_attn.o", "self_attn.q")
 ]
 
 
@@ -146,17 +143,29 @@ def _quantize_another(folder: Path, form: str, factors: dict[str, float]) -> Pat
 def test_other_linears_are_refused(
     calibrated: Path, refused: Refused, tmp_path: Path, form: str, factor: float
 ) -> None:
-    """Norms and embeddings are the base's; directly, and through a pack."""
+    """Norms, embeddings, k and v are the base's; directly, and through a pack."""
     child = _quantize_another(tmp_path, form, dict.fromkeys(LINEARS, factor))
     text = refused(4, child)
-    assert f"its {KV_WEIGHTS[0]} differs by " in text
+    assert f"its {LINEARS[0]} differs by " in text
     pack = calibrated / "kv_scales.safetensors"
-    assert KV_WEIGHTS[0] in fail(4, *name_command(pack, child, tmp_path / "out"))
+    assert LINEARS[0] in fail(4, *name_command(pack, child, tmp_path / "out"))
 
 
-def test_one_projection_that_is_another_is_refused(refused: Refused, tmp_path: Path) -> None:
-    child = _quantize_another(tmp_path, PLAIN, {KV_WEIGHTS[3]: -1.0})
-    assert f"its {KV_WEIGHTS[3]} differs by 20" in refused(4, child)
+@pytest.mark.parametrize("name", [KV_WEIGHTS[3], *LINEARS])
+def test_one_linear_that_is_another_is_refused(refused: Refused, tmp_path: Path, name: str) -> None:
+    child = _quantize_another(tmp_path, PLAIN, {name: -1.0})
+    assert f"its {name} differs by " in refused(4, child)
+
+
+def test_what_was_compared_is_said(
+    calibrated: Path, children: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The llama has two layers of seven linears."""
+    report = graft(calibrated, children(PLAIN), tmp_path / "out")
+    assert report["compared"] == "14 of 14 recorded linears"
+    pack = calibrated / "kv_scales.safetensors"
+    shown = succeed(*name_command(pack, children(PLAIN), tmp_path / "pack")).out
+    assert "compared with the calibrated model: 14 of 14 recorded linears" in shown
 
 
 def test_one_entry_of_the_embedding_is_compared(refused: Refused, child: Path) -> None:
@@ -180,7 +189,7 @@ def test_projections_that_cannot_be_decoded_are_named(
         lambda config: config["quantization_config"].update(transform_config={"config_groups": {}}),
     )
     (warning,) = graft(calibrated, child, tmp_path / "out")["warnings"]
-    assert "k and v projections were not compared" in warning
+    assert "its linears were not all compared" in warning
     assert "transform_config rotates" in warning
 
 
@@ -201,5 +210,5 @@ def test_statistics_without_projections_say_so(
     path.parent.mkdir()
     save_stats(replace(stats, header=stats.header.model_copy(update={"unquantized": old})), path)
     (warning,) = graft(path.parent, child, tmp_path / "out")["warnings"]
-    assert "record of the calibrated model has no projections of K and V" in warning
+    assert "record of the calibrated model has no linears" in warning
     assert not graft(path.parent, child, tmp_path / "with", "--base", BASE)["warnings"]
