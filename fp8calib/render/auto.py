@@ -11,7 +11,7 @@ from fp8calib.render.plan import describe_plan
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AutoResult
 from fp8calib.results.plan import RunPlan
-from fp8calib.verification.report import format_kld
+from fp8calib.verification.report import format_mean_kld
 
 
 def describe(result: AutoResult | RunPlan, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
@@ -36,7 +36,7 @@ def _describe(report: AutoResult) -> Iterator[str]:
     found, place = report.verified, Path(report.out) / report.written.name
     yield (
         f"{place}, read back: {found.verdict}, {found.verdict_why}, "
-        f"KLD {format_kld(found.kld_mean, found.kld_se)}, "
+        f"KLD {format_mean_kld(found.kld_mean, found.kld_se)}, "
         f"top-1 agreement {found.top1_agreement:.2%}"
     )
     for engine, checked in report.checked.items():

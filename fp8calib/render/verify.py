@@ -21,7 +21,7 @@ from fp8calib.verification.report import (
     candidates_table,
     describe_pair,
     format_db,
-    format_kld,
+    format_mean_kld,
     format_share,
 )
 
@@ -97,7 +97,7 @@ def _describe_server(report: VerifyReport) -> Iterator[Block]:
         ("KLD of the server, at least", found.kld_at_least),
     ):
         if estimate is not None:
-            yield Line(f"  {name}: {format_kld(estimate.value)} ± {format_kld(estimate.se)}")
+            yield Line(f"  {name}: {format_mean_kld(estimate.value, estimate.se)}")
     if found.engine is not None and found.engine.change_rms is not None:
         yield Line(
             f"  the unquantized {found.engine.kind} server differs from the model here by "
@@ -150,7 +150,7 @@ def _describe_sensitivity(report: VerifyReport) -> Iterator[Block]:
     rows = [
         [
             str(layer.layer),
-            format_kld(layer.kld_mean, layer.kld_se),
+            format_mean_kld(layer.kld_mean, layer.kld_se),
             f"{layer.ppl_ratio:.4f}",
         ]
         for layer in found.layers[:_SHOWN_SITES]

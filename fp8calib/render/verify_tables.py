@@ -18,6 +18,7 @@ from fp8calib.verification.report import (
     describe_pair,
     format_db,
     format_kld,
+    format_mean_kld,
     format_ratio,
     format_share,
 )
@@ -91,7 +92,7 @@ def rules_table(rules: Sequence[RuleResult]) -> Table:
     rows = [
         [
             each.rule,
-            format_kld(each.kld_mean, each.kld_se),
+            format_mean_kld(each.kld_mean, each.kld_se),
             "-" if each.against_best is None else describe_pair(each.against_best),
             format_ratio(each.ppl_ratio, each.ppl_ratio_se),
         ]

@@ -391,7 +391,7 @@ def candidates_table(
         [
             Cell(name(each), aside=each.description, kind="name"),
             Cell(verdict(each), aside=f"{each.verdict_why} ({each.gate} gate)", kind=each.verdict),
-            format_kld(each.kld_mean, each.kld_se),
+            format_mean_kld(each.kld_mean, each.kld_se),
             format_kld(each.kld_p99),
             format_ratio(each.ppl_ratio, each.ppl_ratio_se),
             format_share(each.top1_agreement, tokens),
@@ -405,11 +405,13 @@ def candidates_table(
 _SMALLEST_FIXED_KLD = 0.001
 
 
-def format_kld(kld: float | None, se: float | None = None) -> str:
-    """Format a divergence with at least two significant digits, and its standard error if known.
+def format_mean_kld(kld: float | None, se: float | None) -> str:
+    """Format a mean divergence with its standard error, `?` if that is unknown."""
+    return format_kld(kld, se) + (" ± ?" if kld is not None and se is None else "")
 
-    `-` if the divergence is unknown.
-    """
+
+def format_kld(kld: float | None, se: float | None = None) -> str:
+    """Format a divergence with at least two significant digits; `-` if it is unknown."""
     if kld is None:
         return "-"
     decimals = _count_decimals(se)
@@ -427,9 +429,16 @@ def format_difference(paired: PairedResult) -> str:
 
 
 def describe_pair(paired: PairedResult) -> str:
-    """Describe a comparison of two candidates in one line."""
-    answer = paired.answer.value.replace("-", " ")
-    return f"KLD {format_difference(paired)}: {answer}{tell_more(paired)}"
+    """Describe what a comparison tells, as the predicate of the candidate."""
+    if paired.difference == 0 and paired.se == 0:
+        return "has the same KLD in every sequence"
+    words = {
+        PairedAnswer.BETTER: "is better",
+        PairedAnswer.WORSE: "is worse",
+        PairedAnswer.NO_DIFFERENCE: "makes no difference",
+        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
+    }
+    return f"{words[paired.answer]} (KLD {format_difference(paired)}{tell_more(paired)})"
 
 
 def tell_more(paired: PairedResult) -> str:

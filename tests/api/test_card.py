@@ -56,7 +56,10 @@ def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
     figures = {each["type"]: each["value"] for each in index["results"][0]["metrics"]}
     assert figures["perplexity-ratio"] == round(own["ppl_ratio"], 6)
     assert figures["kl-divergence"] == round(own["kld_mean"], 6)
-    assert all("emulated" in each["name"] for each in index["results"][0]["metrics"])
+    names = {each["type"]: each["name"] for each in index["results"][0]["metrics"]}
+    assert all("emulated" in name for name in names.values())
+    assert f"(standard error {own['kld_se']:.2g})" in names["kl-divergence"]
+    assert f"(standard error {own['ppl_ratio_se']:.2g})" in names["perplexity-ratio"]
     assert matter == {
         "pipeline_tag": "text-generation",
         "base_model": BASE,
@@ -77,6 +80,7 @@ def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
     share, tokens = own["top1_agreement"], report["tokens"]
     error = (share * (1 - share) / tokens) ** 0.5
     assert f"{share:.2%} ± {error:.2%}" in row
+    assert f"(standard error {error:.2g})" in names["top-1-agreement"]
     for decision in report["decisions"]:
         assert decision["why"] in text
     assert "vllm serve me/tiny-llama-FP8 --kv-cache-dtype fp8" in text

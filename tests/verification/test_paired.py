@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from fp8calib.verification.compare.paired import MARGIN, compare_paired
-from fp8calib.verification.report import PairedAnswer, PairedResult, format_difference, format_kld
+from fp8calib.verification.report import (
+    PairedAnswer,
+    PairedResult,
+    format_difference,
+    format_kld,
+    format_mean_kld,
+)
 
 T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 15: 2.131, 31: 2.040}
 """Two-sided 95 %, from printed tables."""
@@ -110,3 +116,5 @@ def test_a_divergence_is_printed_with_its_error(
     kld: float | None, se: float | None, text: str
 ) -> None:
     assert format_kld(kld, se) == text
+    unknown = " ± ?" if kld is not None and se is None else ""
+    assert format_mean_kld(kld, se) == text + unknown

@@ -24,7 +24,7 @@ from fp8calib.verification.report import (
     Sensitivity,
     VerifyReport,
     format_db,
-    format_kld,
+    format_mean_kld,
 )
 
 ROLE_NAMES = {"k": "Keys", "v": "Values", "q": "Queries"}
@@ -159,7 +159,7 @@ def positions_section(report: VerifyReport) -> PageSection:
         hover = [
             f"positions {_format_range(row.first, row.last)}, {row.tokens:,} tokens\n"
             + "\n".join(
-                f"{one.name}: {format_kld(each[at], one.by_position[at].kld_se)} nats"
+                f"{one.name}: {format_mean_kld(each[at], one.by_position[at].kld_se)} nats"
                 for one, each in zip(report.candidates, klds, strict=True)
                 if at < len(each)
             )
@@ -208,7 +208,7 @@ def sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
         x_title="layer",
         y=log_axis("mean KLD, nats", klds, low=-6, high=-1),
         hover=[
-            f"layer {row.layer}: {format_kld(row.kld_mean, row.kld_se)} nats, "
+            f"layer {row.layer}: {format_mean_kld(row.kld_mean, row.kld_se)} nats, "
             f"perplexity ratio {row.ppl_ratio:.4f}"
             for row in rows
         ],

@@ -19,8 +19,9 @@ from fp8calib.verification.report import (
     PairedResult,
     Remedy,
     Verdict,
+    describe_pair,
     format_difference,
-    format_kld,
+    format_mean_kld,
     tell_more,
 )
 
@@ -195,9 +196,9 @@ def decide_kv(basis: Basis) -> Decision | None:
 
 
 def _describe_added(need: KvNeed, unscaled: CandidateResult) -> str:
-    fp8 = format_kld(need.fp8_kld, need.fp8_kld_se)
+    fp8 = format_mean_kld(need.fp8_kld, need.fp8_kld_se)
     if need.added_by_one is None:
-        return f" (KLD {format_kld(unscaled.kld_mean, unscaled.kld_se)})"
+        return f" (KLD {format_mean_kld(unscaled.kld_mean, unscaled.kld_se)})"
     added = format_difference(need.added_by_one)
     if need.added_by_one.answer is PairedAnswer.WORSE:
         return f", which adds KLD {added} to the {fp8} that FP8 costs with scales that fit"
@@ -223,7 +224,7 @@ def _decide_without(
     scaled: Sequence[CandidateResult],
 ) -> Decision:
     """Decide where scale 1.0 adds nothing to what FP8 costs."""
-    cost = f"FP8 itself costs KLD {format_kld(need.fp8_kld, need.fp8_kld_se)}"
+    cost = f"FP8 itself costs KLD {format_mean_kld(need.fp8_kld, need.fp8_kld_se)}"
     why = "no K, V or q loses anything at scale 1.0 that another scale would keep"
     if need.sites:
         assert need.added_by_one is not None  # noqa: S101 -- only the divergence said no
@@ -252,7 +253,7 @@ def _decide_without(
 def _compare_with_one(basis: Basis, one: CandidateResult) -> str:
     paired = basis.paired[one.name, SCALE_ONE]
     by_chance = " by another rounding alone" if paired.answer is PairedAnswer.BETTER else ""
-    return f"{one.name} {_describe_answer(paired)}{by_chance}"
+    return f"{one.name} {describe_pair(paired)}{by_chance}"
 
 
 def _decide_unfit(
@@ -300,7 +301,7 @@ def _choose_scaled(
         return Decision(headline=f"{text}: use another engine or format.")
     passing = [one for one in loadable if not _is_unusable(one, basis)]
     best = min(passing or loadable, key=_kld)
-    klds = f"KLD {format_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
+    klds = f"KLD {format_mean_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
     if _fails(best, basis):
         text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
         return Decision(
@@ -348,8 +349,8 @@ def _join_layers(layers: Sequence[int]) -> str:
 def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
     """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
     listed = "; ".join(
-        f"{one.name}: {one.verdict} (KLD {format_kld(one.kld_mean, one.kld_se)}, {one.verdict_why}"
-        f"{'; the engine cannot load it' if one.name in basis.refused else ''})"
+        f"{one.name}: {one.verdict} (KLD {format_mean_kld(one.kld_mean, one.kld_se)}, "
+        f"{one.verdict_why}{'; the engine cannot load it' if one.name in basis.refused else ''})"
         for one in found
     )
     loadable = [one for one in found if one.name not in basis.refused]
@@ -373,7 +374,7 @@ def _compare_with_best(
 ) -> str:
     """Say how the others that pass compare with the one to use; empty without others."""
     others = [
-        f"{one.name} {_describe_answer(basis.paired[one.name, best.name])}"
+        f"{one.name} {describe_pair(basis.paired[one.name, best.name])}"
         for one in passing
         if one is not best
     ]
@@ -402,7 +403,7 @@ def _compare_engines(basis: Basis) -> Decision:
     for subject in dict.fromkeys(one.subject for one in basis.candidates):
         first, *others = (one for one in basis.candidates if one.subject == subject)
         answers = [
-            f"{one.engines[0]} {_describe_answer(basis.paired[one.name, first.name])}"
+            f"{one.engines[0]} {describe_pair(basis.paired[one.name, first.name])}"
             for one in others
         ]
         if answers:
@@ -413,19 +414,6 @@ def _compare_engines(basis: Basis) -> Decision:
         if one.name in basis.refused:
             sentences.append(f"{one.engines[0]} cannot load {one.subject}")
     return Decision(headline=f"{'. '.join(sentences)}.")
-
-
-def _describe_answer(paired: PairedResult) -> str:
-    """Describe what a comparison tells, as the predicate of the candidate."""
-    if paired.difference == 0 and paired.se == 0:
-        return "has the same KLD in every sequence"
-    words = {
-        PairedAnswer.BETTER: "is better",
-        PairedAnswer.WORSE: "is worse",
-        PairedAnswer.NO_DIFFERENCE: "makes no difference",
-        PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
-    }
-    return f"{words[paired.answer]} (KLD {format_difference(paired)}{tell_more(paired)})"
 
 
 def _name(candidate: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
-from fp8calib.verification.report import Verdict, format_error, format_kld
+from fp8calib.verification.report import Verdict, format_error, format_mean_kld
 
 _LEAST_MARGIN = 0.01
 
@@ -119,7 +119,7 @@ def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | Non
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
     if summary.kld_mean <= fail_above:
         return None
-    kld = f"mean KLD {format_kld(summary.kld_mean, summary.kld_se)}"
+    kld = f"mean KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
     if summary.kld_se is None:
         return Verdict.CANNOT_TELL, f"{kld}, whose error is unknown: use more and other text"
     if summary.kld_mean - summary.kld_se <= fail_above:
@@ -145,7 +145,7 @@ def correct_if_misleading(
     most = math.log(max(gate.fail_above, GATES["kv"].fail_above))
     kld = summary.kld_mean
     if gate.kld_fail_above is None and kld is not None and kld > most:
-        shown = format_kld(kld, summary.kld_se)
+        shown = format_mean_kld(kld, summary.kld_se)
         return Verdict.WARN, f"{why}, but the mean KLD is {shown}: the model answers differently"
     return verdict, why
 

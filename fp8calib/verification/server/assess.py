@@ -14,7 +14,7 @@ from fp8calib.verification.compare.summary import (
     standard_error,
     summarize_logprobs,
 )
-from fp8calib.verification.report import format_kld
+from fp8calib.verification.report import format_mean_kld
 from fp8calib.verification.server.diagnose import (
     Changes,
     Diagnosis,
@@ -168,11 +168,11 @@ class _Estimates:
     def describe(self) -> str:
         """Describe the best of them; empty without any."""
         if self.low is not None:
-            return f"KLD {format_kld(self.low.value, self.low.se)}"
+            return f"KLD {format_mean_kld(self.low.value, self.low.se)}"
         return (
             ""
             if self.bound is None
-            else f"KLD at least {format_kld(self.bound.value, self.bound.se)}"
+            else f"KLD at least {format_mean_kld(self.bound.value, self.bound.se)}"
         )
 
 
