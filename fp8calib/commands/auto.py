@@ -31,6 +31,7 @@ from fp8calib.jobs.auto.measure import (
     find_unused_kv,
     leave_layers,
     list_candidates,
+    list_left_counts,
     list_refused,
     plan_texts,
     require_usable,
@@ -57,6 +58,7 @@ from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.report import CandidateResult, VerifyReport
+from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
 
 _TAG = "fp8calib auto"
 """Marks the folder of a run that was killed, which the next one replaces."""
@@ -160,7 +162,8 @@ def _plan(task: AutoRequest) -> RunPlan:
         pass_s = None if mode.plan is None else mode.plan.expected_s
         candidates = 1 + (len(SCHEMES) if task.gate == "w8a8" else 0)
         compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1
-        tokens = opened.calibration.num_tokens
+        tokens, steps = opened.calibration.num_tokens, _count_steps(task)
+        left = _count_left_tokens(task, opened)
         return RunPlan(
             plan={
                 "model": task.model,
@@ -169,11 +172,16 @@ def _plan(task: AutoRequest) -> RunPlan:
                 "dtype": model.dtype,
                 "device": model.device,
                 "steps": [
-                    f"1 of {STEPS}: calibrate on {tokens:,} tokens",
-                    f"2 of {STEPS}: compare {candidates} candidates on {held_out:,} tokens",
-                    f"3 of {STEPS}: write the best, as {task.out}",
-                    f"4 of {STEPS}: read it back, verify and check it; if it does not pass as a "
+                    f"1 of {steps}: calibrate on {tokens:,} tokens",
+                    f"2 of {steps}: compare {candidates} candidates on {held_out:,} tokens",
+                    f"3 of {steps}: write the best, as {task.out}",
+                    f"4 of {steps}: read it back, verify and check it; if it does not pass as a "
                     "whole, write the next best",
+                    *(
+                        [f"5 of {steps}: if {_UNLESS[task.gate]}, {_describe_left(task)}"]
+                        if left
+                        else []
+                    ),
                 ],
                 "data": list(opened.calibration.sources),
                 "out": str(task.out),
@@ -181,11 +189,30 @@ def _plan(task: AutoRequest) -> RunPlan:
                 "expected_s": None
                 if pass_s is None
                 else pass_s * (1 + (compared + read_back) * held_out / max(tokens, 1)),
+                "expected_layers_s": None
+                if pass_s is None or not left
+                else pass_s * left / max(tokens, 1),
             }
         )
 
 
-STEPS = 4
+def _count_left_tokens(task: AutoRequest, opened: _Opened) -> int:
+    """Count the tokens that are run to leave layers in 16 bits, and to read the result back."""
+    if not _can_leave_layers(task):
+        return 0
+    layers = len(opened.model.prepared.geometry.layers)
+    one_at_a_time = sum(
+        length
+        for batch in choose_batches(opened.held_out, task.batch_size)
+        for length in batch.lengths
+    )
+    rounds = layers + -(-layers // LAYERS_AT_ONCE)
+    compared = [1, len(list_left_counts(layers, layers)), 1]
+    runs = sum(_NUM_BESIDE + candidates for candidates in compared)
+    return one_at_a_time * rounds + opened.held_out.num_tokens * runs
+
+
+_UNLESS = {"w8a8": "no scheme with FP8 inputs passes", "kv": "it does not pass"}
 _NUM_BESIDE = 2
 """What each comparison runs beside its candidates: the unquantized model and scale 1.0."""
 
@@ -194,6 +221,7 @@ _NUM_BESIDE = 2
 class _Opened:
     """A model and its text, before anything is run."""
 
+    task: AutoRequest
     model: RunModel
     recipe: Recipe
     calibration: DataPlan
@@ -224,6 +252,7 @@ def _open_auto(task: AutoRequest) -> Iterator[_Opened]:
         fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
         parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
         yield _Opened(
+            task=task,
             model=model,
             recipe=recipe.model_copy(update={"data": data}),
             calibration=calibration,
@@ -236,11 +265,11 @@ def _calibrate(opened: _Opened, folder: Path, reporter: Reporter) -> Calibration
     """Calibrate, or take the statistics of the run that is resumed; remove what it wrote after."""
     for name in (OVERLAY, "scales", *SCHEMES):
         shutil.rmtree(folder / name, ignore_errors=True)
-    path = folder / STATS_NAME
+    path, steps = folder / STATS_NAME, _count_steps(opened.task)
     if path.exists():
-        reporter.say(f"step 1 of {STEPS}: calibrated before the interruption")
+        reporter.say(f"step 1 of {steps}: calibrated before the interruption")
         return CalibrationStats.of(load_stats(path))
-    reporter.say(f"step 1 of {STEPS}: calibrate on {opened.calibration.num_tokens:,} tokens")
+    reporter.say(f"step 1 of {steps}: calibrate on {opened.calibration.num_tokens:,} tokens")
     stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
     save_stats(stats, path)
     return stats
@@ -275,8 +304,9 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     unused = find_unused_kv(task, model)
     stats = drop_kv(measured.stats) if unused else measured.stats
     refused = dict(list_refused(task, model, stats, SCHEMES)) if task.gate == "w8a8" else {}
+    steps = _count_steps(task)
     reporter.say(
-        f"step 2 of {STEPS}: compare candidates on {measured.held_out.num_tokens:,} tokens"
+        f"step 2 of {steps}: compare candidates on {measured.held_out.num_tokens:,} tokens"
     )
     found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
     decisions: list[AnsweredQuestion] = []
@@ -288,16 +318,20 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
 
     kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
     note(*kv.decisions)
+    if kv.left_out is not None and task.gate == "w8a8":
+        note(kv.left_out)
     ranked = decide.rank_schemes(found, refused)
     tried: list[Outcome] = []
     for choice in _list_choices(measured, found, refused, ranked, kv, note):
-        reporter.say(f"step 3 of {STEPS}: write {choice}")
+        reporter.say(f"step 3 of {steps}: write {choice}")
         outcome = write_combination(measured, folder, choice)
         tried.append(outcome)
         last = outcome.tried[0]
-        reporter.say(f"step 4 of {STEPS}: read back: {last.verdict} ({last.why})")
+        reporter.say(f"step 4 of {steps}: read back: {last.verdict} ({last.why})")
         if outcome.written is not None:
             break
+    if kv.left_out is not None and task.gate == "kv" and not (tried and tried[-1].written):
+        note(kv.left_out)
     if task.gate == "w8a8":
         note(_describe_scheme(found, refused, ranked, tried))
     return _make_report(measured, found, tuple(decisions), _join(tried, found, refused, kv, task))
@@ -313,23 +347,45 @@ def _list_choices(
 ) -> Iterator[Combination]:
     """List what to write: schemes with FP8 inputs, whole or without layers, then the others.
 
-    Layers are searched for only when what came before did not pass.
+    Of the KV cache alone: each kind of scales, then those of fewer layers. Layers are searched for
+    only when what came before did not pass.
     """
     gate = measured.task.gate
     multiplying = [each for each in ranked if decide.has_fp8_inputs(each.name)]
     yield from decide.list_combinations(multiplying, kv, gate)
-    fallback = decide.choose_fallback(found, refused)
-    _, is_unknown = decide.find_closest(found, refused)
-    if gate == "w8a8" and fallback is not None and not is_unknown:
-        measured_layers = leave_layers(measured, fallback)
+    if gate == "kv":
+        base = Combination(scheme=None, kv=kv.wanted)
+        is_unknown = kv.is_unknown
+    else:
+        base = Combination(scheme=decide.choose_fallback(found, refused), kv=None)
+        _, is_unknown = decide.find_closest(found, refused)
+    is_possible = base.scheme is not None or (gate == "kv" and _can_leave_layers(measured.task))
+    if is_possible and not is_unknown:
+        steps = _count_steps(measured.task)
+        measured.reporter.say(f"step {steps} of {steps}: {_describe_left(measured.task)}")
+        measured_layers = leave_layers(measured, base)
         if measured_layers is not None:
             left, decision = measured_layers
             note(decision)
-            for cache in (kv.name, None) if kv.name else (None,):
-                yield Combination(scheme=fallback, kv=cache, left=left)
+            for cache in (kv.wanted,) if gate == "kv" else dict.fromkeys((kv.name, None)):
+                yield Combination(scheme=base.scheme, kv=cache, left=left)
     if gate == "w8a8":
         others = [each for each in ranked if each not in multiplying]
         yield from decide.list_combinations(others, kv, gate)
+
+
+def _can_leave_layers(task: AutoRequest) -> bool:
+    """Whether layers can stay in 16 bits: of the KV cache alone, if the engine has an option."""
+    return task.gate == "w8a8" or bool(find_emulated(task.engine)[1].kv_skip_flag)
+
+
+def _count_steps(task: AutoRequest) -> int:
+    return 4 + _can_leave_layers(task)
+
+
+def _describe_left(task: AutoRequest) -> str:
+    what = "the KV cache of the most sensitive ones" if task.gate == "kv" else "the most sensitive"
+    return f"quantize one layer at a time, to leave {what} in 16 bits"
 
 
 def _describe_scheme(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fp8calib.commands.check import run as check
@@ -24,18 +24,18 @@ from fp8calib.requests.check import CheckRequest
 from fp8calib.requests.export import ExportRequest
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.auto import Attempt, Checked, Outcome, WrittenResult
-from fp8calib.verification.report import CandidateResult, Verdict
+from fp8calib.verification.report import Verdict
 
 
 def write_combination(measured: Measured, folder: Path, choice: Combination) -> Outcome:
     """Write one combination, read it back, verify and check it; remove it if it does not pass."""
     name = choice.scheme or OVERLAY
-    ignore = [map_layer_names(measured.stats)[layer] for layer in choice.left]
     has_query = choice.kv == KV_AND_Q_SCALES
     model = str(measured.model.source.folder)
     if choice.scheme is not None:
         stats = measured.stats if choice.kv == KV_SCALES else drop_kv(measured.stats)
         out = folder / choice.scheme
+        ignore = [map_layer_names(measured.stats)[layer] for layer in choice.left]
         request = QuantizeRequest(model, choice.scheme, out, stats=stats, ignore=ignore)
         quantize(request, measured.reporter)
     if choice.scheme is None or has_query:
@@ -50,7 +50,8 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
             _remove(folder / choice.scheme)
         (written / OVERLAY).rename(folder / name)
         written.rmdir()
-    verified = _verify_written(measured, folder / name)
+    left = choice.left if choice.scheme is None else ()
+    verified = measured.read_back(folder / name, left)
     checked = dict(_check_written(measured, folder / name))
     served = checked[measured.task.engine]
     attempt = Attempt(
@@ -74,17 +75,18 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
             has_kv_scales=choice.kv is not None,
             has_query_scales=has_query,
             unquantized_layers=choice.left,
+            serve_options=(options := _spell_left(measured, left)),
         ),
         tried=(attempt,),
         verified=verified,
         checked=checked,
-        serve=_spell_serve(measured.task, name, has_kv=choice.kv is not None),
+        serve=_spell_serve(measured.task, name, options, has_kv=choice.kv is not None),
     )
 
 
-def _verify_written(measured: Measured, path: Path) -> CandidateResult:
-    found = measured.compare(scales=[str(path)])
-    return found.candidates[0].model_copy(update={"name": path.name})
+def _spell_left(measured: Measured, left: Sequence[int]) -> str:
+    """Spell the option that leaves the KV cache of some layers in 16 bits."""
+    return " ".join([measured.numerics.kv_skip_flag, *map(str, left)]) if left else ""
 
 
 def _check_written(measured: Measured, path: Path) -> Iterator[tuple[str, Checked]]:
@@ -98,13 +100,13 @@ def _check_written(measured: Measured, path: Path) -> Iterator[tuple[str, Checke
         yield name, Checked(version=found.version, ok=found.ok, why=find_fault(found))
 
 
-def _spell_serve(task: AutoRequest, name: str, *, has_kv: bool) -> str:
+def _spell_serve(task: AutoRequest, name: str, options: str, *, has_kv: bool) -> str:
     """Spell the command that serves what was written; empty where the engine has none."""
     engine = find_replayed(task.engine)
+    if engine.launch is None:
+        return ""
     return (
-        ""
-        if engine.launch is None
-        else engine.launch.spell(str(Path(str(task.out)) / name), has_kv=has_kv)
+        f"{engine.launch.spell(str(Path(str(task.out)) / name), has_kv=has_kv)} {options}".strip()
     )
 
 

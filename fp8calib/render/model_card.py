@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -77,22 +78,37 @@ def _make_front_matter(
 
 def _make_result(loss: Loss) -> dict[str, Any]:
     """Make a result of `model-index`, by which the Hub lists figures."""
-    how = f"emulated as {loss.engine} computes"
+    how, own = f"emulated as {loss.engine} computes", loss.own
     figures = (
-        ("perplexity-ratio", "Perplexity ratio", loss.own.ppl_ratio),
-        ("kl-divergence", "Mean KL divergence in nats", loss.own.kld_mean),
-        ("top-1-agreement", "Top-1 agreement", loss.own.top1_agreement),
+        ("perplexity-ratio", "Perplexity ratio", own.ppl_ratio, own.ppl_ratio_se),
+        ("kl-divergence", "Mean KL divergence in nats", own.kld_mean, own.kld_se),
+        ("top-1-agreement", "Top-1 agreement", own.top1_agreement, _share_se(loss)),
     )
     data = ", ".join(loss.data)
     return {
         "task": {"type": "text-generation"},
         "dataset": {"type": "text", "name": f"{data}, {loss.tokens:,} tokens"},
         "metrics": [
-            {"type": kind, "name": f"{name}, {how}", "value": round(value, 6), "verified": False}
-            for kind, name, value in figures
+            {
+                "type": kind,
+                "name": f"{name} (standard error {_format_se(se)}), {how}",
+                "value": round(value, 6),
+                "verified": False,
+            }
+            for kind, name, value, se in figures
             if value is not None
         ],
     }
+
+
+def _share_se(loss: Loss) -> float | None:
+    """Compute the error of the top-1 agreement, as of independent tokens."""
+    share = loss.own.top1_agreement
+    return None if share is None else math.sqrt(share * (1 - share) / loss.tokens)
+
+
+def _format_se(se: float | None) -> str:
+    return "unknown" if se is None else f"{se:.2g}"
 
 
 def _summarize(facts: CardFacts, base: str) -> str:
@@ -142,10 +158,17 @@ def _list_engines(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[
 
 
 def _list_commands(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[str]:
+    options = {loss.engine_key: loss.serve_options for loss in facts.losses if loss.serve_options}
     for key, found in report.engines.items():
         launch = find_replayed(key).launch
-        if found.ok and launch is not None and facts.is_checkpoint:
-            yield launch.spell(repo, has_kv=facts.has_kv_scales)
+        # Without the option of the engine that was measured, others quantize all layers.
+        if (
+            found.ok
+            and launch is not None
+            and facts.is_checkpoint
+            and (key in options or not options)
+        ):
+            yield f"{launch.spell(repo, has_kv=facts.has_kv_scales)} {options.get(key, '')}".strip()
 
 
 def _list_making(facts: CardFacts) -> Iterator[str]:

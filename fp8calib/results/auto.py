@@ -12,7 +12,7 @@ from fp8calib.verification.report import (
     CandidateResult,
     ReferenceResult,
     RunProvenance,
-    format_kld,
+    format_mean_kld,
 )
 
 
@@ -34,6 +34,9 @@ class WrittenResult(Record):
     has_kv_scales: bool
     has_query_scales: bool
     unquantized_layers: tuple[int, ...]
+    """Of an overlay, those whose KV cache stays in 16 bits."""
+    serve_options: str = ""
+    """The options of the engine that leave these layers of an overlay in 16 bits."""
 
 
 class Checked(Record):
@@ -112,7 +115,7 @@ class AutoResult(Outcome, Result):
         """Give the decisions, what was written, and the warnings."""
         found = self.verified
         figures = (
-            f"read back: {found.verdict}, KLD {format_kld(found.kld_mean, found.kld_se)}, "
+            f"read back: {found.verdict}, KLD {format_mean_kld(found.kld_mean, found.kld_se)}, "
             f"{found.verdict_why}"
             if found
             else f"closest: {self.closest}"

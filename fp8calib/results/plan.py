@@ -87,6 +87,8 @@ class AutoPlan(ResourcePlan):
     steps: list[str]
     data: list[str]
     out: str
+    expected_layers_s: NotRequired[float | None]
+    """The time to find layers that stay in 16 bits, which runs if nothing else passes."""
 
 
 class RunPlan(Result):

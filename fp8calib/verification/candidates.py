@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -250,6 +250,19 @@ def build_kv_candidate(
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(table.geometry, table.fmt, numerics),
     )
+
+
+def leave_cache(
+    candidate: Candidate, layers: Collection[int], geometry: ModelGeometry
+) -> Candidate:
+    """Leave the KV cache of some layers in 16 bits, as an engine's option does."""
+    left = {a.module for layer, a in geometry.attentions() if layer.index in layers}
+
+    def keep(found: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
+        return {site: each for site, each in found.items() if site.module not in left}
+
+    emulation = replace(candidate.emulation, quantizers=keep(candidate.emulation.quantizers))
+    return replace(candidate, emulation=emulation, fitted=keep(candidate.fitted))
 
 
 def build_unscaled(

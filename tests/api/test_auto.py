@@ -141,12 +141,46 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
 ) -> None:
     model, text = plant(tmp_path, lambda _model: None)
     failing = candidate("kv-overlay", 0.5, Verdict.FAIL)
-    monkeypatch.setattr("fp8calib.commands.auto_writing._verify_written", lambda *_: failing)
+    monkeypatch.setattr("fp8calib.jobs.auto.measure.Measured.read_back", lambda *_: failing)
     out = tmp_path / "out"
     outcome = run("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
     assert outcome.code == 8
     assert outcome.out.splitlines()[-1] == "closest: weights in 16 bits, kv-scales: fail (by hand)"
     assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
+
+
+def spoil_cache(model: PreTrainedModel) -> None:
+    """Let one layer have keys of so different sizes that FP8 loses most with one scale."""
+    model.lm_head.weight.mul_(4)
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.weight[::8] *= 1e5
+    attention.q_proj.weight.mul_(0)
+    attention.v_proj.weight[0] *= 1e6
+    attention.o_proj.weight[:, [0, 8]] /= 1e6
+
+
+def test_a_cache_that_fails_is_left_in_16_bits_in_the_fewest_layers(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, spoil_cache)
+    out = tmp_path / "out"
+    command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
+    outcome = succeed(*command, "--json")
+    found = outcome.json
+    assert "step 5 of 5: quantize one layer at a time" in outcome.err
+    assert found["written"]["unquantized_layers"] == [1]
+    option = "--kv-cache-dtype-skip-layers 1"
+    assert found["serve"] == f"vllm serve {out}/kv-overlay --kv-cache-dtype fp8 {option}"
+    assert found["written"]["serve_options"] == option
+    assert [each["name"] for each in found["tried"]] == [
+        "weights in 16 bits, kv-scales without layers 1"
+    ]
+    answers = {each["question"]: each["answer"] for each in found["decisions"]}
+    question = "which layers keep their KV cache in 16 bits, so that it passes?"
+    assert answers[question] == "1, in kv-scales"
+    assert "which KV scales are written?" not in answers
+    succeed("card", out / "kv-overlay", "--base-model", "org/name")
+    card = (out / "kv-overlay" / "README.md").read_text()
+    assert option in card
+    assert "sglang" not in card.partition("```sh")[2].partition("```")[0]
 
 
 def test_what_fails_as_a_whole_is_followed_by_the_next_best(
@@ -159,7 +193,7 @@ def test_what_fails_as_a_whole_is_followed_by_the_next_best(
     def verify(*_: object) -> CandidateResult:
         return candidate("written", 0.5, next(read_back))
 
-    monkeypatch.setattr("fp8calib.commands.auto_writing._verify_written", verify)
+    monkeypatch.setattr("fp8calib.jobs.auto.measure.Measured.read_back", verify)
     out = tmp_path / "out"
     found = succeed("auto", model, "--data", text, *QUICK, "--out", out, "--json").json
     assert found["passed"] is True
@@ -206,9 +240,21 @@ def test_the_plan_of_a_run_has_its_steps(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--out", out, "--dry-run")
     plan = succeed(*command, "--json").json["plan"]
-    assert [step.split(":")[0] for step in plan["steps"]] == [f"{n} of 4" for n in range(1, 5)]
-    assert plan["expected_s"] > 0
-    assert "1 of 4: calibrate on 1,536 tokens" in succeed(*command).out
+    assert [step.split(":")[0] for step in plan["steps"]] == [f"{n} of 5" for n in range(1, 6)]
+    assert plan["steps"][4].startswith("5 of 5: if no scheme with FP8 inputs passes, quantize one")
+    # 4 layers and the model on 9 sequences (8, in batches of a quarter: 3); on all 12, three
+    # comparisons beside the model and scale 1.0: the scheme, without 1 or 2 layers, the written
+    left = 9 * 32 * (4 + 1) + 12 * 32 * (3 * 2 + 1 + 2 + 1)
+    run = 48 * 32 + 12 * 32 * (2 * 2 + 5 + 1)
+    assert plan["expected_layers_s"] / plan["expected_s"] == pytest.approx(left / run)
+    shown = succeed(*command).out
+    assert "1 of 5: calibrate on 1,536 tokens" in shown
+    assert "more if layers must stay in 16 bits" in shown
+    kv = succeed(*command, "--gate", "kv", "--json").json["plan"]
+    assert "of the most sensitive ones in 16 bits" in kv["steps"][4]
+    other = succeed(*command, "--gate", "kv", "--engine", "sglang", "--json").json["plan"]
+    assert [step.split(":")[0] for step in other["steps"]] == [f"{n} of 4" for n in range(1, 5)]
+    assert other["expected_layers_s"] is None
     assert not out.exists()
 
 
@@ -356,16 +402,21 @@ def test_schemes_that_pass_are_ranked(
     assert "fp8-block: sizes" in decide.describe_schemes(found, refused)
     warned = make_report(candidate("fp8-dynamic", 0.1, Verdict.WARN))
     assert not decide.rank_schemes(warned, {})
-    assert decide.find_closest(warned, {}) == ("fp8-dynamic: warn (by hand), KLD 0.1000", False)
+    assert decide.find_closest(warned, {}) == ("fp8-dynamic: warn (by hand), KLD 0.1000 ± ?", False)
 
 
 @pytest.mark.parametrize(
     ("paired", "answer", "name", "told"),
     [
-        (PairedAnswer.BETTER, "yes", "kv-and-q-scales", "better"),
-        (PairedAnswer.WORSE, "no", "kv-scales", "worse"),
-        (PairedAnswer.NO_DIFFERENCE, "no", "kv-scales", "no difference"),
-        (PairedAnswer.CANNOT_TELL, "unknown", "kv-and-q-scales", "cannot tell"),
+        (PairedAnswer.BETTER, "yes", "kv-and-q-scales", "is better"),
+        (PairedAnswer.WORSE, "no", "kv-scales", "is worse"),
+        (PairedAnswer.NO_DIFFERENCE, "no", "kv-scales", "makes no difference"),
+        (
+            PairedAnswer.CANNOT_TELL,
+            "unknown",
+            "kv-and-q-scales",
+            "differs by less than this text can tell",
+        ),
     ],
 )
 def test_whether_q_needs_scales_is_told_by_the_paired_difference(
@@ -379,7 +430,7 @@ def test_whether_q_needs_scales_is_told_by_the_paired_difference(
     found = decide.choose_kv(report, {3: 700.0})
     decision = found.decisions[1]
     assert (decision.answer, found.name) == (answer, name)
-    assert f"KLD -0.1000 ± 0.0001: {told}" in decision.why
+    assert f"{told} (KLD -0.1000 ± 0.0001) against kv-scales" in decision.why
     assert ("They are written" in decision.why) is (answer == "unknown")
 
 
@@ -388,8 +439,8 @@ def test_every_scheme_is_compared_with_the_one_of_the_smallest_divergence() -> N
         candidate("fp8-static", 0.03), candidate("fp8-dynamic", 0.02), candidate("w8a16", 0.01)
     )
     assert decide.describe_schemes(report, {}).endswith(
-        "; against w8a16: fp8-dynamic, KLD +0.0100 ± 0.0001: worse; fp8-static, KLD +0.0200 ± "
-        "0.0001: worse"
+        "; against w8a16: fp8-dynamic is worse (KLD +0.0100 ± 0.0001); fp8-static is worse (KLD "
+        "+0.0200 ± 0.0001)"
     )
 
 
@@ -405,6 +456,27 @@ def test_each_scheme_is_tried_with_and_without_an_fp8_cache() -> None:
     ]
     only = list(map(str, decide.list_combinations([], kv, "kv")))
     assert only == ["weights in 16 bits, kv-scales"]
+
+
+@pytest.mark.parametrize(
+    ("with_q", "without", "expected"),
+    [
+        (Verdict.WARN, Verdict.PASS, ["kv-and-q-scales", "kv-scales"]),
+        (Verdict.PASS, Verdict.FAIL, ["kv-and-q-scales"]),
+        (Verdict.FAIL, Verdict.WARN, ["kv-scales"]),
+        (Verdict.FAIL, Verdict.CANNOT_TELL, []),
+    ],
+)
+def test_of_the_cache_alone_both_kinds_of_scales_are_tried(
+    with_q: Verdict, without: Verdict, expected: list[str]
+) -> None:
+    found = make_report(
+        candidate("kv-scales", 0.2, without),
+        candidate("kv-and-q-scales", 0.1, with_q),
+        candidate(SCALE_ONE, 0.9),
+    )
+    tried = decide.list_combinations([], decide.choose_kv(found, {3: 900.0}), "kv")
+    assert [each.kv for each in tried] == expected
 
 
 def test_kv_scales_that_fail_leave_the_cache_in_16_bits() -> None:

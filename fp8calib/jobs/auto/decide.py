@@ -16,7 +16,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
     describe_pair,
-    format_kld,
+    format_mean_kld,
 )
 
 KV_SCALES = "kv-scales"
@@ -29,7 +29,13 @@ class KvChoice:
     """The scales of the KV cache that are worth writing; None: it stays in 16 bits."""
 
     name: str | None
+    wanted: str
+    """The candidate that was judged, which `name` is if it is worth writing."""
+    others: tuple[str, ...]
+    """The other scales that the text does not rule out."""
     decisions: tuple[AnsweredQuestion, ...]
+    left_out: AnsweredQuestion | None
+    """Why no scales are worth writing; None where `name` is."""
     closest: str
     """The candidate with the smallest loss, and its verdict."""
     is_unknown: bool
@@ -45,12 +51,14 @@ class Combination:
     kv: str | None
     """None: the KV cache stays in 16 bits."""
     left: tuple[int, ...] = ()
-    """The layers whose weights and inputs stay in 16 bits."""
+    """The layers whose weights and inputs stay in 16 bits; without a scheme, their KV cache."""
 
     def __str__(self) -> str:
         layers = f" without layers {', '.join(map(str, self.left))}" if self.left else ""
-        weights = "weights in 16 bits" if self.scheme is None else f"{self.scheme}{layers}"
-        return f"{weights}, {'KV cache in 16 bits' if self.kv is None else self.kv}"
+        cache = "KV cache in 16 bits" if self.kv is None else self.kv
+        if self.scheme is None:
+            return f"weights in 16 bits, {cache}{layers}"
+        return f"{self.scheme}{layers}, {cache}"
 
 
 def passes(candidate: CandidateResult) -> bool:
@@ -75,20 +83,25 @@ def choose_kv(
     )
     queries, has_queries = _decide_query(report, found, unfit_queries)
     wanted = found[KV_AND_Q_SCALES if has_queries else KV_SCALES]
-    closest = _describe(min(scaled, key=_loss))
-    is_unknown = wanted.verdict is Verdict.CANNOT_TELL
-    if not unused and wanted.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}:
-        return KvChoice(
-            name=wanted.name, decisions=(needs, queries), closest=closest, is_unknown=False
-        )
+    is_written = not unused and _may_pass(wanted)
     left = AnsweredQuestion(
         question="which KV scales are written?",
         answer="none",
         why=f"the KV cache stays in 16 bits: {unused or _describe(wanted)}",
     )
     return KvChoice(
-        name=None, decisions=(needs, queries, left), closest=closest, is_unknown=is_unknown
+        name=wanted.name if is_written else None,
+        wanted=wanted.name,
+        others=tuple(each.name for each in scaled if each is not wanted and _may_pass(each)),
+        decisions=(needs, queries),
+        left_out=None if is_written else left,
+        closest=_describe(min(scaled, key=_loss)),
+        is_unknown=not is_written and wanted.verdict is Verdict.CANNOT_TELL,
     )
+
+
+def _may_pass(candidate: CandidateResult) -> bool:
+    return candidate.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}
 
 
 def _explain_need(report: VerifyReport, *, written: bool) -> str:
@@ -113,8 +126,8 @@ def _decide_query(
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit_queries.items()], 6)
     answer, is_written = _QUERY_ANSWERS[paired.answer]
     why = (
-        f"q clips or underflows at scale 1.0 (layer and amax: {layers}); with q scales against "
-        f"without, {describe_pair(paired)}"
+        f"q clips or underflows at scale 1.0 (layer and amax: {layers}); {KV_AND_Q_SCALES} "
+        f"{describe_pair(paired)} against {KV_SCALES}"
     )
     if answer == "unknown":
         why = f"{why}. They are written: scales that fit clip nothing."
@@ -157,7 +170,7 @@ def describe_schemes(report: VerifyReport, refused: Mapping[str, str]) -> str:
     if len(ranked) > 1:
         best, *others = ranked
         pairs = [find_pair(report, other.name, best.name) for other in others]
-        described = [f"{pair.candidate}, {describe_pair(pair)}" for pair in pairs]
+        described = [f"{pair.candidate} {describe_pair(pair)}" for pair in pairs]
         figures.append(f"against {best.name}: {'; '.join(described)}")
     return "; ".join([*figures, *(f"{name}: {why}" for name, why in refused.items())])
 
@@ -167,12 +180,13 @@ def list_combinations(
 ) -> Iterator[Combination]:
     """List what could be written, the most useful first.
 
-    Each scheme with an FP8 KV cache, then with one in 16 bits.
+    Each scheme with an FP8 KV cache, then with one in 16 bits; of the KV cache alone, each kind of
+    scales.
     """
     caches = (None,) if kv.name is None else (kv.name, None)
     if gate == "kv":
-        if kv.name is not None:
-            yield Combination(scheme=None, kv=kv.name)
+        for name in (*([kv.name] if kv.name else []), *kv.others):
+            yield Combination(scheme=None, kv=name)
         return
     for scheme in ranked:
         for cache in caches:
@@ -195,7 +209,7 @@ def find_closest(report: VerifyReport, refused: Mapping[str, str]) -> tuple[str,
 
 
 def choose_left_layers(
-    report: VerifyReport, scheme: str, ranked: Sequence[int], counts: Sequence[int]
+    report: VerifyReport, choice: Combination, ranked: Sequence[int], counts: Sequence[int]
 ) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
     """Choose the fewest layers that must stay unquantized; None where all of `counts` fail.
 
@@ -210,9 +224,12 @@ def choose_left_layers(
                 "quantized one at a time, they have the largest KLD; with them in 16 bits, "
                 f"{candidate.verdict_why}"
             )
+            question = "which layers stay unquantized, so that FP8 inputs pass?"
+            if choice.scheme is None:
+                question = "which layers keep their KV cache in 16 bits, so that it passes?"
             return left, AnsweredQuestion(
-                question="which layers stay unquantized, so that FP8 inputs pass?",
-                answer=f"{', '.join(map(str, left))}, in {scheme}",
+                question=question,
+                answer=f"{', '.join(map(str, left))}, in {choice.scheme or choice.kv}",
                 why=why,
             )
     return None
@@ -230,5 +247,5 @@ def _loss(candidate: CandidateResult) -> float:
 
 def _describe(candidate: CandidateResult) -> str:
     name = "scale 1.0" if candidate.name == SCALE_ONE else candidate.name
-    kld = format_kld(candidate.kld_mean, candidate.kld_se)
+    kld = format_mean_kld(candidate.kld_mean, candidate.kld_se)
     return f"{name}: {candidate.verdict} ({candidate.verdict_why}), KLD {kld}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from fp8calib.data.plan import (
@@ -23,7 +24,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, find_scheme, list_without_calibration
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.jobs.auto import decide
-from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES
+from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, require_servable
@@ -45,8 +46,10 @@ from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,
     build_scheme,
+    leave_cache,
+    open_candidate,
 )
-from fp8calib.verification.report import VerifyReport
+from fp8calib.verification.report import CandidateResult, VerifyReport
 
 HELD_OUT = 0.2
 """The share of the data that the loss is measured on; the scales come from the rest."""
@@ -69,6 +72,20 @@ class Measured:
     def numerics(self) -> Numerics:
         """The arithmetic of the engine."""
         return find_emulated(self.task.engine)[1]
+
+    def read_back(self, path: Path, left: Sequence[int] = ()) -> CandidateResult:
+        """Verify a checkpoint that was written, the KV cache of the layers `left` in 16 bits."""
+
+        def make(_: LoadedModel, target: Target) -> list[Candidate]:
+            found = open_candidate(str(path), target, self.numerics).found
+            assert found is not None  # noqa: S101 -- an overlay holds scales
+            candidate = build_kv_candidate(
+                str(path), found.table, self.numerics, origin=found.dialect
+            )
+            return [leave_cache(candidate, left, target.geometry)]
+
+        found = self.compare(make) if left else self.compare(scales=[str(path)])
+        return found.candidates[0].model_copy(update={"name": path.name})
 
     def compare(
         self,
@@ -142,13 +159,16 @@ def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> I
     Raises:
         ModelError: the model cannot be quantized.
     """
-    stats, numerics = measured.stats, measured.numerics
-    queries = list_unfit_queries(stats)
+    queries = list_unfit_queries(measured.stats)
     for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
-        table = compute_kv_scales(stats, E4M3FN, query=name == KV_AND_Q_SCALES)
-        yield build_kv_candidate(name, table, numerics, origin="statistics, amax")
+        yield _build_kv(measured, name, name)
     for name in SCHEMES if measured.task.gate == "w8a8" else ():
         yield _build_scheme(measured, name, name, (), model, target)
+
+
+def _build_kv(measured: Measured, name: str, kind: str) -> Candidate:
+    table = compute_kv_scales(measured.stats, E4M3FN, query=kind == KV_AND_Q_SCALES)
+    return build_kv_candidate(name, table, measured.numerics, origin="statistics, amax")
 
 
 def _build_scheme(
@@ -235,35 +255,35 @@ def list_refused(
 
 
 def leave_layers(
-    measured: Measured, scheme: str
+    measured: Measured, choice: Combination
 ) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
-    """Find the fewest layers without which a scheme passes."""
+    """Find the fewest layers without which a scheme, or an FP8 KV cache alone, passes."""
     names = map_layer_names(measured.stats)
-    found = measured.compare(
-        lambda *both: [_build_scheme(measured, scheme, scheme, (), *both)], by_layer=True
-    )
+
+    def build(name: str, left: Sequence[int], model: LoadedModel, target: Target) -> Candidate:
+        if choice.scheme is None:
+            assert choice.kv is not None  # noqa: S101 -- then nothing would be quantized
+            candidate = _build_kv(measured, name, choice.kv)
+            return leave_cache(candidate, left, target.geometry)
+        ignore = [names[layer] for layer in left]
+        return _build_scheme(measured, name, choice.scheme, ignore, model, target)
+
+    found = measured.compare(lambda *both: [build(str(choice), (), *both)], by_layer=True)
     assert found.sensitivity is not None  # noqa: S101 -- it was asked for
     ranked = [each.layer for each in found.sensitivity.layers if each.layer in names]
-    most = int(len(measured.stats.geometry.layers) * _MOST_LEFT)
-    counts = [count for count in _doubling(most) if count <= len(ranked)]
+    counts = list_left_counts(len(measured.stats.geometry.layers), len(ranked))
     if not counts:
         return None
-
-    def make(model: LoadedModel, target: Target) -> list[Candidate]:
-        patterns = {count: [names[layer] for layer in ranked[:count]] for count in counts}
-        return [
-            _build_scheme(measured, str(count), scheme, ignore, model, target)
-            for count, ignore in patterns.items()
-        ]
-
-    return decide.choose_left_layers(measured.compare(make), scheme, ranked, counts)
+    without = measured.compare(
+        lambda *both: [build(str(count), ranked[:count], *both) for count in counts]
+    )
+    return decide.choose_left_layers(without, choice, ranked, counts)
 
 
-def _doubling(most: int) -> Iterator[int]:
-    count = 1
-    while count <= most:
-        yield count
-        count *= 2
+def list_left_counts(layers: int, ranked: int) -> list[int]:
+    """List how many layers are left out in turn: 1, 2, 4, ..., at most half of all."""
+    most = min(int(layers * _MOST_LEFT), ranked)
+    return [2**power for power in range(most.bit_length())]
 
 
 def map_layer_names(stats: CalibrationStats) -> dict[int, str]:

@@ -55,6 +55,10 @@ class Loss:
     provenance: RunProvenance | None
     decisions: tuple[tuple[str, str, str], ...] = ()
     """Question, answer and reason of each decision of `auto`."""
+    engine_key: str = ""
+    """The engine of a report of `auto`, on the command line."""
+    serve_options: str = ""
+    """What that engine needs to serve what was measured, beside the folder."""
     warnings: tuple[str, ...] = ()
     """Of the report, such as that there was too little text."""
 
@@ -270,6 +274,8 @@ def _from_auto(report: AutoResult) -> Loss:
         command=_publish(report.command),
         provenance=report.provenance,
         warnings=report.warnings,
+        engine_key=report.engine.partition("==")[0],
+        serve_options=report.written.serve_options if report.written else "",
         decisions=tuple((each.question, each.answer, each.why) for each in report.decisions),
     )
 
