@@ -57,6 +57,7 @@ from fp8calib.results.plan import RunPlan
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
 from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.report import CandidateResult, VerifyReport
 from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
 
@@ -451,6 +452,9 @@ def _make_report(
         candidates=found.candidates,
         decisions=decisions,
         provenance=found.provenance,
+        broken=explain_broken(
+            found.reference.ppl, int(measured.model.source.text_config.vocab_size)
+        ),
         warnings=found.warnings,
         **dict(outcome),
     )

@@ -25,12 +25,15 @@ def describe(result: AutoResult | RunPlan, request: AutoRequest) -> Iterator[Blo
 def _describe(report: AutoResult) -> Iterator[str]:
     yield from (f"{each.question} {each.answer}: {each.why}" for each in report.decisions)
     if report.written is None or report.verified is None:
+        if report.broken:
+            yield report.broken
         unknown = "too little text to tell what passes" if report.is_unknown else "nothing passes"
-        yield f"{unknown} the {report.gate} gate for {report.engine}, and no checkpoint is written"
+        what = "it cannot be told what passes" if report.broken else unknown
+        yield f"{what} the {report.gate} gate for {report.engine}, and no checkpoint is written"
         if report.tried:
             yield "tried: " + "; ".join(f"{a.name}: {a.verdict}" for a in report.tried)
         yield f"closest: {report.closest}"
-        if report.is_unknown:
+        if report.is_unknown and not report.broken:
             yield "next: the same command with more --data, or with a larger --samples"
         return
     found, place = report.verified, Path(report.out) / report.written.name

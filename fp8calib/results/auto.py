@@ -97,6 +97,8 @@ class AutoResult(Outcome, Result):
     decisions: tuple[AnsweredQuestion, ...]
     command: str = ""
     provenance: RunProvenance | None = None
+    broken: str = ""
+    """Why nothing can be told, whatever the text is: the unquantized model knows nothing."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -106,7 +108,7 @@ class AutoResult(Outcome, Result):
 
     @property
     def exit_code(self) -> int:
-        """8 if nothing passed; 9 if there was too little text to tell."""
+        """8 if nothing passed; 9 if that cannot be told."""
         if self.passed:
             return 0
         return CANNOT_TELL if self.is_unknown else VerificationError.exit_code

@@ -43,7 +43,13 @@ from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
 from fp8calib.verification.emulation.weights import ParameterReader
 from fp8calib.verification.judge.damaged import Fits, describe_damage
-from fp8calib.verification.judge.decide import Basis, decide, decide_kv, has_kv_only
+from fp8calib.verification.judge.decide import (
+    Basis,
+    decide,
+    decide_kv,
+    explain_broken,
+    has_kv_only,
+)
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
 from fp8calib.verification.judge.kv_need import (
     FittedScales,
@@ -352,9 +358,13 @@ def _build_report(
     lengths = [len(sequence) for sequence in plan.sequences]
     layer_of = index_layers(reference.geometry)
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
-    results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
-    pairs = _pair_candidates(results, layers, compared, lengths)
     ppl = compute_ppl(compared.reference)
+    vocab_size = int(reference.model.config.get_text_config(decoder=True).vocab_size)
+    broken = explain_broken(ppl, vocab_size)
+    results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
+    if broken:
+        results = tuple(map(_withhold, results))
+    pairs = _pair_candidates(results, layers, compared, lengths)
     need = _assess_need(results, layers, computed, pairs, lengths)
     basis = Basis(
         candidates=results,
@@ -365,11 +375,13 @@ def _build_report(
         refused=request.refused,
         is_strict=request.is_strict,
         reference_ppl=ppl,
-        vocab_size=int(reference.model.config.get_text_config(decoder=True).vocab_size),
+        vocab_size=vocab_size,
     )
     cached = decide_kv(basis)
     if need is not None and cached is not None:
         need = need.model_copy(update={"why": cached.headline})
+    if need is not None and broken:
+        need = need.model_copy(update={"answer": "cannot-tell", "why": broken})
     return VerifyReport(
         model=reference.name,
         engine=request.engine or request.numerics.name,
@@ -399,6 +411,14 @@ def _build_report(
         rules=_rank_rules(request, compared, lengths),
         warnings=(*request.warnings, *_list_unmet_sites(request, compared)),
     )
+
+
+def _withhold(result: CandidateResult) -> CandidateResult:
+    """Withhold a verdict, because the model knows nothing: only a failure is certain."""
+    if result.verdict is Verdict.FAIL:
+        return result
+    why = f"{result.verdict_why}, but the unquantized model predicts no better than chance"
+    return result.model_copy(update={"verdict": Verdict.CANNOT_TELL, "verdict_why": why})
 
 
 def _pair_candidates(

@@ -929,3 +929,31 @@ def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
     assert all(text.startswith(f"{out}: TGI ") for text in told)
     rounding = "; vllm rounds the scales of blocks and groups up to powers of two"
     assert report["candidates"][0]["description"].endswith(rounding) is (engine == "vllm")
+
+
+def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) -> None:
+    """A random model of 512 tokens: no verdict but a failure, and `auto` writes nothing."""
+    zoo.save("llama", tmp_path / "model", vocab_size=512)
+    rows = [{"input_ids": [3 + (i * i + i * j * j) % 500 for j in range(32)]} for i in range(60)]
+    text = write_rows(tmp_path / "text.jsonl", rows)
+    options = ("--data", text, "--seq-len", 32, "--dtype", "float32", "--json")
+    found = run("verify", tmp_path / "model", *options, "--gate", "kv")
+    assert found.code == 9
+    assert found.json["reference"]["ppl"] > 512**0.9
+    (one,) = found.json["candidates"]
+    assert one["verdict"] == "cannot-tell"
+    assert one["verdict_why"].endswith("but the unquantized model predicts no better than chance")
+    assert found.json["kv"]["answer"] == "cannot-tell"
+    assert found.json["next"] == ""
+    start = "The unquantized model predicts no better than chance (perplexity "
+    assert found.json["advice"].startswith(start)
+    assert found.json["advice"].endswith("or the text the right one?")
+    out = tmp_path / "out"
+    written = run("auto", tmp_path / "model", *options, "--gate", "kv", "--out", out)
+    assert written.code == 9
+    assert written.json["written"] is None
+    assert written.json["decisions"][0]["answer"] == "unknown"
+    again = run("auto", tmp_path / "model", *options[:-1], "--gate", "kv", "--out", out, "--resume")
+    assert start in again.out
+    assert "it cannot be told what passes the kv gate" in again.out
+    assert "next:" not in again.out

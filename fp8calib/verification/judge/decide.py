@@ -32,6 +32,8 @@ _LEAST_TOP1 = 0.75
 """Below this agreement of the most likely tokens, a candidate answers like another model."""
 _CHANCE = 0.9
 """A perplexity above vocabulary ** 0.9 is that of a model which knows next to nothing."""
+_SMALLEST_VOCABULARY = 256
+"""Bytes alone are 256 tokens; a model with a smaller vocabulary is a toy that may know nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,8 @@ class Basis:
 def decide(basis: Basis, cached: Decision | None) -> Decision:
     """Decide what to serve or to do next; `cached` is the decision about the KV cache.
 
-    Nothing is recommended that fails its gate, that the text cannot judge, that is damaged, or that
-    the engine cannot load.
+    Nothing is recommended if the unquantized model knows nothing. Nor is anything that fails its
+    gate, that the text cannot judge, that is damaged, or that the engine cannot load.
     """
     weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
     scaled = [one for one in basis.candidates if one not in weights and one.name != SCALE_ONE]
@@ -73,7 +75,10 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     else:
         verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in basis.candidates)
         found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
-    first = " ".join((*_list_collapses(basis), *_list_same_engines(basis)))
+    broken = explain_broken(basis.reference_ppl, basis.vocab_size)
+    if broken:
+        found = Decision(headline="")
+    first = " ".join(filter(None, (broken, *_list_collapses(basis), *_list_same_engines(basis))))
     details = " ".join(
         text
         for one in basis.candidates
@@ -90,14 +95,19 @@ def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
     return bool(roles) and roles <= {"k", "v", "q", "p"}
 
 
+def explain_broken(ppl: float, vocabulary: int) -> str:
+    """Say that nothing can be told, because the unquantized model knows next to nothing."""
+    if vocabulary < _SMALLEST_VOCABULARY or ppl <= vocabulary**_CHANCE:
+        return ""
+    return (
+        f"The unquantized model predicts no better than chance (perplexity {ppl:,.0f}, vocabulary "
+        f"{vocabulary:,}), so nothing can be told: is the model, its tokenizer or the text the "
+        "right one?"
+    )
+
+
 def _list_collapses(basis: Basis) -> Iterator[str]:
     """Say first what makes every other figure meaningless."""
-    ppl, vocabulary = basis.reference_ppl, basis.vocab_size
-    if vocabulary > 1 and ppl > vocabulary**_CHANCE:
-        yield (
-            f"The unquantized model predicts no better than chance (perplexity {ppl:,.0f}, "
-            f"vocabulary {vocabulary:,}): is the model, its tokenizer or the text the right one?"
-        )
     for one in basis.candidates:
         if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
             yield (
