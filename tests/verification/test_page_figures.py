@@ -199,8 +199,8 @@ def make_histogram(**more: Any) -> HistogramResult:
     values: dict[str, Any] = {
         "site": "model.layers.4.self_attn.v",
         "layer": 4,
-        "lower_edges_log2": (-math.inf, -1.0, -0.875, -0.75),
-        "counts": (1, 2, 0, 1),
+        "lower_edges_log2": (-1.0, -0.875, -0.75),
+        "counts": (3, 0, 1),
         "scale": 0.5,
         "largest": 224.0,
         "smallest": 2.0**-11,
@@ -219,11 +219,28 @@ def test_a_histogram_has_the_range_of_the_format_drawn_in() -> None:
     (bars,) = [str(p.get("d")) for p in figure.chart.iter("path") if p.get("class") == "bar c0"]
     decade = (FLOOR - CEILING) / 7  # 1e-7 to 1
     corners = [float(number) for number in re.findall(r"[VH]([\d.]+)", bars)]
-    half, quarter = (FLOOR - (math.log10(share) + 7) * decade for share in (0.5, 0.25))
+    most, quarter = (FLOOR - (math.log10(share) + 7) * decade for share in (0.75, 0.25))
     edges = [LEFT + (16 + at) * octave for at in (0, 0.125, 0.25, 0.375)]  # -1 is 0 of scale 0.5
-    wanted = [half, edges[1], FLOOR, edges[2], quarter, edges[3], FLOOR]
+    wanted = [most, edges[1], FLOOR, edges[2], quarter, edges[3], FLOOR]
     assert corners == pytest.approx(wanted, abs=0.06)
     assert any("zero below 0.00049, clips above 256" in t for t in list_texts(figure.chart))
+
+
+def test_the_ends_of_a_histogram_hold_what_is_beyond_them() -> None:
+    """Bins begin at -16.25, -16.125, ..., 14.125, and the axis is that from -16 to 14."""
+    edges = tuple(-16.25 + number / 8 for number in range(244))
+    counts = (1, 1, 1, *[0] * 238, 1, 1, 1)
+    row = make_histogram(scale=1.0, lower_edges_log2=edges, counts=counts)
+    figure = find_figure(make_small(histograms=(row,)), "Magnitudes", row.site)
+    (bars,) = [str(p.get("d")) for p in figure.chart.iter("path") if p.get("class") == "bar c0"]
+    steps = [(float(y), float(x)) for y, x in re.findall(r"V([\d.]+)H([\d.]+)", bars)]
+    half = FLOOR - (math.log10(0.5) + 7) * (FLOOR - CEILING) / 7
+    width = (WIDTH - RIGHT - LEFT) / 240
+    assert steps[0] == pytest.approx((half, LEFT + width), abs=0.06)
+    assert steps[-2][1] == pytest.approx(WIDTH - RIGHT - width, abs=0.06)
+    assert steps[-1] == pytest.approx((half, WIDTH - RIGHT), abs=0.06)
+    assert {y for y, _ in steps[1:-1]} == {FLOOR}
+    assert len(steps) == 240
 
 
 def test_the_histograms_of_the_worst_sites_come_first_and_are_linked() -> None:

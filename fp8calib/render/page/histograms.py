@@ -71,11 +71,8 @@ def _draw_chart(row: HistogramResult) -> Element:
 def _list_bins(row: HistogramResult, shift: float) -> list[tuple[float, float]]:
     """List lower edges, in octaves of the scale, and shares; the ends hold what is beyond them."""
     total = sum(row.counts)
-    bins: list[tuple[float, int]] = []
+    bins: dict[float, int] = {}
     for edge, count in zip(row.lower_edges_log2, row.counts, strict=True):
-        if not math.isfinite(edge):  # zeros
-            continue
-        at = edge - shift
-        is_joined = bins and (bins[-1][0] < _LOW or at > _HIGH - _BIN_OCTAVES)
-        bins.append((at, count + (bins.pop()[1] if is_joined else 0)))
-    return [(at, count / total) for at, count in bins]
+        at = min(max(edge - shift, _LOW), _HIGH - _BIN_OCTAVES)
+        bins[at] = bins.get(at, 0) + count
+    return [(at, count / total) for at, count in bins.items()]
