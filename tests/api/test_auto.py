@@ -395,13 +395,16 @@ def test_schemes_that_pass_are_ranked(
             candidate(name, 9.0, Verdict.FAIL) if kld is None else candidate(name, kld)
             for name, kld in verdicts.items()
         ),
-        candidate(SCALE_ONE, 0.0, Verdict.WARN),
+        candidate(SCALE_ONE, 0.0),
     )
     refused = {"fp8-block": "sizes"}
     assert [each.name for each in decide.rank_schemes(found, refused)] == expected
     assert "fp8-block: sizes" in decide.describe_schemes(found, refused)
+    alike = make_report(candidate("fp8-dynamic", 0.1, Verdict.NO_DIFFERENCE))
+    assert [each.name for each in decide.rank_schemes(alike, {})] == ["fp8-dynamic"]
     warned = make_report(candidate("fp8-dynamic", 0.1, Verdict.WARN))
     assert not decide.rank_schemes(warned, {})
+    assert decide.describe_schemes(warned, {}) == "fp8-dynamic: warn (by hand), KLD 0.1000 ± ?"
     assert decide.find_closest(warned, {}) == ("fp8-dynamic: warn (by hand), KLD 0.1000 ± ?", False)
 
 

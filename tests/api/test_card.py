@@ -43,7 +43,9 @@ def read_front_matter(text: str) -> Any:
     return yaml.safe_load(matter)
 
 
-def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
+def test_the_card_of_auto_has_its_figures_and_hashes(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = json.loads((made / "auto" / "report.json").read_text())
     folder = made / "auto" / report["written"]["name"]
     outcome = succeed("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
@@ -93,6 +95,9 @@ def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
     fail(2, "card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
     command = ("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8", "--force")
     succeed(*command)
+    assert (folder / "README.md").read_bytes() == before
+    monkeypatch.chdir(folder)
+    succeed(command[0], ".", *command[2:])
     assert (folder / "README.md").read_bytes() == before
 
 

@@ -132,6 +132,33 @@ def test_what_a_checkpoint_clipped_of_experts_is_counted(tmp_path: Path) -> None
         assert found[f"{module}.gate_proj"] == found[f"{module}.up_proj"] == ends[0] + ends[1]
 
 
+def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) -> None:
+    """The model holds the w1 and w3 of four experts in one parameter."""
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    with opened(zoo.build("mixtral"), tmp_path / "m") as subject:
+        folder = write(subject, tmp_path / "fp8", "tensor", 1.0, torch.float32)
+        tensors = load_file(folder / "model.safetensors")
+        subject.model.save_pretrained(tmp_path / "plain")
+        plain = load_file(tmp_path / "plain" / "model.safetensors")
+        tensors |= {each: plain[each] for each in tensors if "experts" in each and each in plain}
+        tensors = {n: t for n, t in tensors.items() if not ("experts" in n and "_scale" in n)}
+        tensors[name] = plain[name] * 2
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        numerics = find_emulated("reference")[1]
+        checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
+        changes = emulate_checkpoint(
+            subject, checkpoint, numerics, is_changed=lambda each: each == name
+        ).weights
+        before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
+        with changed_weights(subject.model, changes, subject.originals, {}):
+            found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    rows = len(plain[name])
+    expected = before[stack].clone()
+    expected[2, :rows] *= 2
+    assert torch.equal(found[stack], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_scale_that_fits_clips_nothing(
