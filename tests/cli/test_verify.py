@@ -945,6 +945,10 @@ def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) ->
     assert one["verdict_why"].endswith("but the unquantized model predicts no better than chance")
     assert found.json["kv"]["answer"] == "cannot-tell"
     assert found.json["next"] == ""
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 1.5\nfail_above: 2.0\nkld_fail_above: 1.0e-12\n")
+    failed = run("verify", tmp_path / "model", *options, "--gate", gate)
+    assert (failed.code, failed.json["candidates"][0]["verdict"]) == (8, "fail")
     start = "The unquantized model predicts no better than chance (perplexity "
     assert found.json["advice"].startswith(start)
     assert found.json["advice"].endswith("or the text the right one?")

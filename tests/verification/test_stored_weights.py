@@ -20,7 +20,7 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.emulation.stored_weights import find_clipped
+from fp8calib.verification.emulation.stored_weights import CopiedParameter, find_clipped
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests import zoo
 from tests.dialects.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
@@ -152,7 +152,9 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
         before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
         with changed_weights(subject.model, changes, subject.originals, {}):
             found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
+    copied = [each for each in changes if isinstance(each, CopiedParameter)]
     stack = "model.layers.1.mlp.experts.gate_up_proj"
+    assert [parameter.name for each in copied for parameter in each.parameters] == [stack]
     rows = len(plain[name])
     expected = before[stack].clone()
     expected[2, :rows] *= 2
