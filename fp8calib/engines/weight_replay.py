@@ -145,8 +145,6 @@ class WeightReplay:
             )
         yield from self._compare(engine)
         yield from (Finding(status=Status.UNKNOWN, why=why) for why in self._doubts)
-        if engine.loader == "vllm" and (why := _find_preferred(self._folder)):
-            yield Finding(status=Status.UNKNOWN, why=why)
 
     def _compare(self, engine: Engine) -> Iterator[Finding]:
         """Compare what the config and the model's class mean with what is stored."""
@@ -245,12 +243,6 @@ class _OpenedWeights:
     def values(self) -> ScaleValues:
         """What the scales hold."""
         return read_scale_values(self._folder, self.located)
-
-
-def _find_preferred(folder: ScaleFolder) -> str:
-    """Name a file that vLLM prefers to all others; empty where there is none."""
-    preferred = next((file for file in folder.files if file.startswith("consolidated")), "")
-    return f"vLLM prefers {shorten(preferred)} to the other files" if preferred else ""
 
 
 def _refine_dialect(

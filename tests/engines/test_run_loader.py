@@ -198,7 +198,7 @@ def test_the_loader_tells_what_is_unknown(
     """Of a config that names another class, nothing is known without it."""
     shutil.copytree(overlay, tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
-    changed = json.dumps(config | {"architectures": ["LlamaModel"]})
+    changed = json.dumps(config | {"architectures": ["MineForCausalLM"]})
     (tmp_path / "other" / "config.json").write_text(changed)
     python = make_python(tmp_path / "python", scales=hold(k, k))
     other = tmp_path / "other"
