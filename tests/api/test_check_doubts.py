@@ -35,6 +35,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def save(family: str, folder: Path) -> None:
+    if family in FAMILIES:
+        families.save(family, FAMILIES[family], folder)
+    else:
+        zoo.save(family, folder)
+
+
 def configure(**changes: object) -> Edit:
     """Change config.json."""
     return lambda folder: change_config(folder, **changes)
@@ -164,13 +171,20 @@ def test_what_engines_load_as_it_is_meant(saved: Path, tmp_path: Path, edit: Edi
         ("cohere2", "sliding_window", "config.json says sliding_window: null"),
         ("granitemoe", "logits_scaling", "config.json says logits_scaling: null"),
         ("gpt_bigcode", "num_key_value_heads", "config.json says num_key_value_heads: null"),
+        ("deepseek_v3", "topk_method", "config.json says topk_method: null"),
+        ("dots1", "num_experts_per_tok", "config.json says num_experts_per_tok: null"),
+        ("glm4_moe_lite", "first_k_dense_replace", "config.json says first_k_dense_replace: null"),
+        ("minimax_m2", "use_routing_bias", "config.json says use_routing_bias: null"),
     ],
 )
 def test_a_null_that_the_class_does_not_replace_is_unknown(
     tmp_path: Path, family: str, key: str, said: str
 ) -> None:
-    """In vLLM 0.32, TypeError; the class of ministral has head_dim: null itself."""
-    families.save(family, FAMILIES[family], tmp_path)
+    """In vLLM 0.32, TypeError; the class of ministral has head_dim: null itself.
+
+    The last four are keys that the class does not know, or has null without them too.
+    """
+    save(family, tmp_path)
     configure(**{key: None})(tmp_path)
 
     (why, *_) = ask(tmp_path)["vllm"].unknown
@@ -178,12 +192,24 @@ def test_a_null_that_the_class_does_not_replace_is_unknown(
     assert why.startswith(said)
 
 
-@pytest.mark.parametrize(("family", "key"), [("mistral", "sliding_window"), ("llama", "head_dim")])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("mistral", "sliding_window"),
+        ("llama", "head_dim"),
+        ("llama", "pad_token_id"),
+        ("llama", "suppress_tokens"),
+        ("llama", "finetuning_task"),
+        ("bloom", "n_inner"),
+        ("gpt2", "n_inner"),
+        ("gemma4_text", "num_experts"),
+    ],
+)
 def test_a_null_that_switches_off_or_is_replaced_is_not_unknown(
     tmp_path: Path, family: str, key: str
 ) -> None:
-    """As Mistral 7B has it; vLLM 0.32 loads both."""
-    zoo.save(family, tmp_path)
+    """As Mistral 7B, Bloom and Gemma 4 have them, or a config with the fields of all models."""
+    save(family, tmp_path)
     configure(**{key: None})(tmp_path)
 
     assert not ask(tmp_path)["vllm"].unknown
