@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -69,8 +69,8 @@ def check_folder(
     """
     misfit = _find_misfit(geometry, tp)
     open_weights = _cache_weights(geometry, tp, stats)
-    weights = open_weights(folder)
-    judge = _make_judge(model or folder, geometry, stats, trusts_weights=not weights.has_odd_scales)
+    odd_scales = open_weights(folder).odd_scales
+    judge = _make_judge(model or folder, geometry, stats, odd_scales=odd_scales)
     reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
     asked = [find_replayed(name) for name in engines]
@@ -168,7 +168,7 @@ def _make_judge(
     geometry: ModelGeometry,
     stats: CalibrationStats | None,
     *,
-    trusts_weights: bool = True,
+    odd_scales: Collection[str] = (),
 ) -> Callable[[EngineReport], EngineReport]:
     """Make the test for odd scales; weights are read once, if an engine uses a scale."""
     if stats is not None:
@@ -176,7 +176,7 @@ def _make_judge(
 
     @cache
     def estimate() -> Estimates:
-        return estimate_reaches(model, geometry) if trusts_weights else Estimates()
+        return estimate_reaches(model, geometry, odd_scales)
 
     def judge(report: EngineReport) -> EngineReport:
         verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
