@@ -81,7 +81,10 @@ def suspect_weight_scales(
     for role, found in reach.items():
         if median(found) > _MOST_USUAL[role]:
             text = f"their {role} scales stand for {role}s of up to {max(found):,.4g}: they look"
-            yield f"{text} like reciprocals; engines need amax / 448, not 448 / amax", largest.keys()
+            yield (
+                f"{text} like reciprocals; engines need amax / 448, not 448 / amax",
+                largest.keys(),
+            )
             return
     ratios: dict[str, float] = {}
     for (role, _), names in kinds.items():

@@ -228,6 +228,7 @@ def test_one_scale_of_a_linear_does_not_hide_those_of_k_and_v(
     quantized: Path, amax: Scales, tmp_path: Path, module: str
 ) -> None:
     """Only the weights tell that k and v are swapped, or that one v is 64 times too large."""
+    odd = f"model.{module}.weight_scale"
     for change_kv, said in (
         (swap, "the k and v scales are swapped"),
         (lambda amax: amax | {(3, "v"): amax[3, "v"] * 64}, "the v scale of layer 3 "),
@@ -237,7 +238,6 @@ def test_one_scale_of_a_linear_does_not_hide_those_of_k_and_v(
             f"model.layers.{layer}.self_attn.{role}_scale": torch.tensor([x / 448])
             for (layer, role), x in change_kv(amax).items()
         }
-        odd = f"model.{module}.weight_scale"
         change(folder, lambda name, x, kv=kv: kv.get(name, x * 1000 if name == odd else x))
 
         weights, told = sorted(check(folder).suspicious, key=lambda text: odd not in text)

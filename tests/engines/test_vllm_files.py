@@ -137,7 +137,11 @@ def test_of_two_files_vllm_keeps_what_is_in_that_of_the_larger_number(
     """Other engines compare the names as texts: model-2 comes last."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    own = {UP: tensors[UP] * 2, K: torch.tensor([0.02]), "lm_head.weight": tensors["lm_head.weight"]}
+    own = {
+        UP: tensors[UP] * 2,
+        K: torch.tensor([0.02]),
+        "lm_head.weight": tensors["lm_head.weight"],
+    }
     write(folder / "model-2.safetensors", tensors)
     write(folder / "model-10.safetensors", own)
     listed = dict.fromkeys(tensors, "model-2.safetensors")
