@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from fp8calib.engines.vllm.run import LoaderAnswer
+from fp8calib.engines.vllm.run import EXPERTS, LoaderAnswer
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.observation import (
@@ -94,7 +94,7 @@ class RunObserver:
         if answer.error:
             build = "the build for CPU: " if answer.is_of_the_build else ""
             return Observation(error=f"{build}{answer.error}")
-        missing = next(iter(answer.missing), "")
+        missing = next((each for each in answer.missing if not each.endswith(EXPERTS)), "")
         fault = f"{missing} is filled with nothing" if missing else ""
         held = answer.scales[0].items()
         return Observation(
