@@ -185,9 +185,8 @@ def _make_parameter(declared: Declared) -> inspect.Parameter:
     """Make an option or an argument of typer; a default that the help names is not shown twice."""
     option, default = declared.option, declared.default
     if not option.flags:
-        made: Any = typer.Argument(metavar=declared.metavar, help=option.help, show_default=False)
+        made: Any = typer.Argument(metavar=declared.metavar, help=option.help)
     else:
-        is_shown = "default" not in option.help.lower() and not isinstance(default, list | tuple)
         made = typer.Option(
             *declared.flags,
             metavar=declared.metavar,
@@ -195,9 +194,9 @@ def _make_parameter(declared: Declared) -> inspect.Parameter:
             min=option.least,
             max=option.most,
             parser=option.parser,
-            show_default=is_shown and not option.negates,
+            show_default="default" not in option.help.lower(),
         )
-    value = bool if option.negates else option.reads or declared.annotation
+    value = option.reads or declared.annotation
     if declared.is_required:
         default = inspect.Parameter.empty
     elif option.negates:

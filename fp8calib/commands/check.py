@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
+from fp8calib.engines.vllm.native_classes import names_base
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -117,13 +119,16 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
     refused = find_config_fault(model.config)
     found = list_other_faults(model.path, model.config, is_refused=bool(refused))
     faults = [*filter(None, found)]
-    other = f"transformers refuses config.json: {refused}" if refused else ""
-    other = other or _find_other_class(model.config, geometry)
-    for key in (each for each in engines if each.partition("==")[0] in _BY_CLASS):
-        hint = find_replayed(key).run_hint
-        if other:
+    for key, engine in ((key, find_replayed(key)) for key in report.engines):
+        if engine.name not in _BY_CLASS:
+            continue
+        hint = engine.run_hint
+        why = f"transformers refuses config.json: {refused}" if refused else ""
+        if engine.name == "sglang" or not names_base(model.config, geometry):
+            why = why or _find_other_class(model.config, geometry)
+        if why:
             asks_for_kv = engines[key].asks_for_kv
-            unknown = report_unknown(geometry, f"{other}{hint}")
+            unknown = report_unknown(geometry, f"{why}{hint}")
             engines[key] = unknown.model_copy(update={"asks_for_kv": asks_for_kv})
         engines[key] = engines[key].doubt(*(f"{fault}{hint}" for fault in faults))
     return report.model_copy(update={"engines": engines})
@@ -132,10 +137,12 @@ def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeome
 def _find_other_class(config: Mapping[str, object], geometry: ModelGeometry) -> str:
     """Say why a config may not be of the class that was compared; empty where it is."""
     found = config.get("architectures")
-    names = found if isinstance(found, list) else [found]
-    if geometry.architecture in names or any(_wraps(name, config) for name in names):
+    names = found if isinstance(found, list) and found else [found]
+    # vLLM 0.32.0 skips "Foo", but not "FooModel", before the class
+    first = next((each for each in names if _CLASS.search(str(each))), names[0])
+    if first == geometry.architecture or _wraps(first, config):
         return ""
-    named = shorten(str(names[0])) if names else "none"
+    named = shorten(str(first)) if first else "none"
     return f"config.json names the class {named}, not {geometry.architecture}"
 
 
@@ -149,6 +156,7 @@ def _wraps(name: object, config: Mapping[str, object]) -> bool:
     return own is not None and own.model_type == config.get("model_type")
 
 
+_CLASS = re.compile("Model$|For[A-Z]")
 _BY_CLASS = ("vllm", "vllm-cpu", "sglang")
 """Engines that choose the class of a model by its name in config.json."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
 from fp8calib.engines.weight_replay import WeightReplay
+from fp8calib.engines.weights.names import are_elsewhere
 from fp8calib.errors import UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES
@@ -67,8 +68,9 @@ def check_folder(
         UsageError: an engine is unknown, or no replay says what it does with a folder.
     """
     misfit = _find_misfit(geometry, tp)
-    weights = WeightReplay(folder, geometry, tp, stats)
-    judge = _make_judge(model or folder, geometry, stats, trusts_weights=not weights.has_odd_scales)
+    open_weights = _cache_weights(geometry, tp, stats)
+    odd_scales = open_weights(folder).odd_scales
+    judge = _make_judge(model or folder, geometry, stats, odd_scales=odd_scales)
     reports = {}
     asks_for_kv = requires_kv or folder.asks_for_kv
     asked = [find_replayed(name) for name in engines]
@@ -83,15 +85,46 @@ def check_folder(
             unread = report_unknown(geometry, why)
             reports[engine.key] = unread.model_copy(update={"asks_for_kv": asks_for_kv})
             continue
+        seen = folder
         try:
-            report = engine.replay_folder(folder, geometry, tp)
+            seen = folder if engine.view is None else engine.view(folder)
+            report = engine.replay_folder(seen, geometry, tp)
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
         report = _correct_fixes(engine, report, geometry, tp, folder)
-        report = weights.amend(engine, judge(report))
+        report = open_weights(seen).amend(engine, judge(report))
+        report = _tell_preferred(engine, report, seen, geometry)
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
+
+
+def _cache_weights(
+    geometry: ModelGeometry, tp: int, stats: CalibrationStats | None
+) -> Callable[[ScaleFolder], WeightReplay]:
+    """Make the replay of weights once for engines that open the same files in the same order."""
+    made: dict[tuple[object, ...], WeightReplay] = {}
+
+    def open_weights(folder: ScaleFolder) -> WeightReplay:
+        opened = (*folder.files, folder.has_index)
+        if opened not in made:
+            made[opened] = WeightReplay(folder, geometry, tp, stats)
+        return made[opened]
+
+    return open_weights
+
+
+def _tell_preferred(
+    engine: Engine, report: EngineReport, seen: ScaleFolder, geometry: ModelGeometry
+) -> EngineReport:
+    """Say what an engine opens instead of the other files; its names may be known to no class."""
+    if not seen.preferred:
+        return report
+    tensors = {name: each for held in seen.tensors.values() for name, each in held.items()}
+    if not are_elsewhere(geometry, tensors):
+        return report.add_problems(seen.preferred)
+    why = f"{seen.preferred}, and it has other names than the model's class"
+    return report.doubt(f"{why}{engine.run_hint}")
 
 
 def check_file(
@@ -135,7 +168,7 @@ def _make_judge(
     geometry: ModelGeometry,
     stats: CalibrationStats | None,
     *,
-    trusts_weights: bool = True,
+    odd_scales: Collection[str] = (),
 ) -> Callable[[EngineReport], EngineReport]:
     """Make the test for odd scales; weights are read once, if an engine uses a scale."""
     if stats is not None:
@@ -143,7 +176,7 @@ def _make_judge(
 
     @cache
     def estimate() -> Estimates:
-        return estimate_reaches(model, geometry) if trusts_weights else Estimates()
+        return estimate_reaches(model, geometry, odd_scales)
 
     def judge(report: EngineReport) -> EngineReport:
         verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
     from fp8calib.geometry.model_geometry import ModelGeometry
 
+ViewFolder = Callable[["ScaleFolder"], "ScaleFolder"]
+"""Give a folder as an engine opens it; raise `Refusal` where it finds no file."""
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
 """Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
 MakeReader = Callable[["ScaleFolder", "ModelGeometry"], "LinearReader"]
@@ -94,6 +96,8 @@ class Engine:
     no_numerics: str = ""
     """Why `verify` cannot emulate it."""
     replay_folder: ReplayFolder | None = None
+    view: ViewFolder | None = None
+    """None where it opens what the index names, or all files, in the order of their names."""
     no_folder: str = ""
     """Why no replay says what it does with a checkpoint folder."""
     replay_json: ReplayJson | None = None

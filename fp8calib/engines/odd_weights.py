@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from statistics import median
 
 from fp8calib.checkpoint.header import TensorEntry
@@ -63,12 +63,15 @@ def judge_weight_scales(
 
 def suspect_weight_scales(
     tensors: Mapping[str, TensorEntry], largest: Mapping[str, float]
-) -> Iterator[str]:
+) -> Iterator[tuple[str, Collection[str]]]:
     """Describe scales of weights and inputs that are as large as reciprocals, and outliers.
 
     Args:
         tensors: of the checkpoint, by name.
         largest: the largest number of each scale, by name.
+
+    Yields:
+        The description, and the names of the scales.
     """
     reach: dict[Role, list[float]] = defaultdict(list)
     kinds: dict[tuple[Role, str], list[str]] = defaultdict(list)
@@ -78,7 +81,10 @@ def suspect_weight_scales(
     for role, found in reach.items():
         if median(found) > _MOST_USUAL[role]:
             text = f"their {role} scales stand for {role}s of up to {max(found):,.4g}: they look"
-            yield f"{text} like reciprocals; engines need amax / 448, not 448 / amax"
+            yield (
+                f"{text} like reciprocals; engines need amax / 448, not 448 / amax",
+                largest.keys(),
+            )
             return
     ratios: dict[str, float] = {}
     for (role, _), names in kinds.items():
@@ -91,7 +97,7 @@ def suspect_weight_scales(
         factor = _MOST_FACTOR if is_limited else _MOST_INPUT_FACTOR
         for index, text in find_outliers(scales, most_factor=factor).items():
             if not _is_balanced(names[index], ratios):
-                yield f"{shorten(names[index])} {text}"
+                yield f"{shorten(names[index])} {text}", (names[index],)
 
 
 def _is_balanced(name: str, ratios: Mapping[str, float]) -> bool:

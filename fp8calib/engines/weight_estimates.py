@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -47,17 +47,24 @@ class Estimates:
     """Which layers were compared; empty where all were that can be."""
 
 
-def estimate_reaches(folder: ScaleFolder, geometry: ModelGeometry) -> Estimates:
+def estimate_reaches(
+    folder: ScaleFolder, geometry: ModelGeometry, odd_scales: Collection[str] = ()
+) -> Estimates:
     """Estimate the largest K and V of the layers by the weights that make them of a norm.
 
     A norm's output has the length sqrt(hidden size) before its weight g, whatever the text. Hence
     no channel i of K exceeds sqrt(hidden size) * |W_i * g|; RoPE adds a factor of at most sqrt(2).
+
+    Args:
+        folder: of the checkpoint.
+        geometry: the model's.
+        odd_scales: those of FP8 weights that are not to be trusted.
     """
     if geometry.model_type in _WEIGHTLESS_NORMS:
         return Estimates()
     chosen = list(_choose_layers(folder, geometry))
     reaches = {}
-    with one_thread(), _Weights(folder) as weights:
+    with one_thread(), _Weights(folder, odd_scales) as weights:
         for layer, attention in chosen:
             for role in KV_ROLES:
                 estimated = _estimate(weights, geometry, attention, role)
@@ -122,8 +129,9 @@ def _estimate(
 class _Weights:
     """The weights of a folder; each file is opened once."""
 
-    def __init__(self, folder: ScaleFolder) -> None:
+    def __init__(self, folder: ScaleFolder, odd_scales: Collection[str]) -> None:
         self._folder = folder
+        self._odd_scales = odd_scales
         self._located = {name: file for file, held in folder.tensors.items() for name in held}
         self._files: dict[str, TensorFile] = {}
         self._beside: dict[str, list[str]] = defaultdict(list)
@@ -145,7 +153,7 @@ class _Weights:
         return any("norm" in each and each.startswith(role) for each in self._beside[path])
 
     def read(self, name: str) -> torch.Tensor | None:
-        """Read floats or FP8 with its scale; None for another dtype or no such tensor."""
+        """Read floats or FP8 with its scale; None for another dtype, an odd scale or no tensor."""
         file = self._located.get(name)
         entry = None if file is None else self._folder.tensors[file][name]
         if entry is None or entry.dtype not in (*PLAIN_DTYPES, *WEIGHT_FORMATS):
@@ -155,6 +163,8 @@ class _Weights:
             return values
         scales = [each for each in name_companions(name).scales if each in self._located]
         if len(scales) != 1 or values.ndim != 2 or not values.numel():
+            return None
+        if scales[0] in self._odd_scales:
             return None
         scale = self._read_floats(scales[0])
         if not scale.numel():

@@ -62,8 +62,9 @@ class WeightReplay:
         self._geometry = geometry
         self._tp = tp
         self._wrong = find_wrong_values(folder, geometry) if folder.is_on_disk else None
+        self.odd_scales: set[str] = set()
+        """The suspicious scales of FP8 weights, which then tell nothing of K and V."""
         self._suspicious: list[str] = []
-        self._odd: Finding | None = None
         self._doubts: list[str] = []
         self._weights: QuantizedWeights | None = None
         self._schemes: Mapping[str, StoredScheme] = {}
@@ -117,14 +118,10 @@ class WeightReplay:
         unmeasured = self._tensors
         if stats is not None:
             unmeasured = {name: each for name, each in unmeasured.items() if split_expert(name)}
-            self._odd = judge_weight_scales(self._tensors, largest, stats)
-            self._wrong = self._wrong or self._odd
-        self._suspicious += suspect_weight_scales(unmeasured, largest)
-
-    @property
-    def has_odd_scales(self) -> bool:
-        """Whether scales of FP8 weights are odd, so that the weights tell nothing of K and V."""
-        return self._odd is not None or bool(self._suspicious)
+            self._wrong = self._wrong or judge_weight_scales(self._tensors, largest, stats)
+        for text, scales in suspect_weight_scales(unmeasured, largest):
+            self._suspicious.append(text)
+            self.odd_scales.update(scales)
 
     def _find_shape(self, module: str, entry: TensorEntry) -> tuple[int, int]:
         """Find the shape of a linear by config.json; that of its tensor where none is known."""
@@ -145,8 +142,6 @@ class WeightReplay:
             )
         yield from self._compare(engine)
         yield from (Finding(status=Status.UNKNOWN, why=why) for why in self._doubts)
-        if engine.loader == "vllm" and (why := _find_preferred(self._folder)):
-            yield Finding(status=Status.UNKNOWN, why=why)
 
     def _compare(self, engine: Engine) -> Iterator[Finding]:
         """Compare what the config and the model's class mean with what is stored."""
@@ -245,12 +240,6 @@ class _OpenedWeights:
     def values(self) -> ScaleValues:
         """What the scales hold."""
         return read_scale_values(self._folder, self.located)
-
-
-def _find_preferred(folder: ScaleFolder) -> str:
-    """Name a file that vLLM prefers to all others; empty where there is none."""
-    preferred = next((file for file in folder.files if file.startswith("consolidated")), "")
-    return f"vLLM prefers {shorten(preferred)} to the other files" if preferred else ""
 
 
 def _refine_dialect(

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
 from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import shorten
@@ -20,6 +26,11 @@ _GENERATION = "generation_config.json"
 _OFF = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "rope_scaling")
 """Keys whose null switches something off in every class that has them, and in engines."""
 _WINDOW = "sliding_window"
+_GENERAL = (
+    *("cross_attention_hidden_size", "finetuning_task", "prefix", "task_specific_params"),
+    *("tokenizer_class", "torch_dtype", "n_inner"),
+)
+"""Keys of null in the configs of published models (n_inner in Bloom's), which no class reads."""
 
 
 def find_config_fault(config: Mapping[str, object]) -> str:
@@ -81,18 +92,44 @@ def _list_parts(config: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, A
 
 
 def _list_nulls(parsed: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    """List the nulls that stay null, where the class has a value without them.
+    """List the nulls that stay null, where the class has a value without them, or no such key.
 
-    vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2:
-    TypeError, run).
+    vLLM 0.32.0 computes with some of them (logits_scaling of granitemoe, sliding_window of cohere2,
+    first_k_dense_replace of glm4_moe_lite: TypeError, run).
     """
     has_windows = "sliding_attention" in (getattr(parsed, "layer_types", None) or ())
     is_off = (*_OFF, *(() if has_windows else (_WINDOW,)))
     for key in (each for each, value in config.items() if value is None and each not in is_off):
         others = {name: value for name, value in config.items() if name != key}
-        default = getattr(type(parsed).from_dict(others), key, None)
-        if getattr(parsed, key, None) is None and default is not None:
+        plain = type(parsed).from_dict(others)
+        if getattr(parsed, key, None) is not None:
+            continue
+        if not hasattr(plain, key):
+            is_read = not _is_unread(key)
+        else:
+            is_read = getattr(plain, key) is not None or _fails_with_none(plain, key)
+        if is_read:
             yield f"config.json says {key}: null, and an engine may compute with it"
+
+
+def _fails_with_none(parsed: Any, key: str) -> bool:
+    """Check whether the class fails in a forward pass because a field of its own is None."""
+    return not _is_unread(key) and "NoneType" in _try(partial(_run, parsed))
+
+
+def _run(parsed: Any) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(parsed)
+        model(torch.zeros(1, 2, dtype=torch.long))
+
+
+_BASE = PretrainedConfig()
+
+
+def _is_unread(key: str) -> bool:
+    """Check whether a key is one that every config had in earlier releases of transformers."""
+    is_general = key in _GENERAL or hasattr(GenerationConfig(), key) or hasattr(_BASE, key)
+    return is_general or key.endswith("_token_id") or key.startswith("_")
 
 
 def _prefix(what: str, why: str) -> str:

@@ -35,6 +35,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def save(family: str, folder: Path) -> None:
+    if family in FAMILIES:
+        families.save(family, FAMILIES[family], folder)
+    else:
+        zoo.save(family, folder)
+
+
 def configure(**changes: object) -> Edit:
     """Change config.json."""
     return lambda folder: change_config(folder, **changes)
@@ -97,10 +104,8 @@ DOUBTS: dict[str, tuple[Edit, str]] = {
     "paths in the index": (shard("./"), "a path"),
     "another class": (configure(architectures=["Qwen2ForCausalLM"]), "Qwen2ForCausalLM"),
     "another model type": (configure(model_type="mistral"), "LlamaForCausalLM"),
-    "no class": (configure(architectures=None), "None"),
-    "an empty list of classes": (configure(architectures=[]), "names the class"),
+    "another class first": (configure(architectures=["MyModel", "LlamaForCausalLM"]), "MyModel"),
     "a class of no library": (configure(architectures=["MineForCausalLM"]), "MineForCausalLM"),
-    "the class without a head": (configure(architectures=["LlamaModel"]), "LlamaModel"),
     "a text for a class": (configure(architectures="Other"), "Other"),
     "a text for the right class": (configure(architectures="LlamaForCausalLM"), "another type"),
     "no text among classes": (configure(architectures=["LlamaForCausalLM", 3]), "another type"),
@@ -166,13 +171,20 @@ def test_what_engines_load_as_it_is_meant(saved: Path, tmp_path: Path, edit: Edi
         ("cohere2", "sliding_window", "config.json says sliding_window: null"),
         ("granitemoe", "logits_scaling", "config.json says logits_scaling: null"),
         ("gpt_bigcode", "num_key_value_heads", "config.json says num_key_value_heads: null"),
+        ("deepseek_v3", "topk_method", "config.json says topk_method: null"),
+        ("dots1", "num_experts_per_tok", "config.json says num_experts_per_tok: null"),
+        ("glm4_moe_lite", "first_k_dense_replace", "config.json says first_k_dense_replace: null"),
+        ("minimax_m2", "use_routing_bias", "config.json says use_routing_bias: null"),
     ],
 )
 def test_a_null_that_the_class_does_not_replace_is_unknown(
     tmp_path: Path, family: str, key: str, said: str
 ) -> None:
-    """In vLLM 0.32, TypeError; the class of ministral has head_dim: null itself."""
-    families.save(family, FAMILIES[family], tmp_path)
+    """In vLLM 0.32, TypeError; the class of ministral has head_dim: null itself.
+
+    The last four are keys that the class does not know, or has null without them too.
+    """
+    save(family, tmp_path)
     configure(**{key: None})(tmp_path)
 
     (why, *_) = ask(tmp_path)["vllm"].unknown
@@ -180,12 +192,24 @@ def test_a_null_that_the_class_does_not_replace_is_unknown(
     assert why.startswith(said)
 
 
-@pytest.mark.parametrize(("family", "key"), [("mistral", "sliding_window"), ("llama", "head_dim")])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("mistral", "sliding_window"),
+        ("llama", "head_dim"),
+        ("llama", "pad_token_id"),
+        ("llama", "suppress_tokens"),
+        ("llama", "finetuning_task"),
+        ("bloom", "n_inner"),
+        ("gpt2", "n_inner"),
+        ("gemma4_text", "num_experts"),
+    ],
+)
 def test_a_null_that_switches_off_or_is_replaced_is_not_unknown(
     tmp_path: Path, family: str, key: str
 ) -> None:
-    """As Mistral 7B has it; vLLM 0.32 loads both."""
-    zoo.save(family, tmp_path)
+    """As Mistral 7B, Bloom and Gemma 4 have them, or a config with the fields of all models."""
+    save(family, tmp_path)
     configure(**{key: None})(tmp_path)
 
     assert not ask(tmp_path)["vllm"].unknown
@@ -198,13 +222,44 @@ def test_a_null_that_transformers_refuses_is_unknown(tmp_path: Path) -> None:
     assert {each.status for each in ask(tmp_path / "x").values()} == {"unknown"}
 
 
-def test_a_gemma_with_an_output_layer_of_its_own_is_unknown_as_quantize_writes_it(
+@pytest.mark.parametrize(
+    ("family", "base", "in_vllm"),
+    [
+        ("llama", "LlamaModel", "ok"),
+        ("gemma2", "Gemma2Model", "ok"),
+        ("mistral", "MistralModel", "unknown"),
+        ("mixtral", "MixtralModel", "misread"),
+        ("gpt2", "GPT2Model", "misread"),
+        ("phi3", "Phi3Model", "misread"),
+    ],
+)
+def test_without_a_class_with_an_output_layer_vllm_may_generate_nothing(
+    tmp_path: Path, family: str, base: str, in_vllm: str
+) -> None:
+    """As vLLM 0.32 did, but for Mistral's, which it runs as another class."""
+    zoo.save(family, tmp_path)
+    for named in ([base], [], None):
+        configure(architectures=named)(tmp_path)
+        reports = ask(tmp_path)
+        found = reports["vllm"]
+        assert reports["sglang"].status == "unknown"
+        if in_vllm == "misread":
+            assert found.weights is not None
+            assert "generates no text" in found.weights.why
+        else:
+            assert (found.ok, found.status) == (in_vllm == "ok", None if found.ok else "unknown")
+
+
+def test_vllm_stops_at_an_output_layer_of_its_own_in_gemma_as_quantize_writes_it(
     tmp_path: Path,
 ) -> None:
     zoo.save("gemma2", tmp_path / "m", tie_word_embeddings=False)
     fp8calib.quantize(tmp_path / "m", scheme="w8a16", out=tmp_path / "q")
 
-    assert {each.status for each in ask(tmp_path / "q").values()} == {"unknown"}
+    reports = ask(tmp_path / "q")
+    assert reports["vllm"].weights is not None
+    assert reports["vllm"].weights.status == "refused"
+    assert reports["sglang"].status == "unknown"
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))

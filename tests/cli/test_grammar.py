@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -25,6 +26,12 @@ def test_the_commands_of_the_contract_are_there() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_has_an_example(command: str) -> None:
     assert f"Example: fp8calib {command}" in " ".join(succeed(command, "--help").out.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_names_a_default_once(command: str) -> None:
+    shown = " ".join(succeed(command, "--help").out.split())
+    assert not re.search(r"[Dd]efault \S+\. \[default", shown)
 
 
 def test_help_names_every_command() -> None:

@@ -276,7 +276,9 @@ def test_a_copy_of_the_weights_under_other_names_is_no_problem(
     save_file({"layers.0.wq.weight": torch.ones(2, 2)}, tmp_path / "x" / "consolidated.safetensors")
 
     reports = ask(tmp_path / "x", "vllm", "sglang", "tgi", "transformers")
+    opened = "vLLM opens consolidated.safetensors and no other file"
     assert not any(each.weights or each.problems for each in reports.values())
+    assert any(opened in why for why in reports["vllm"].unknown)
     assert {engine for engine, each in reports.items() if each.unknown} == {"vllm", "tgi"}
 
 
@@ -326,6 +328,12 @@ NAMES: dict[str, tuple[str, Change, str, str]] = {
     "frequencies": ("llama", _add(f"{LAYER}self_attn.rotary_emb.inv_freq"), "ok", "ok"),
     "convolutions of their own": ("kimi_linear", lambda tensors: tensors, "ok", "ok"),
     "an expert too many": ("deepseek_v3", _repeat_expert, "unknown", "unknown"),
+    "experts of Qwen3 elsewhere": (
+        "qwen3_moe",
+        _rename("mlp.experts", "block_sparse_moe.experts"),
+        "unknown",
+        "unknown",
+    ),
     "experts elsewhere": ("mixtral", _rename("block_sparse_moe", "mlp"), "unknown", "unknown"),
     "Mixtral's experts": (
         "deepseek_v3",
@@ -360,14 +368,16 @@ def test_other_names_than_those_of_the_class(
 
 
 @pytest.mark.parametrize(
-    ("family", "is_tied", "is_stored", "verdict"),
+    ("family", "is_tied", "is_stored", "in_vllm", "in_sglang"),
     [
-        ("gemma2", False, True, "unknown"),
-        ("gemma3_text", False, False, "unknown"),
-        ("gemma3n_text", False, True, "unknown"),
-        ("gemma2", True, True, "ok"),
-        ("gemma2", True, False, "ok"),
-        ("llama", False, True, "ok"),
+        ("gemma2", False, True, "refused", "unknown"),
+        ("gemma2", False, False, "unknown", "unknown"),
+        ("gemma3_text", False, True, "ok", "unknown"),
+        ("gemma3_text", False, False, "misread", "unknown"),
+        ("gemma3n_text", False, True, "refused", "unknown"),
+        ("gemma2", True, True, "ok", "ok"),
+        ("gemma2", True, False, "ok", "ok"),
+        ("llama", False, True, "ok", "ok"),
     ],
 )
 def test_an_output_layer_of_its_own_where_the_class_ties_it(
@@ -376,16 +386,17 @@ def test_an_output_layer_of_its_own_where_the_class_ties_it(
     family: str,
     is_tied: bool,
     is_stored: bool,
-    verdict: str,
+    in_vllm: str,
+    in_sglang: str,
 ) -> None:
-    """VLLM 0.32 stopped at that of Gemma 2 and 3n, and tied that of Gemma 3."""
+    """VLLM 0.32 stopped at that of Gemma 2 and 3n, took that of Gemma 3, and left it unfilled."""
     folder = damage(saved(family), tmp_path / "x", tie_word_embeddings=is_tied)
     tensors = load_file(folder / SINGLE)
     if is_stored:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
-    assert judge(folder, "vllm", "sglang") == {"vllm": verdict, "sglang": verdict}
+    assert judge(folder, "vllm", "sglang") == {"vllm": in_vllm, "sglang": in_sglang}
 
 
 @pytest.mark.parametrize("form", ["qweight", "weight_packed", "_weight_qdata"])

@@ -17,6 +17,7 @@ from fp8calib.errors import UsageError, VerificationError
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
 from tests.engines.test_outliers import run
+from tests.kit.checkpoints import change_tensors
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,26 @@ def test_a_model_that_vllm_runs_for_pooling_is_misread(overlay: Path, tmp_path: 
     assert weights is not None
     assert weights.status == "misread"
     assert weights.why == "vLLM takes it for a model of kind pooling, which generates no text"
+
+
+@pytest.mark.parametrize("is_doubted", [True, False])
+def test_experts_that_the_loader_does_not_report_are_misread_where_there_are_doubts(
+    overlay: Path, tmp_path: Path, is_doubted: bool
+) -> None:
+    """Experts in one tensor, which vLLM 0.32 left out, are under names that no class has."""
+    folder = Path(shutil.copytree(overlay, tmp_path / "o"))
+    if is_doubted:
+        change_tensors(folder, {"model.layers.0.mlp.experts.w1": torch.ones(2, 4, 4)})
+    name = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+    python = make_python(tmp_path / "p", scales=hold("0.0005", "0.0005"), missing=[name])
+
+    found = fp8calib.check(folder, engine="vllm", run=True, engine_python=python).engines["vllm"]
+
+    assert found.ok is not is_doubted
+    assert not found.unknown
+    if is_doubted:
+        assert found.weights is not None
+        assert name in found.weights.why
 
 
 def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> None:
@@ -198,7 +219,7 @@ def test_the_loader_tells_what_is_unknown(
     """Of a config that names another class, nothing is known without it."""
     shutil.copytree(overlay, tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
-    changed = json.dumps(config | {"architectures": ["LlamaModel"]})
+    changed = json.dumps(config | {"architectures": ["MineForCausalLM"]})
     (tmp_path / "other" / "config.json").write_text(changed)
     python = make_python(tmp_path / "python", scales=hold(k, k))
     other = tmp_path / "other"
@@ -238,10 +259,11 @@ def test_a_weight_that_is_filled_under_another_name_is_not_missing() -> None:
     router, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     model = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"gate": router}), "up": other})
     model["gate"] = router
+    model["experts"].register_parameter("w13_weight", torch.nn.Parameter(torch.ones(2)))
 
     loaded = {"gate.weight", "gate.bias", "up.bias"}
 
-    assert list(_list_missing(model, loaded)) == ["up.weight"]
+    assert list(_list_missing(model, loaded)) == ["experts.w13_weight", "up.weight"]
 
 
 def test_small_tensors_take_values_and_only_the_shape_of_large_ones() -> None:

@@ -14,8 +14,8 @@ from tests.engines.check_handmade import (
     plain_geometry,
 )
 from tests.engines.test_check_sglang_json import GOOD, change
+from tests.kit.numbers import finite
 from tests.real_engines.sglang_loader import Loader, extract_loader
-from tests.real_engines.test_vllm_goldens import finite
 
 FACTORS = (
     '{"0": {"0": 0.05, "1": 0.04}}',

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Sequence
 
 import pytest
 
 from tests.engines.vllm_cases import CASES, GOLDENS
+from tests.kit.numbers import finite
 from tests.real_engines.fuzz.engines import list_layers
 from tests.real_engines.vllm_job import load_or_refuse
 
@@ -36,11 +35,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
         GOLDENS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return found
-
-
-def finite(numbers: Sequence[float]) -> float | None:
-    """Give what `check` tells of numbers: the largest, and none where one is not finite."""
-    return max(numbers) if all(map(math.isfinite, numbers)) else None
 
 
 @pytest.mark.parametrize("name", CASES)

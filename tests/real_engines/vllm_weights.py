@@ -3,10 +3,11 @@
 Runs in vLLM's own environment, which takes long to import: a fork of this process loads each model.
 A job names `model`, `dtype` and `result`, a safetensors file of all parameters: `loaded.X` as the
 loader left them, `ready.X` as vLLM has prepared them for its kernels, `held.LAYER.k`, `.v` and
-`.is_fp8` of attention layers, and `scheme.X` of linears and experts, as text. No kernel is looked
-for: the CPU build has none for FP8 matrices without AMX and none for FP4, and experts keep the form
-in which they were loaded. Where a model is refused, a text file beside `result` has the error and
-the engine's line. A line on stdout says that a job is done.
+`.is_fp8` of attention layers, `scheme.X` of linears and experts, as text, and `pooling` where vLLM
+runs the model to embed text. No kernel is looked for: the CPU build has none for FP8 matrices
+without AMX and none for FP4, and experts keep the form in which they were loaded. Where a model is
+refused, a text file beside `result` has the error and the engine's line. A line on stdout says that
+a job is done.
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
         init_worker_distributed_environment(config, 0, f"file://{folder}/ranks", 0, "gloo")
         loader = get_model_loader(config.load_config)
         loader.load_model(vllm_config=config, model_config=config.model_config)
+    if config.model_config.runner_type != "generate":
+        taken["pooling"] = torch.tensor(True)
     return taken | list_held(config)
 
 

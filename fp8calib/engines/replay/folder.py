@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,11 +86,15 @@ class ScaleFolder:
     """Why the weights are not read, although engines may read them; empty where they are."""
     recorded: Mapping[str, str] = field(default_factory=dict)
     """By file: the FP8 format that its header names for the scales; empty where it names none."""
+    preferred: str = ""
+    """What the engine opens in place of all other files, in words; empty where it does not."""
+    order: Callable[[str], Any] | None = None
+    """What of a name the engine sorts files by; None where it compares the names as texts."""
 
     @property
     def files(self) -> list[str]:
-        """All `*.safetensors` files, readable or not, in order."""
-        return sorted({*self.tensors, *self.faults})
+        """All `*.safetensors` files, readable or not, in the order in which they are opened."""
+        return sorted({*self.tensors, *self.faults}, key=self.order)
 
     @property
     def indexed(self) -> Mapping[str, str] | None:

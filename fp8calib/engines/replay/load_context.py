@@ -39,7 +39,7 @@ def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
         shown = ", ".join(map(shorten, missing[:3]))
         why = f"the index names files that are missing ({shown}): {error}"
         raise Refusal(why, fix="complete the download, or remove them from the index")
-    return sorted(listed)
+    return [file for file in folder.files if file in listed]
 
 
 def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:

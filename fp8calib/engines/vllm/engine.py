@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.model_types import ADDED_ROOTS, RENAMING_TYPES, TIED_TYPES
+from fp8calib.engines.vllm.model_types import ADDED_ROOTS, HEADLESS_TYPES, RENAMING_TYPES
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 from fp8calib.fp8.schemes import Granularity
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 
 _REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
+
+
+def _view(folder: ScaleFolder) -> ScaleFolder:
+    from fp8calib.engines.vllm.files import open_as_vllm  # noqa: PLC0415
+
+    return open_as_vllm(folder)
 
 
 def _make_replay(release: Release) -> ReplayFolder:
@@ -126,7 +132,8 @@ _NAME_RULES = NameRules(
     is_silent_if_quantized=True,
     bare_types=tuple(ADDED_ROOTS),
     skipped_experts=("glm4_moe", "qwen3_moe"),
-    tied_types=TIED_TYPES,
+    headless_types=HEADLESS_TYPES,
+    tied_types=("Gemma3ForConditionalGeneration",),  # its text_config decides, not run
 )
 
 
@@ -143,6 +150,7 @@ def _make_engine(release: Release) -> Engine:
             ranks_flag="--tensor-parallel-size",
         ),
         numerics=make_numerics(release),
+        view=_view,
         replay_folder=_make_replay(release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         tensor_file_condition="it is read only inside a model folder without "

@@ -159,9 +159,10 @@ ADDED_ROOTS: Mapping[str, str] = {
 }
 """The roots that native types add to a name without one (`mistral.py`, `opt.py`, `bloom.py`,
 `gpt2.py`)."""
-TIED_TYPES = ("gemma2", "gemma3_text", "gemma3n_text")
-"""Types that stop where config.json unties the output layer and stores it (gemma2, gemma3n_text),
-or take the embedding where it is not stored (gemma3_text). Run in 0.32.0."""
+HEADLESS_TYPES = ("gemma2", "gemma3n_text")
+"""Types whose class has no output layer, but computes with the embedding. They stop at one that is
+stored and that config.json unties (`models/gemma2.py`, `models/gemma3n.py`: run in 0.32.0, read in
+0.26.0 to 0.33.0)."""
 SKIPPED_ROOTS: Mapping[str, str] = {
     **dict.fromkeys(("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "mtp."),
     **dict.fromkeys(("cohere", "cohere2"), "lm_head."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
@@ -41,6 +41,7 @@ from fp8calib.engines.vllm.model_types import (
 from fp8calib.engines.vllm.native_classes import (
     BACKEND_PLACES,
     CLASS,
+    generates_nothing,
     has_class,
     is_other_class,
     is_unsupported,
@@ -84,12 +85,12 @@ def replay_vllm(
         context.problems.append(_NEEDS_FLASH_ATTENTION)
     _note_release(context, method, release)
     if method is None:
-        return context.report(layers)
+        return _report(context, layers)
     if method is not KvMethod.NONE:
         _note_loaded(context, method, release, on_gpus=on_gpus)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
-    report = context.report(layers)
+    report = _report(context, layers)
     if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
         report = _misread_stacks(report, context)
     if method is KvMethod.QUARK and (name := _find_convolution(context, quantization)):
@@ -107,6 +108,20 @@ def replay_vllm(
         e5m2=_E5M2,
         fnuz_device="AMD gfx94x" if is_unchanged else "",
     )
+
+
+def _report(context: LoadContext, layers: Sequence[LayerVerdict]) -> EngineReport:
+    report = context.report(layers)
+    is_pooling = generates_nothing(context.folder.config, context.geometry)
+    return report.model_copy(update={"weights": _POOLING}) if is_pooling else report
+
+
+_POOLING = LoadVerdict(
+    status=Status.MISREAD,
+    why="config.json names no class with an output layer, so vLLM takes it for a model of kind "
+    "pooling, which generates no text",
+    fix="name the model's class under architectures in config.json",
+)
 
 
 def _find_convolution(context: LoadContext, quantization: Mapping[str, object]) -> str:

@@ -23,6 +23,8 @@ from typing import Any
 from unittest import mock
 
 _MOST_ELEMENTS = 4096
+_WEIGHTS = (".weight", ".bias", ".w13_weight", ".w2_weight")
+"""How the names of weights and biases end; the last two are those of all experts of a layer."""
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for aliases in names.values():
-        if loaded.isdisjoint(aliases) and aliases[0].endswith((".weight", ".bias")):
+        if loaded.isdisjoint(aliases) and aliases[0].endswith(_WEIGHTS):
             yield aliases[0]
 
 

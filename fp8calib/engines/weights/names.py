@@ -37,6 +37,7 @@ _MISFIT_FIX = "use the config.json that the weights were saved with"
 _NAMES_FIX = "write the tensors under the names that save_pretrained gives them"
 _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
 _TIED = "is of its own by config.json, but the class may take the embedding instead"
+_HEADLESS = "is of its own by config.json, but the engine's class has no output layer, and stops"
 _HEAD = "lm_head.weight"
 _WRAPPER = "ForConditionalGeneration"
 _DRAFT = "mtp"
@@ -50,6 +51,7 @@ _EXPERT_PARTS = {
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 _NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
+_PREFERRED_BY_VLLM = "consolidated"
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
 
@@ -74,7 +76,7 @@ def _list_opened_files(folder: ScaleFolder, opened: Opened) -> list[str]:
         named = {each for each in folder.tensors if not any(word in each for word in skipped)}
     elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
         named = {SINGLE_FILE_NAME}
-    return [file for file in folder.tensors if file in named]
+    return [file for file in folder.files if file in named and file in folder.tensors]
 
 
 def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
@@ -103,9 +105,10 @@ def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[st
         problems.append(f"{INDEX_NAME} does not name {what}; engines load whole files")
     for file, held in folder.tensors.items():
         if file not in named and (name := next(filter(geometry.parameters.get, held), None)):
+            openers = "TGI and vLLM open" if file.startswith(_PREFERRED_BY_VLLM) else "TGI opens"
             problems.append(
-                f"{INDEX_NAME} does not name {shorten(file)}, which contains {shorten(name)}: TGI "
-                "opens it, other engines do not"
+                f"{INDEX_NAME} does not name {shorten(file)}, which contains {shorten(name)}: "
+                f"{openers} it, other engines do not"
             )
     return problems
 
@@ -131,7 +134,7 @@ def _find_replaced(folder: ScaleFolder) -> str:
 
     vLLM 0.32.0 and transformers 5.23 keep the last one (run).
     """
-    files = sorted(_list_opened_files(folder, Opened.INDEXED))
+    files = _list_opened_files(folder, Opened.INDEXED)
     indexed = folder.indexed or {}
     for first, last in combinations(files, 2):
         for name in folder.tensors[first].keys() & folder.tensors[last].keys():
@@ -224,8 +227,8 @@ def compare_parameters(
         len(tensors[each.subject].shape) > 1 for each in doubts if each.subject in tensors
     )
     absent = [] if explains else list(_list_absent_names(geometry, tensors))
-    if unties and geometry.model_type in rules.tied_types:
-        doubts.append(_doubt(_HEAD, _TIED, _TIED_FIX))
+    if unties and (found := _judge_tied_head(rules, geometry, tensors)) is not None:
+        doubts.append(found)
         absent = [name for name in absent if name != _HEAD]
     return list(
         join_alike(
@@ -244,8 +247,10 @@ def _list_name_doubts(
 ) -> Iterator[Finding]:
     """List tensors that the model's class does not have, or has under another name."""
     is_skipping = geometry.model_type in rules.skipped_experts
+    owners = {linear.runner for _, linear in geometry.linears() if linear.num_experts}
     for name in _list_leftovers(geometry, tensors):
-        if is_skipping and split_expert(name.rpartition(".")[0]) is not None:
+        expert = split_expert(name.rpartition(".")[0])
+        if is_skipping and expert is not None and expert[0] in owners:
             why = "has a name that the engine leaves out: its expert is uninitialised memory"
             yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
         else:
@@ -257,6 +262,17 @@ def _list_name_doubts(
         for name in geometry.renamed:
             if name in tensors and not (is_bare and _lacks_root(geometry, name)):
                 yield _doubt(name, "has another name than the model's class gives it", _NAMES_FIX)
+
+
+def _judge_tied_head(
+    rules: NameRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Finding | None:
+    """Judge an output layer that is untied in config.json alone; None where the class has one."""
+    is_headless = geometry.model_type in rules.headless_types
+    if is_headless and _HEAD in tensors and not geometry.architecture.endswith(_WRAPPER):
+        return Finding(status=Status.REFUSED, subject=_HEAD, why=_HEADLESS, fix=_TIED_FIX)
+    is_tied = {geometry.model_type, geometry.architecture} & {*rules.tied_types}
+    return _doubt(_HEAD, _TIED, _TIED_FIX) if is_headless or is_tied else None
 
 
 def _doubt(name: str, why: str, fix: str, if_loaded: str = "") -> Finding:

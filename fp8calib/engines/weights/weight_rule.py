@@ -55,8 +55,10 @@ class NameRules:
     """Types whose tensors it also finds without the first part of their names."""
     skipped_experts: tuple[str, ...] = ()
     """Types for which it leaves out experts under other names without an error."""
+    headless_types: tuple[str, ...] = ()
+    """Types without an output layer: it takes the embedding, and stops at a stored, untied one."""
     tied_types: tuple[str, ...] = ()
-    """Types whose output layer it always makes of the embedding."""
+    """Types and classes whose output layer it may make of the embedding."""
     is_silent: bool = False
     """It compares nothing: it raises no error for a parameter that no tensor fills."""
     is_silent_if_quantized: bool = False

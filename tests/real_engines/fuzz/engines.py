@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from fp8calib.engines.vllm.run import LoaderAnswer
+from fp8calib.engines.vllm.run import EXPERTS, LoaderAnswer
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.observation import (
@@ -30,6 +30,7 @@ from tests.real_engines.fuzz.observation import (
 from tests.real_engines.vllm_job import RunLoader, WeightLoader
 
 _TIMEOUT_S = 120
+_POOLING = "vLLM runs it to embed text"
 _TOKENS = torch.arange(5, 13)[None]
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -68,6 +69,7 @@ class VllmObserver:
         if isinstance(held, str):
             return Observation(error=held)
         fault = _find_fault(held, meant) or _find_input_fault(held, model)
+        fault = _POOLING if "pooling" in held else fault
         return Observation(layers=list_layers(held), weights_fault=fault)
 
     def _ask(self, model: Path) -> Tensors | str:
@@ -92,7 +94,8 @@ class RunObserver:
         if answer.error:
             build = "the build for CPU: " if answer.is_of_the_build else ""
             return Observation(error=f"{build}{answer.error}")
-        missing = next(iter(answer.missing), "")
+        missing = next((each for each in answer.missing if not each.endswith(EXPERTS)), "")
+        fault = f"{missing} is filled with nothing" if missing else ""
         held = answer.scales[0].items()
         return Observation(
             layers={
@@ -100,7 +103,7 @@ class RunObserver:
                 for name, pair in held
                 if (index := find_index(name)) is not None
             },
-            weights_fault=f"{missing} is filled with nothing" if missing else "",
+            weights_fault=fault if answer.runner == "generate" else _POOLING,
         )
 
     def ask(self, model: Path, *_: object, has_kv: bool, **__: object) -> LoaderAnswer:

@@ -69,6 +69,23 @@ def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
     answer["meta_info"]["input_token_logprobs"][1][1] = 0
     with pytest.raises(AnswerError, match="token 1 is 0, not 3"):
         KINDS["sglang"].read_scores(answer, IDS, 2)
+    answer = json.loads(json.dumps(SGLANG))
+    answer["meta_info"]["input_token_logprobs"][2][1] = 7
+    with pytest.raises(AnswerError, match="token 2 is 7, not 8"):
+        KINDS["sglang"].read_scores(answer, IDS, 2)
+
+
+def test_sglang_gives_no_likely_tokens_where_none_are_asked_for() -> None:
+    answer = json.loads(json.dumps(SGLANG))
+    answer["meta_info"]["input_top_logprobs"] = []
+    assert KINDS["sglang"].read_scores(answer, IDS, 0).top_ids.shape == (2, 0)
+
+
+def test_sglang_without_any_token_is_an_answer_of_another_length() -> None:
+    answer = json.loads(json.dumps(SGLANG))
+    answer["meta_info"]["input_token_logprobs"] = []
+    with pytest.raises(AnswerError, match="of 0 tokens, not of 2"):
+        KINDS["sglang"].read_scores(answer, IDS, 0)
 
 
 def test_sglang_writes_null_for_nan() -> None:

@@ -1,0 +1,67 @@
+"""Which weights files of a folder vLLM opens, and in which order.
+
+vLLM 0.26.0 to 0.33.0 `model_loader/default_loader.py` (`_prepare_weights`),
+`model_loader/weight_utils.py` (`_natural_sort_key`), `transformers_utils/repo_utils.py`
+(`list_filtered_repo_files`); read, and 0.32.0 run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from fnmatch import fnmatch
+
+from fp8calib.checkpoint.weight_index import read_index
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.errors import ModelError, cut_list, shorten
+
+_PREFERRED = "consolidated*.safetensors"
+_INDEX = "consolidated.safetensors.index.json"
+
+
+def open_as_vllm(folder: ScaleFolder) -> ScaleFolder:
+    """Give a folder as vLLM opens it: 2 before 10, and of `consolidated*` files nothing else.
+
+    Such a file in a folder below is enough for vLLM to look for them, but it is not opened.
+
+    Raises:
+        Refusal: vLLM finds no file.
+    """
+    ordered = replace(folder, order=_split_numbers)
+    found = folder.path.rglob(_PREFERRED) if folder.is_on_disk else ()
+    causes = sorted(str(each.relative_to(folder.path)) for each in found if each.is_file())
+    if not causes:
+        return ordered
+    chosen = _choose(folder, causes[0])
+    return replace(
+        ordered,
+        tensors={file: each for file, each in folder.tensors.items() if file in chosen},
+        faults={file: each for file, each in folder.faults.items() if file in chosen},
+        preferred=f"vLLM opens {cut_list(sorted(chosen), 3)} and no other file",
+        has_index=False,
+        index=None,
+    )
+
+
+def _choose(folder: ScaleFolder, cause: str) -> Collection[str]:
+    files = {file for file in folder.files if fnmatch(file, _PREFERRED)}
+    if not files:
+        why = f"because of {shorten(cause)} vLLM looks for {_PREFERRED} alone, and finds none"
+        raise Refusal(f"{why} beside config.json (RuntimeError)", fix="move it out of the folder")
+    path = folder.path / _INDEX
+    if not path.is_file():
+        return files
+    try:
+        listed = set(read_index(path).weight_map.values())
+    except ModelError as error:
+        raise Refusal(error.message, fix="write it again") from error
+    if missing := sorted(listed - files):
+        why = f"{_INDEX} names {cut_list(missing, 3)}: FileNotFoundError"
+        raise Refusal(why, fix="complete the download")
+    return listed
+
+
+def _split_numbers(file: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file)]

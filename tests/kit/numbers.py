@@ -1,0 +1,11 @@
+"""What `check` tells of the numbers that an engine holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def finite(numbers: Sequence[float]) -> float | None:
+    """Give the largest, and none where one is not finite."""
+    return max(numbers) if all(map(math.isfinite, numbers)) else None
