@@ -62,7 +62,7 @@ class QuantizeRequest:
         Option(
             "--scheme",
             metavar="|".join(SCHEMES),
-            help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
+            help=f"{'. '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
             f"{GPTQ}, which measures them.",
         ),
     ]
