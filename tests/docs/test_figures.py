@@ -104,10 +104,8 @@ def read_rows(title: str) -> dict[str, list[str]]:
 ENGINE_ROWS = read_rows("scheme | KLD, vLLM")
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [pytest.param(each, marks=() if each == "w8a16" else takes_minutes) for each in ENGINE_ROWS],
-)
+@takes_minutes
+@pytest.mark.parametrize("scheme", ENGINE_ROWS)
 @pytest.mark.usefixtures("place")
 def test_engines_differ_as_the_results_say(scheme: str) -> None:
     (command,) = list_runs(RESULTS)
