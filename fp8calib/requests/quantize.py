@@ -62,7 +62,7 @@ class QuantizeRequest:
         Option(
             "--scheme",
             metavar="|".join(SCHEMES),
-            help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
+            help=f"{'. '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
             f"{GPTQ}, which measures them.",
         ),
     ]
@@ -78,9 +78,7 @@ class QuantizeRequest:
             choices=(NEAREST, GPTQ),
             help=f"How weights are rounded: {NEAREST}, or {GPTQ}, which runs text through the "
             "model layer by layer, and lets later columns of a weight make up for the errors of "
-            "earlier ones. Its files lose less; nearest is the default because it needs neither "
-            "text nor a class of the model. The options of the text are --data, --samples, "
-            "--seq-len, --batch-size and --no-pack.",
+            "earlier ones. Its files lose less.",
         ),
     ] = NEAREST
     data: shared.DataOption = None

@@ -24,7 +24,7 @@ from fp8calib.requests.shared import spread_formats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import run, succeed
-from tests.docs.pages import PAGES, ROOT, Command, list_commands
+from tests.docs.pages import PAGES, ROOT, Command, list_commands, list_outputs
 
 MODELS = ("MODEL", "demo/SmolLM2-135M-Instruct", "meta-llama/Llama-3.3-70B-Instruct")
 QUICK = ("--samples", "8", "--seq-len", "16", "--dtype", "float32")
@@ -109,19 +109,15 @@ def test_every_command_of_a_page_runs(page: Path, workspace: Path) -> None:
 
 @pytest.mark.usefixtures("workspace")
 def test_the_output_in_the_readme_is_what_the_program_prints() -> None:
-    """Each line but the answer of `verify`, which depends on the model; numbers may differ."""
-    readme = PAGES[0].read_text()
-    (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    whole = re.sub(r"\n  (?=\S)", " ", shown)  # two spaces continue a line
-    answer, *lines = (line for line in whole.splitlines() if line and not line.startswith("$ "))
-    printed: set[str] = set()
-    for command in list(filter(is_run, list_commands(PAGES[0])))[:3]:
+    """But for numbers, and the answers of `verify`, which depend on the model."""
+    outputs = [each for each in list_outputs(PAGES[0]) if each[0].words[1] != "verify"]
+    assert [command.words[1] for command, _ in outputs] == ["calibrate", "check"]
+    for command, shown in outputs:
         words = list(command.words[1:])
-        outcome = run(*words, *_quicken(words))
-        assert outcome.code == 0, outcome.err
-        printed |= {_hide_numbers(line) for line in outcome.out.splitlines()}
-    assert answer.startswith("this model does not need KV scales: ")
-    assert [line for line in lines if _hide_numbers(line) not in printed] == []
+        printed = {
+            _hide_numbers(line) for line in succeed(*words, *_quicken(words)).out.splitlines()
+        }
+        assert [line for line in shown if _hide_numbers(line) not in printed] == []
 
 
 def _hide_numbers(line: str) -> str:

@@ -79,6 +79,14 @@ def test_code_fits_its_column(page: Path) -> None:
     assert [line for line in lines if len(line) > 88] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_sentence_has_at_most_35_words(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```|<!--.*?-->", "\n\n", page.read_text(), flags=re.M | re.S)
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[*|#-]|\d+\.)\s?)| \| ", prose)
+    sentences = (each for part in parts for each in re.split(r"(?<=[.!?])\*{0,2}\s", part))
+    assert [each for each in sentences if len(each.split()) > 35] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 130
 

@@ -12,8 +12,9 @@ import typer
 
 import fp8calib
 from fp8calib.cli.app import app
-from fp8calib.options.option import Option
+from fp8calib.options.option import Option, list_options
 from fp8calib.recipe import parse_recipe
+from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.requests.merge import MergeRequest
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import list_requests, make_commands
@@ -84,10 +85,14 @@ def test_the_page_lists_every_recipe() -> None:
 
 
 def test_the_page_explains_every_key() -> None:
+    """A key that is an option is explained there."""
     keys = succeed("recipes", "kv", "--json").json["schema"]
+    options = (each.option for each in list_options(CalibrateRequest))
+    flags = {option.help: f"as `{option.flags}`" for option in options}
     rows = [
-        [f"`{key}`", f"`{text['default']}`" if text["default"] else "", text["description"]]
+        [f"`{key}`", f"`{text['default']}`" if text["default"] else "", flags.get(meaning, meaning)]
         for key, text in keys.items()
+        for meaning in [text["description"]]
     ]
     compare_generated(
         PAGE, make_table(["key", "default", "meaning"], rows), maker=MAKER, name="keys"

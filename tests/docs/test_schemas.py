@@ -22,7 +22,6 @@ from tests.docs.pages import DOCS, compare_generated
 
 FOLDER = DOCS / "schemas"
 QUICK = ("--samples", 8, "--seq-len", 16, "--dtype", "float32")
-COMMON_KEYS = {"schema_version", "passed"}
 NO_COMMANDS = {"error", "plan", "recipe"}
 """Schemas of what is no command's result: errors, --dry-run, and the YAML of recipes."""
 
@@ -79,29 +78,6 @@ def test_the_schemas_are_those_of_the_types(name: str) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     text = json.dumps(schema, indent=2) + "\n"
     compare_generated(FOLDER / f"{name}.json", text, maker="tests/docs/test_schemas.py")
-
-
-def test_the_page_lists_the_keys_of_every_schema() -> None:
-    subjects = {"plan": "`--dry-run` of a command", "error": "an error of any command"}
-    rows = [
-        f"| {subjects.get(name, f'`{name}`')} | {_list_keys(schema)} | "
-        f"[{name}.json](schemas/{name}.json) |"
-        for name, schema in make_schemas().items()
-        if name != "recipe"
-    ]
-    table = "\n".join(["| what | keys | schema |", "|---|---|---|", *rows, ""])
-    page = DOCS / "reference.md"
-    compare_generated(page, table, maker="tests/docs/test_schemas.py", name="keys")
-
-
-def _list_keys(schema: dict[str, Any]) -> str:
-    """List the keys of an object, or of each of several, without those that all have."""
-    kinds = [schema["$defs"][each["$ref"].rpartition("/")[2]] for each in schema.get("anyOf", ())]
-    listed = (
-        ", ".join(f"`{key}`" for key in kind["properties"] if key not in COMMON_KEYS)
-        for kind in kinds or [schema]
-    )
-    return "; or ".join(listed)
 
 
 def test_every_command_has_a_schema_and_every_schema_a_command() -> None:

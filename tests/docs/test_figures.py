@@ -1,0 +1,135 @@
+"""The figures of README.md and docs/results.md: what their own commands print.
+
+Figures and their errors are read from the page. A figure may be three standard errors of the
+difference away, because another version of Python brings another text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.program import succeed
+from tests.docs.pages import DOCS, ROOT, Command, list_commands, list_outputs
+
+README = ROOT / "README.md"
+RESULTS = DOCS / "results.md"
+MODEL = Path("demo") / "SmolLM2-135M-Instruct"
+CALIBRATION = "demo/calibration"
+FIGURE = r"([+-]?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)"
+OTHER = r"\d+\.\d s \(\d+ tokens/s\)|\d+\.\d+\.\d+|\.\.\."
+"""Durations, versions of engines, and what a page leaves out."""
+LOOSE = re.compile(rf"(?P<figure>{FIGURE})|{OTHER}")
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / MODEL).is_dir(), reason="no demo model: scripts/fetch-demo-model"
+)
+takes_minutes = pytest.mark.skipif(
+    not os.environ.get("FP8CALIB_TEST_ENGINES"), reason="takes minutes: scripts/test-engines"
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give an empty folder with the demo model."""
+    (tmp_path / MODEL.parent).mkdir()
+    (tmp_path / MODEL).symlink_to((ROOT / MODEL).resolve())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def list_runs(page: Path) -> Iterable[Command]:
+    return (each for each in list_commands(page) if each.words[0] == "fp8calib")
+
+
+def loosen(shown: str) -> str:
+    """Make a pattern of what a page shows, with two groups for a figure and its error."""
+    pattern, end = "", 0
+    for match in LOOSE.finditer(shown):
+        pattern += re.escape(shown[end : match.start()]) + (FIGURE if match["figure"] else ".*")
+        end = match.end()
+    return pattern + re.escape(shown[end:])
+
+
+def agree(shown: str, found: re.Match[str]) -> bool:
+    """Whether every figure is the one of the page, within three standard errors."""
+    mine = [tuple(map(float, found.groups()[i : i + 2])) for i in range(0, len(found.groups()), 2)]
+    told = [tuple(map(float, pair)) for pair in re.findall(FIGURE, shown)]
+    pairs = zip(told, mine, strict=True)
+    return all(abs(a - b) <= 3 * math.hypot(a_se, b_se) for (a, a_se), (b, b_se) in pairs)
+
+
+def check_shown(shown: str, printed: str, *, before: str = "", after: str = "") -> None:
+    """Require that one place of what was printed is what a page shows."""
+    found = list(re.finditer(before + loosen(shown) + after, printed, re.MULTILINE))
+    assert found, f"not printed: {shown}\n{printed}"
+    assert any(agree(shown, each) for each in found), f"{shown}\n{found[0][0]}"
+
+
+@pytest.mark.parametrize("is_calibrated", [False, pytest.param(True, marks=takes_minutes)])
+@pytest.mark.usefixtures("place")
+def test_the_commands_of_the_readme_print_its_figures(is_calibrated: bool) -> None:
+    outputs = dict(list_outputs(README))
+    commands = [each for each in list_runs(README) if (CALIBRATION in str(each)) is is_calibrated]
+    assert len(commands) == 3
+    for command in commands:
+        printed = succeed(*command.words[1:]).out
+        for line in outputs.get(command, ()):
+            check_shown(line, printed, before="^", after="$")
+
+
+def test_the_readme_has_no_figure_that_is_not_checked() -> None:
+    """Beside those of its commands there is the table of schemes, which is that of the results."""
+    text = README.read_text(encoding="utf-8")
+    outputs = " ".join(line for _, lines in list_outputs(README) for line in lines)
+    checked = re.findall(FIGURE, outputs + "".join(re.findall(r"^\| `.*$", text, re.MULTILINE)))
+    assert len(checked) > 6
+    assert len(re.findall(FIGURE, " ".join(text.split()))) == len(checked)
+
+
+def read_rows(title: str) -> dict[str, list[str]]:
+    """Read the table of the results whose first line begins so: the cells after each scheme."""
+    (table,) = re.findall(rf"^\| {re.escape(title)}.*\n((?:\|.*\n)+)", RESULTS.read_text(), re.M)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[1:]]
+    return {scheme.strip("`"): cells for scheme, *cells in rows}
+
+
+ENGINE_ROWS = read_rows("scheme | KLD, vLLM")
+
+
+@takes_minutes
+@pytest.mark.parametrize("scheme", ENGINE_ROWS)
+@pytest.mark.usefixtures("place")
+def test_engines_differ_as_the_results_say(scheme: str) -> None:
+    (command,) = list_runs(RESULTS)
+    assert "w8a16" in command.words
+    more: tuple[str, ...] = ()
+    if scheme == "fp8-static":
+        (calibrate,) = (each for each in list_runs(README) if each.words[1] == "calibrate")
+        succeed(*calibrate.words[1:])
+        more = ("--scales", CALIBRATION)
+    words = (scheme if word == "w8a16" else word for word in command.words[1:])
+    printed = succeed(*words, *more).out
+    kld, *others = ENGINE_ROWS[scheme]
+    check_shown(kld, printed, before=r"^\S+ in vllm +\w+ +")
+    for engine, told in zip(("sglang", "tgi"), others, strict=True):
+        check_shown(told, printed, before=rf"^.* against vllm, .*?\b{engine} [a-z ]*")
+
+
+@takes_minutes
+def test_schemes_cost_what_the_results_say() -> None:
+    module = ("-m", "scripts.benchmarks.quality", "--model", str(MODEL), "--peers-python", "none")
+    printed = subprocess.run(
+        [sys.executable, *module], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    rows = read_rows("scheme | size")
+    assert len(rows) == 4
+    for scheme, cells in rows.items():
+        check_shown(f"| {scheme} | {' | '.join(cells)} |", printed)
