@@ -197,7 +197,7 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     ("has_kv", "change", "summary"),
     [
         (True, {"max_position_embeddings": 0}, ", 2 of 2 layers served if the engine loads it"),
-        (True, {"architectures": ["LlamaModel"]}, ""),
+        (True, {"architectures": ["MineForCausalLM"]}, ""),
         (False, {"max_position_embeddings": 0}, "; the KV cache is not quantized"),
     ],
 )
