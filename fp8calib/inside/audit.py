@@ -122,6 +122,7 @@ class _Held:
 
     @property
     def copies(self) -> Mapping[str, tuple[float, ...]]:
+        """The numbers by copy."""
         return self.layer.scales[self.role]
 
     @property
@@ -136,10 +137,11 @@ class _Held:
     def is_used(self) -> bool:
         """Whether the backend is known to compute with a wrong number."""
         read = set(self.layer.list_read(self.role))
-        return bool(read & set(self.wrong)) or (not self.layer.reads and self._all_wrong)
+        return bool(read & set(self.wrong)) or (not self.layer.reads and self.all_wrong)
 
     @property
-    def _all_wrong(self) -> bool:
+    def all_wrong(self) -> bool:
+        """Whether no copy is as the file means."""
         return len(self.wrong) == len(self.copies)
 
     def describe_use(self) -> str:
@@ -216,9 +218,10 @@ def _describe_faults(
     for each in faults:
         is_read = tuple(copy in each.layer.list_read(each.role) for copy in each.wrong)
         key = (each.role, each.wrong, is_read, each.number if each.number in (0.0, 1.0) else None)
-        groups[(*key, each.layer.backend, causes[each.rank])].append(each)
+        cause = causes[each.rank] if each.role in KV_ROLES else ""
+        groups[(*key, each.layer.backend, cause)].append(each)
     sentences = {}
-    for same in groups.values():
+    for (*_, cause), same in groups.items():
         by_rank: dict[int, list[int]] = defaultdict(list)
         for each in same:
             by_rank[each.rank].append(each.layer.index)
@@ -228,18 +231,19 @@ def _describe_faults(
         for layers, ranks in by_layers.items():
             chosen = [each for each in same if each.rank in ranks]
             place = f"{_count('rank', ranks)}: " if has_ranks else ""
-            text = f"{place}{_count('layer', layers)}: {_describe(chosen)}{causes[ranks[0]]}"
+            text = f"{place}{_count('layer', layers)}: {_describe(chosen)}{cause}"
             sentences |= {id(each): text for each in chosen}
     return sentences
 
 
 def _describe(same: Sequence[_Held]) -> str:
     first = same[0]
+    wrong = "all copies" if first.all_wrong else _join(first.wrong)
     right = [copy for copy in first.copies if copy not in first.wrong]
     is_right = f", {_join(right)} {'is' if len(right) == 1 else 'are'} right" if right else ""
-    verb = "is" if len(first.wrong) == 1 else "are"
+    verb = "is" if len(first.wrong) == 1 and right else "are"
     return (
-        f"{_join(first.wrong)} of {first.role} {verb} {_span(each.number for each in same)}, the "
+        f"{wrong} of {first.role} {verb} {_span(each.number for each in same)}, the "
         f"file means {_span(max(each.meant) for each in same)}{is_right}: {first.describe_use()}"
     )
 

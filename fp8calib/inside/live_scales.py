@@ -20,6 +20,8 @@ COPIES = {"device": "_{}_scale", "float": "_{}_scale_float", "cpu": "_{}_scale_c
 """The attribute of an attention layer that holds a copy, for a role."""
 _READ = re.compile(r"\b(?:layer|self)\.(_[kvq]_scale(?:_float|_cpu)?)\b")
 
+_FOREIGN = ("abc", "builtins", "torch", "typing")
+
 
 class LiveScales:
     """What a rank answers about the scales that it multiplies by."""
@@ -110,13 +112,19 @@ def list_read(module: Any) -> list[str]:
 
     Empty where there is no source.
     """
-    kinds = (*type(module.impl).__mro__, *type(module).__mro__)
-    classes = [each for each in kinds if each.__module__.startswith("vllm")]
     try:
-        sources = [inspect.getsource(each) for each in classes]
+        names = _list_read_by(type(module.impl))
+        of_layer = _list_read_by(type(module))
     except (OSError, TypeError):
         return []
-    return sorted({name for source in sources for name in _READ.findall(source)})
+    if getattr(module, "query_quant", ...) is None:
+        of_layer.discard("_q_scale")  # the layer quantizes no query
+    return sorted(names | of_layer)
+
+
+def _list_read_by(kind: type) -> set[str]:
+    classes = [each for each in kind.__mro__ if each.__module__.split(".")[0] not in _FOREIGN]
+    return {name for each in classes for name in _READ.findall(inspect.getsource(each))}
 
 
 def _write(module: Any, role: str, number: float) -> None:

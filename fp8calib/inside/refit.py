@@ -19,6 +19,8 @@ from fp8calib.scales.scale_table import ScaleTable
 def plan_refit(answers: Sequence[RankAnswer], table: ScaleTable) -> dict[Slot, float]:
     """Choose one number for each layer and role, the same on all ranks.
 
+    A q without a scale gets 1.0, as when vLLM loads a checkpoint.
+
     Raises:
         ModelError: the scales are of another model, or the engine cannot use them.
     """
@@ -26,11 +28,14 @@ def plan_refit(answers: Sequence[RankAnswer], table: ScaleTable) -> dict[Slot, f
     _refuse_misfit(answers, attentions)
     fmt = E4M3FNUZ if answers[0].is_fnuz else E4M3FN
     fitted = convert_table(table, fmt=fmt, per_head=False)
-    return {
-        (index, role): float(fitted.scales[attention.site(role)].values[0])
+    sites = {
+        (index, role): attention.site(role)
         for index, attention in attentions.items()
         for role in (*KV_ROLES, Role.Q)
-        if role in KV_ROLES or attention.site(role) in fitted.scales
+    }
+    return {
+        slot: float(fitted.scales[site].values[0]) if site in fitted.scales else 1.0
+        for slot, site in sites.items()
     }
 
 

@@ -1,0 +1,81 @@
+"""A Llama of four layers with KV scales, and what goes wrong with them in a running vLLM.
+
+`goldens/live-vllm-0.32.0.json` has what two ranks answered, without a fault and with each;
+`scripts/test-engines --record` writes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import zoo
+from tests.engines.check_handmade import PER_TENSOR
+
+GOLDENS = Path(__file__).with_name("goldens") / "live-vllm-0.32.0.json"
+FAULTS = (
+    *("one_layer", "zeros", "zeros_on_device", "stale_float", "stale_cpu", "swapped", "shifted"),
+    *("doubled", "query", "not_a_number"),
+)
+K = (0.005, 0.0055, 0.006, 0.0065)
+V = (0.0063, 0.00693, 0.00756, 0.00819)
+"""Near what the random weights reach; no two are alike."""
+Answers = list[dict[str, Any]]
+
+
+def write_model(
+    folder: Path, *, factor: float = 1.0, layers: int = 4, quantization: object = PER_TENSOR
+) -> Path:
+    """Write the checkpoint; all scales are multiplied by `factor`."""
+    # vLLM's CPU kernels want FP8 heads of a multiple of 32 elements: 4 heads of 32.
+    zoo.save("llama", folder, hidden_size=128, num_hidden_layers=layers)
+    scales = {
+        f"model.layers.{index}.self_attn.{role}_scale": torch.tensor(factor * numbers[index])
+        for role, numbers in (("k", K), ("v", V))
+        for index in range(layers)
+    }
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return folder
+
+
+Change = tuple[int, int, str, str, list[str]]
+"""The rank, the layer, the role, the copy, and its numbers."""
+
+
+def list_changes(clean: Answers, damaged: Answers) -> list[Change]:
+    """List the copies that differ."""
+    return [change for change in _list_copies(damaged) if change not in [*_list_copies(clean)]]
+
+
+def apply(clean: Answers, changes: list[Change]) -> Answers:
+    """Give the answers with other numbers."""
+    answers = copy.deepcopy(clean)
+    for rank, layer, role, name, numbers in changes:
+        answers[rank]["layers"][layer]["scales"][role][name] = numbers
+    return answers
+
+
+def load_answers() -> Mapping[str, Answers]:
+    """Load what the ranks answered, by fault; `clean` is without one."""
+    golden = json.loads(GOLDENS.read_text())
+    clean = golden["clean"]
+    return {"clean": clean} | {
+        fault: apply(clean, changes) for fault, changes in golden["faults"].items()
+    }
+
+
+def _list_copies(answers: Answers) -> Iterator[Change]:
+    for rank, answer in enumerate(answers):
+        for index, layer in enumerate(answer["layers"]):
+            for role, copies in layer["scales"].items():
+                for name, numbers in copies.items():
+                    yield rank, index, role, name, numbers
