@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,35 @@ Answers = list[dict[str, Any]]
 
 
 def write_model(
-    folder: Path, *, factor: float = 1.0, layers: int = 4, quantization: object = PER_TENSOR
+    folder: Path,
+    *,
+    factor: float = 1.0,
+    layers: int = 4,
+    quantization: object = PER_TENSOR,
+    heads: Sequence[float] = (),
 ) -> Path:
-    """Write the checkpoint; all scales are multiplied by `factor`."""
+    """Write the checkpoint.
+
+    Args:
+        folder: where to.
+        factor: all scales are multiplied by it; 0 for none.
+        layers: their number.
+        quantization: the `quantization_config`; none without scales.
+        heads: factors of the KV heads; empty for a scale per tensor.
+    """
     # vLLM's CPU kernels want FP8 heads of a multiple of 32 elements: 4 heads of 32.
     zoo.save("llama", folder, hidden_size=128, num_hidden_layers=layers)
+    shape = torch.tensor(heads).reshape(-1, 1, 1) if heads else torch.tensor(1.0)
     scales = {
-        f"model.layers.{index}.self_attn.{role}_scale": torch.tensor(factor * numbers[index])
+        f"model.layers.{index}.self_attn.{role}_scale": factor * numbers[index] * shape
         for role, numbers in (("k", K), ("v", V))
-        for index in range(layers)
+        for index in range(layers if factor else 0)
     }
     file = folder / "model.safetensors"
     save_file(load_file(file) | scales, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    config |= {"quantization_config": quantization} if scales else {}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
