@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +94,44 @@ def _list_copies(answers: Answers) -> Iterator[Change]:
             for role, copies in layer["scales"].items():
                 for name, numbers in copies.items():
                     yield rank, index, role, name, numbers
+
+
+ANSWERS = load_answers()
+CLEAN = ANSWERS["clean"]
+
+
+class Recorded:
+    """Stands for an `LLM`: answers what ranks answered, and takes what is written."""
+
+    def __init__(self, answers: Answers, *, is_busy: bool = False) -> None:
+        self.answers = copy.deepcopy(answers)
+        self._is_busy = is_busy
+        self.loses: str = ""
+        """A copy that is not written."""
+
+    def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
+        """Do what the workers do."""
+        if method == "fp8calib_write_scales":
+            for name, numbers in json.loads(args[0]).items():
+                self._write(name, numbers)
+        return self.answers
+
+    def reset_prefix_cache(self) -> bool:
+        """Fail while requests run."""
+        return not self._is_busy
+
+    def _write(self, name: str, numbers: Mapping[str, float]) -> None:
+        layers = [layer for each in self.answers for layer in each["layers"]]
+        for scales in (layer["scales"] for layer in layers if layer["name"] == name):
+            for role, number in numbers.items():
+                written = {each: [str(number)] for each in scales[role] if each != self.loses}
+                scales[role].update(written)
+
+
+def change(edit: Callable[[int, dict[str, Any]], None], base: Answers = CLEAN) -> Answers:
+    """Edit every layer of every rank."""
+    answers = copy.deepcopy(base)
+    for answer in answers:
+        for layer in answer["layers"]:
+            edit(answer["tp_rank"], layer)
+    return answers

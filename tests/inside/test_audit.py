@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +12,9 @@ import pytest
 import fp8calib
 from fp8calib.engines.status import Status
 from tests.engines.check_handmade import MODELOPT, PER_HEAD
-from tests.inside.live_cases import Answers, K, load_answers, write_model
+from tests.inside.live_cases import ANSWERS, CLEAN, Answers, K, Recorded, change, write_model
 
-ANSWERS = load_answers()
-CLEAN = ANSWERS["clean"]
 ROLES = ("k", "v")
-
-
-class Recorded:
-    """Stands for an `LLM`: answers what ranks answered, and takes what is written."""
-
-    def __init__(self, answers: Answers, *, is_busy: bool = False) -> None:
-        self.answers = copy.deepcopy(answers)
-        self._is_busy = is_busy
-        self.loses: str = ""
-        """A copy that is not written."""
-
-    def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
-        """Do what the workers do."""
-        if method == "fp8calib_write_scales":
-            for name, numbers in json.loads(args[0]).items():
-                self._write(name, numbers)
-        return self.answers
-
-    def reset_prefix_cache(self) -> bool:
-        """Fail while requests run."""
-        return not self._is_busy
-
-    def _write(self, name: str, numbers: Mapping[str, float]) -> None:
-        layers = [layer for each in self.answers for layer in each["layers"]]
-        for scales in (layer["scales"] for layer in layers if layer["name"] == name):
-            for role, number in numbers.items():
-                written = {each: [str(number)] for each in scales[role] if each != self.loses}
-                scales[role].update(written)
-
-
-def change(edit: Callable[[int, dict[str, Any]], None], base: Answers = CLEAN) -> Answers:
-    """Edit every layer of every rank."""
-    answers = copy.deepcopy(base)
-    for answer in answers:
-        for layer in answer["layers"]:
-            edit(answer["tp_rank"], layer)
-    return answers
 
 
 def use_backend(name: str, *reads: str, base: Answers = CLEAN) -> Answers:
