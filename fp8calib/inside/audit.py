@@ -201,9 +201,17 @@ def _hold(answer: RankAnswer, layer: LiveLayer, role: Role, held: HeldScale) -> 
 def _agrees(numbers: Sequence[float], meant: Sequence[float]) -> bool:
     """Check a copy; one number stands for the heads of a rank if it is their largest."""
     if len(numbers) != len(meant):
-        meant = (max(meant),) * len(numbers)
+        meant = (_largest(meant),) * len(numbers)
     pairs = zip(numbers, meant, strict=True)
-    return all(math.isclose(number, each, rel_tol=_TOLERANCE) for number, each in pairs)
+    return all(
+        math.isclose(number, each, rel_tol=_TOLERANCE) or (math.isnan(number) and math.isnan(each))
+        for number, each in pairs
+    )
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    """Give the largest number as torch does: NaN is larger than all."""
+    return max(numbers, key=lambda each: (math.isnan(each), each))
 
 
 def _describe_faults(
@@ -242,16 +250,17 @@ def _describe(same: Sequence[_Held]) -> str:
     right = [copy for copy in first.copies if copy not in first.wrong]
     is_right = f", {_join(right)} {'is' if len(right) == 1 else 'are'} right" if right else ""
     verb = "is" if len(first.wrong) == 1 and right else "are"
+    held, meant = _span(each.number for each in same), _span(_largest(each.meant) for each in same)
     return (
-        f"{wrong} of {first.role} {verb} {_span(each.number for each in same)}, the "
-        f"file means {_span(max(each.meant) for each in same)}{is_right}: {first.describe_use()}"
+        f"{wrong} of {first.role} {verb} {held}, the file means {meant}{is_right}: "
+        f"{first.describe_use()}"
     )
 
 
 def _find_cause(slots: Sequence[_Held]) -> str:
     """Find the mistake that explains all wrong numbers of a rank; empty where none does."""
     wrong = {(each.layer.index, each.role): each for each in slots if each.wrong}
-    meant = {(each.layer.index, each.role): max(each.meant) for each in slots}
+    meant = {(each.layer.index, each.role): _largest(each.meant) for each in slots}
     pairs = {slot: each.number for slot, each in wrong.items() if slot[1] in KV_ROLES}
     if len(pairs) < 2:
         return ""
