@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import fp8calib
+from tests.cli.program import run
 from tests.engines.vllm_cases import CASES
 from tests.inside.live_cases import (
     FAULTS,
@@ -25,6 +27,7 @@ from tests.inside.live_cases import (
     write_model,
 )
 from tests.real_engines.exports import Exports
+from tests.real_engines.test_vllm_server import FP8, serve
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT, TIMEOUT_S
 
 WORKER = Path(__file__).with_name("live_worker.py")
@@ -183,6 +186,23 @@ def test_an_engine_without_the_extension_names_the_argument(folder: Path) -> Non
 
     assert audit["error"] == "usage"
     assert "worker_extension_cls='fp8calib.inside.vllm_worker.FP8CalibWorker'" in audit["hint"]
+
+
+def test_a_server_is_asked_over_http(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    options = ("--skip-tokenizer-init", *FP8, "--gpu-memory-utilization", "0.1")
+    worker = "fp8calib.inside.vllm_worker.FP8CalibWorker"
+    extended = (*options, "--worker-extension-cls", worker)
+
+    with serve(folder / "good", folder / "server.log", *extended) as url:
+        assert run("check", folder / "good", "--live", url).code == 0
+        assert run("check", folder / "other", "--live", url).code == 8
+    with serve(folder / "good", folder / "bare.log", *options) as url:
+        outcome = run("check", folder / "good", "--live", url)
+        assert httpx.get(f"{url}/health").is_success
+    assert outcome.code == 4
+    assert f"--worker-extension-cls {worker}" in outcome.err
 
 
 def test_every_checkpoint_that_vllm_loads_agrees_with_the_replay(
