@@ -21,7 +21,8 @@ from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.inside.audit import RankAnswer, compare_ranks
+from fp8calib.inside.audit import compare_ranks
+from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.live_engine import name_engine, read_ranks
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry

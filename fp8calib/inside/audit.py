@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from itertools import product
 
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
-    HeldScale,
     LayerVerdict,
     LoadVerdict,
     is_scale,
@@ -18,16 +17,14 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.scale_mixups import list_moves
 from fp8calib.engines.status import Status
-from fp8calib.engines.vllm.run import list_indices
-from fp8calib.errors import ServerError, cut_list, format_ranges, shorten
+from fp8calib.errors import cut_list, format_ranges, shorten
 from fp8calib.geometry.sites import KV_ROLES, Role
-from fp8calib.inside.live_scales import COPIES, ROLES
+from fp8calib.inside.live_scales import ROLES
+from fp8calib.inside.rank_answer import FP8_CACHES, LiveLayer, RankAnswer, Slot
 
-Slot = tuple[int, Role]
 _TOLERANCE = 2.0**-8
 """vLLM may round scales to bfloat16, and may be served in another dtype than the config names."""
-FP8_CACHES = ("fp8", "fp8_e4m3")
-_UNSCALED = ("auto", "bfloat16", "float16", "float32")
+_PLAIN = ("auto", "bfloat16", "float16", "float32")
 _NAMES = {
     "device": "the device scale",
     "float": "the host float",
@@ -43,114 +40,33 @@ _FNUZ = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveLayer:
-    """The attention of one layer on one rank."""
-
-    name: str
-    backend: str
-    reads: tuple[str, ...]
-    """The attributes with scales that the backend's source reads; empty where there is none."""
-    cache_dtype: str
-    """vLLM's name for it."""
-    stored_dtype: str
-    """That of the cache's tensor."""
-    scales: Mapping[Role, Mapping[str, tuple[float, ...]]]
-    """By role and copy, as in `COPIES`; `factor` where the backend keeps one."""
-
-    @property
-    def index(self) -> int:
-        """The layer's number; -1 where the name has none."""
-        return next(iter(list_indices(self.name)), -1)
-
-    def list_read(self, role: Role) -> tuple[str, ...]:
-        """List the copies that the backend reads."""
-        read = [copy for copy in COPIES if COPIES[copy].format(role) in self.reads]
-        return (*read, "factor") if "float" in read and "factor" in self.scales[role] else (*read,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankAnswer:
-    """What one rank of a running vLLM says of itself (`LiveScales.fp8calib_read_scales`)."""
-
-    version: str
-    device: str
-    is_fnuz: bool
-    tp_rank: int
-    tp: int
-    pp_rank: int
-    pp: int
-    dp: int
-    has_graphs: bool
-    """Whole forward passes are CUDA graphs, which hold the host's numbers of their capture."""
-    layers: tuple[LiveLayer, ...]
-    others: tuple[str, ...]
-    """Layers with scales that are not the model's, such as those of a drafter."""
-
-    @classmethod
-    def parse(cls, answer: Any) -> Self:
-        """Read the answer of a worker.
-
-        Raises:
-            ServerError: it is none, or that of another version of fp8calib.
-        """
-        try:
-            layers = tuple(_parse_layer(each) for each in answer["layers"])
-            return cls(**{**answer, "layers": layers, "others": tuple(answer["others"])})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            hint = "serve with the same version of fp8calib"
-            text = f"a rank's answer cannot be read: {type(error).__name__} {error}"
-            raise ServerError(text, hint=hint) from error
-
-
-def _parse_layer(layer: Mapping[str, Any]) -> LiveLayer:
-    scales = {
-        Role(role): {copy: tuple(map(float, numbers)) for copy, numbers in copies.items()}
-        for role, copies in layer["scales"].items()
-    }
-    return LiveLayer(**{**layer, "scales": scales, "reads": tuple(layer["reads"])})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """The copies of one scale on one rank, and the numbers that they should be."""
+class _Fault:
+    """A scale on one rank of which some copies are not as the file means."""
 
     rank: int
     layer: LiveLayer
     role: Role
-    meant: tuple[float, ...]
+    meant: float
+    """The largest number of the rank's heads."""
     wrong: tuple[str, ...]
 
     @property
-    def copies(self) -> Mapping[str, tuple[float, ...]]:
-        """The numbers by copy."""
-        return self.layer.scales[self.role]
+    def right(self) -> tuple[str, ...]:
+        return tuple(copy for copy in self.layer.scales[self.role] if copy not in self.wrong)
 
     @property
     def number(self) -> float:
-        """The worst number of a wrong copy, one that the backend reads first."""
+        """The worst number of a wrong copy, of one that the backend reads if there is one."""
         read = self.layer.list_read(self.role)
         copy = next((each for each in self.wrong if each in read), self.wrong[0])
-        numbers = self.copies[copy]
+        numbers = self.layer.scales[self.role][copy]
         return next((each for each in numbers if not is_scale(each)), max(numbers))
 
     @property
     def is_used(self) -> bool:
-        """Whether the backend is known to compute with a wrong number."""
-        read = set(self.layer.list_read(self.role))
-        return bool(read & set(self.wrong)) or (not self.layer.reads and self.all_wrong)
-
-    @property
-    def all_wrong(self) -> bool:
-        """Whether no copy is as the file means."""
-        return len(self.wrong) == len(self.copies)
-
-    def describe_use(self) -> str:
-        """Say which copy the backend reads."""
-        read = self.layer.list_read(self.role)
-        backend = shorten(self.layer.backend)
-        if not self.layer.reads:
-            return f"which copy {backend} reads is not known"
-        return f"{backend} reads {_join(read) if read else 'none of them'}"
+        """Whether the backend is known to compute K or V with a wrong number."""
+        is_read = not {*self.layer.list_read(self.role)}.isdisjoint(self.wrong)
+        return self.role in KV_ROLES and (is_read or not (self.layer.reads or self.right))
 
 
 def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> EngineReport:
@@ -160,30 +76,22 @@ def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> Engine
         answers: one a rank.
         report: the replay of the checkpoint's loading; its verdict stays where the engine agrees.
     """
-    slots = [
-        _hold(answer, layer, role, report.held[layer.index, role])
-        for answer in answers
-        for layer in answer.layers
-        for role in map(Role, ROLES)
-        if (layer.index, role) in report.held
-    ]
-    faults = [each for each in slots if each.wrong and each.layer.cache_dtype in FP8_CACHES]
-    sentences = _describe_faults(faults, slots, has_ranks=answers[0].tp > 1)
-    used: dict[Slot, list[tuple[float, str]]] = defaultdict(list)
-    for fault in faults:
-        if fault.is_used and fault.role in KV_ROLES:
-            used[fault.layer.index, fault.role].append((fault.number, sentences[id(fault)]))
-    unused = dict.fromkeys(
-        sentences[id(each)] for each in faults if not each.is_used or each.role is Role.Q
-    )
+    used: dict[Slot, dict[str, float]] = defaultdict(dict)
+    unused = []
+    for why, faults in _explain(answers, report):
+        if faults[0].is_used:
+            for fault in faults:
+                used[fault.layer.index, fault.role][why] = fault.number
+        else:
+            unused.append(why)
     caches = _judge_caches(answers, report)
     layers = tuple(
         LayerVerdict(
-            layer=layer.layer,
-            k=_judge(layer.k, (layer.layer, Role.K), used, caches),
-            v=_judge(layer.v, (layer.layer, Role.V), used, caches),
+            layer=each.layer,
+            k=_judge(each.k, used[each.layer, Role.K], caches[each.layer]),
+            v=_judge(each.v, used[each.layer, Role.V], caches[each.layer]),
         )
-        for layer in report.layers
+        for each in report.layers
     )
     has_fp8 = any(layer.cache_dtype in FP8_CACHES for each in answers for layer in each.layers)
     update = {"layers": layers, "asks_for_kv": report.asks_for_kv or has_fp8}
@@ -191,22 +99,29 @@ def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> Engine
     return amended.doubt(*_list_absent(answers)).add_problems(*_list_notes(answers, report))
 
 
-def _hold(answer: RankAnswer, layer: LiveLayer, role: Role, held: HeldScale) -> _Held:
-    meant = held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz)
-    copies = layer.scales[role]
-    wrong = tuple(copy for copy, numbers in copies.items() if not _agrees(numbers, meant))
-    return _Held(rank=answer.tp_rank, layer=layer, role=role, meant=meant, wrong=wrong)
+def _find_faults(answer: RankAnswer, report: EngineReport) -> Iterator[_Fault]:
+    layers = (each for each in answer.layers if each.cache_dtype in FP8_CACHES)
+    for layer, role in product(layers, map(Role, ROLES)):
+        held = report.held.get((layer.index, role))
+        if held is None:
+            continue
+        meant = held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz)
+        copies = layer.scales[role].items()
+        wrong = tuple(copy for copy, numbers in copies if not _agrees(numbers, meant))
+        if wrong:
+            rank, largest = answer.tp_rank, _largest(meant)
+            yield _Fault(rank=rank, layer=layer, role=role, meant=largest, wrong=wrong)
 
 
 def _agrees(numbers: Sequence[float], meant: Sequence[float]) -> bool:
     """Check a copy; one number stands for the heads of a rank if it is their largest."""
     if len(numbers) != len(meant):
         meant = (_largest(meant),) * len(numbers)
-    pairs = zip(numbers, meant, strict=True)
-    return all(
-        math.isclose(number, each, rel_tol=_TOLERANCE) or (math.isnan(number) and math.isnan(each))
-        for number, each in pairs
-    )
+    return all(map(_is_close, numbers, meant))
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
 def _largest(numbers: Sequence[float]) -> float:
@@ -214,112 +129,105 @@ def _largest(numbers: Sequence[float]) -> float:
     return max(numbers, key=lambda each: (math.isnan(each), each))
 
 
-def _describe_faults(
-    faults: Sequence[_Held], slots: Sequence[_Held], *, has_ranks: bool
-) -> dict[int, str]:
+def _explain(
+    answers: Sequence[RankAnswer], report: EngineReport
+) -> Iterator[tuple[str, Sequence[_Fault]]]:
     """Write one sentence for the same fault of several layers and ranks."""
-    causes = {
-        rank: _find_cause([each for each in slots if each.rank == rank])
-        for rank in {each.rank for each in faults}
-    }
-    groups: dict[tuple[object, ...], list[_Held]] = defaultdict(list)
-    for each in faults:
-        is_read = tuple(copy in each.layer.list_read(each.role) for copy in each.wrong)
-        key = (each.role, each.wrong, is_read, each.number if each.number in (0.0, 1.0) else None)
-        cause = causes[each.rank] if each.role in KV_ROLES else ""
-        groups[(*key, each.layer.backend, cause)].append(each)
-    sentences = {}
-    for (*_, cause), same in groups.items():
-        by_rank: dict[int, list[int]] = defaultdict(list)
-        for each in same:
-            by_rank[each.rank].append(each.layer.index)
-        by_layers: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank, layers in by_rank.items():
-            by_layers[tuple(sorted(set(layers)))].append(rank)
-        for layers, ranks in by_layers.items():
-            chosen = [each for each in same if each.rank in ranks]
-            place = f"{_count('rank', ranks)}: " if has_ranks else ""
-            text = f"{place}{_count('layer', layers)}: {_describe(chosen)}{cause}"
-            sentences |= {id(each): text for each in chosen}
-    return sentences
+    groups: dict[tuple[object, ...], dict[int, list[_Fault]]] = {}
+    for answer in answers:
+        faults = list(_find_faults(answer, report))
+        cause = _find_cause([each for each in faults if each.role in KV_ROLES], answer, report)
+        for each in faults:
+            number = each.number if each.number in (0.0, 1.0) else None
+            key = (each.wrong, each.is_used, number, each.layer.backend, each.role)
+            group = groups.setdefault((*key, cause if each.role in KV_ROLES else ""), {})
+            group.setdefault(answer.tp_rank, []).append(each)
+    for (*_, cause), by_rank in groups.items():
+        by_layers: dict[tuple[int, ...], list[_Fault]] = defaultdict(list)
+        for found in by_rank.values():
+            by_layers[tuple(sorted({each.layer.index for each in found}))] += found
+        for layers, same in by_layers.items():
+            ranks = sorted({each.rank for each in same})
+            place = f"{_count('rank', ranks)}: " if answers[0].tp > 1 else ""
+            yield f"{place}{_count('layer', layers)}: {_describe(same)}{cause}", same
 
 
-def _describe(same: Sequence[_Held]) -> str:
+def _describe(same: Sequence[_Fault]) -> str:
     first = same[0]
-    wrong = "all copies" if first.all_wrong else _join(first.wrong)
-    right = [copy for copy in first.copies if copy not in first.wrong]
-    is_right = f", {_join(right)} {'is' if len(right) == 1 else 'are'} right" if right else ""
-    verb = "is" if len(first.wrong) == 1 and right else "are"
-    held, meant = _span(each.number for each in same), _span(_largest(each.meant) for each in same)
-    return (
-        f"{wrong} of {first.role} {verb} {held}, the file means {meant}{is_right}: "
-        f"{first.describe_use()}"
-    )
+    wrong = _join(first.wrong) if first.right else "all copies"
+    verb = "is" if len(first.wrong) == 1 and first.right else "are"
+    are = "is" if len(first.right) == 1 else "are"
+    right = f", {_join(first.right)} {are} right" if first.right else ""
+    backend, read = shorten(first.layer.backend), first.layer.list_read(first.role)
+    use = f"{backend} reads {_join(read) if read else 'none of them'}"
+    use = use if first.layer.reads else f"which copy {backend} reads is not known"
+    held, meant = _span(each.number for each in same), _span(each.meant for each in same)
+    return f"{wrong} of {first.role} {verb} {held}, the file means {meant}{right}: {use}"
 
 
-def _find_cause(slots: Sequence[_Held]) -> str:
+def _find_cause(faults: Sequence[_Fault], answer: RankAnswer, report: EngineReport) -> str:
     """Find the mistake that explains all wrong numbers of a rank; empty where none does."""
-    wrong = {(each.layer.index, each.role): each for each in slots if each.wrong}
-    meant = {(each.layer.index, each.role): _largest(each.meant) for each in slots}
-    pairs = {slot: each.number for slot, each in wrong.items() if slot[1] in KV_ROLES}
-    if len(pairs) < 2:
+    numbers = {(each.layer.index, each.role): each.number for each in faults}
+    layers = sorted({layer.index for layer in answer.layers})
+    meant = {
+        slot: _largest(held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz))
+        for slot, held in report.held.items()
+        if slot[0] in layers and slot[1] in KV_ROLES
+    }
+    if len(numbers) < 2 or not all(map(is_scale, meant.values())):
         return ""
-    for text, moved in list_moves(sorted({layer for layer, _ in meant})):
-        known = {slot: meant[moved[slot]] for slot in pairs if slot in moved}
-        fits = all(math.isclose(pairs[slot], known[slot], rel_tol=_TOLERANCE) for slot in known)
-        if fits and 2 * len(known) >= max(len(pairs), 4):
+    for text, moved in list_moves(layers):
+        known = {slot: meant[moved[slot]] for slot in numbers if moved.get(slot) in meant}
+        fits = all(_is_close(numbers[slot], known[slot]) for slot in known)
+        if fits and 2 * len(known) >= max(len(numbers), 4):
             return f"; {text}"
-    ratios = [number / meant[slot] for slot, number in pairs.items()]
-    if ratios[0] and all(math.isclose(each, ratios[0], rel_tol=_TOLERANCE) for each in ratios):
-        return f"; each is {ratios[0]:.4g} times the file's"
-    is_other = all(number not in (0.0, 1.0) for number in pairs.values())
-    if is_other and len(pairs) == sum(slot[1] in KV_ROLES for slot in meant):
-        return "; does the engine serve another checkpoint?"
-    return ""
+    first, *ratios = (number / meant[slot] for slot, number in numbers.items())
+    if first and all(_is_close(first, each) for each in ratios):
+        return f"; each is {first:.4g} times the file's"
+    is_other = len(numbers) == len(meant) and not {0.0, 1.0} & {*numbers.values()}
+    return "; does the engine serve another checkpoint?" if is_other else ""
 
 
 def _judge_caches(
     answers: Sequence[RankAnswer], report: EngineReport
 ) -> dict[int, LoadVerdict | None]:
-    """Judge the layers by their KV cache: None for FP8."""
+    """Judge the layers by their KV cache: None for FP8 on all ranks."""
     groups: dict[str, set[int]] = defaultdict(set)
-    for layer in (layer for answer in answers for layer in answer.layers):
-        groups[layer.cache_dtype].add(layer.index)
-    found: dict[int, LoadVerdict | None] = {}
-    for dtype, layers in groups.items():
-        where = f"{_count('layer', sorted(layers))}: kv_cache_dtype is {shorten(dtype)}"
-        if dtype in _UNSCALED:
-            why, status = f"{where}: a cache of 16 bits, which has no scale", Status.DROPPED
+    for answer in answers:
+        for layer in answer.layers:
+            groups[layer.cache_dtype].add(layer.index)
+    absent = {each.layer for each in report.layers}.difference(*groups.values())
+    found: dict[int, LoadVerdict | None] = {each.layer: None for each in report.layers}
+    for dtype in groups.keys() - FP8_CACHES:
+        layers = groups[dtype]
+        status = Status.DROPPED
+        if dtype in _PLAIN:
+            why = "a cache of 16 bits, which has no scale"
         elif dtype.endswith("_per_token_head"):
-            why, status = f"{where}: the engine computes a scale for each token", Status.DROPPED
+            why = "the engine computes a scale for each token"
         else:
-            why, status = f"{where}: whether the scales fit it is not known", Status.UNKNOWN
+            why, status = "whether the scales fit it is not known", Status.UNKNOWN
+        why = f"{_count('layer', layers)}: kv_cache_dtype is {shorten(dtype)}: {why}"
         verdict = LoadVerdict(status=status, value=1.0, why=why, fix=_CACHE_FIX)
-        found |= dict.fromkeys(layers, None if dtype in FP8_CACHES else verdict)
-    indices = {layer.layer for layer in report.layers} - found.keys()
-    absent = f"{_count('layer', sorted(indices))}: the engine has no such layer"
-    verdict = LoadVerdict(status=Status.DROPPED, why=absent, fix="name the checkpoint it serves")
-    return found | dict.fromkeys(indices, verdict)
+        found |= dict.fromkeys(layers, verdict)
+    why = f"{_count('layer', absent)}: the engine has no such layer"
+    verdict = LoadVerdict(status=Status.DROPPED, why=why, fix="name the checkpoint it serves")
+    return found | dict.fromkeys(absent, verdict)
 
 
 def _judge(
-    verdict: LoadVerdict,
-    slot: Slot,
-    used: Mapping[Slot, Sequence[tuple[float, str]]],
-    caches: Mapping[int, LoadVerdict | None],
+    verdict: LoadVerdict, faults: Mapping[str, float], cache: LoadVerdict | None
 ) -> LoadVerdict:
-    cache = caches[slot[0]]
     if cache is not None:
         is_unscaled = verdict.status is Status.DEFAULTED and cache.value is not None
         return verdict if is_unscaled else cache
-    if slot not in used:
+    if not faults:
         return verdict
-    number = next((each for each, _ in used[slot] if not is_scale(each)), used[slot][0][0])
-    why = "; ".join(dict.fromkeys(why for _, why in used[slot]))
-    if number == 1.0:
-        return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=_FIX)
+    numbers, why = [*faults.values()], "; ".join(faults)
+    number = next((each for each in numbers if not is_scale(each)), numbers[0])
     judged = judge_number(number, why, fault=why)
-    return judged.model_copy(update={"fix": _FIX})
+    status = Status.DEFAULTED if number == 1.0 else judged.status
+    return judged.model_copy(update={"status": status, "fix": _FIX})
 
 
 def _list_foreign(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator[str]:
@@ -354,7 +262,7 @@ def _list_notes(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator
         yield _FNUZ
 
 
-def _count(what: str, numbers: Sequence[int]) -> str:
+def _count(what: str, numbers: Collection[int]) -> str:
     return f"{what}{'s' if len(numbers) > 1 else ''} {format_ranges(sorted(numbers))}"
 
 
@@ -363,6 +271,6 @@ def _join(copies: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _span(numbers: Iterator[float]) -> str:
+def _span(numbers: Iterable[float]) -> str:
     shown = [f"{each:.4g}" for each in sorted(numbers)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"

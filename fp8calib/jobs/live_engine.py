@@ -11,7 +11,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.inside.audit import RankAnswer, compare_ranks
+from fp8calib.inside.audit import compare_ranks
+from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.inside.refit import expect_refit, plan_refit, spell_refit
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry

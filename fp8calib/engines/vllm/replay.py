@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
@@ -188,8 +188,11 @@ def _list_held(
     A q without a scale is 1.0: `BaseKVCacheMethod` copies k to it, and then overwrites that (vLLM
     0.32.0 `quantization/kv_cache.py`, run).
     """
-    stored = {Role.K: (layer.k.value,), Role.V: (layer.v.value,), Role.Q: (1.0,)}
     verdicts = {Role.K: layer.k, Role.V: layer.v}
+    stored: dict[Role, Sequence[float | None]] = {
+        Role.Q: (1.0,),
+        **{role: (verdict.value,) for role, verdict in verdicts.items()},
+    }
     for role, scale in loaded.items():
         if heads is not None:
             size = heads.num_heads // heads.num_kv_heads if role is Role.Q else 1
