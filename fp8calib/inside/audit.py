@@ -142,14 +142,14 @@ def _explain(
             key = (each.wrong, each.is_used, number, each.layer.backend, each.role)
             group = groups.setdefault((*key, cause if each.role in KV_ROLES else ""), {})
             group.setdefault(answer.tp_rank, []).append(each)
-    for (*_, cause), by_rank in groups.items():
+    for (*_, why), by_rank in groups.items():
         by_layers: dict[tuple[int, ...], list[_Fault]] = defaultdict(list)
         for found in by_rank.values():
             by_layers[tuple(sorted({each.layer.index for each in found}))] += found
         for layers, same in by_layers.items():
             ranks = sorted({each.rank for each in same})
             place = f"{_count('rank', ranks)}: " if answers[0].tp > 1 else ""
-            yield f"{place}{_count('layer', layers)}: {_describe(same)}{cause}", same
+            yield f"{place}{_count('layer', layers)}: {_describe(same)}{why}", same
 
 
 def _describe(same: Sequence[_Fault]) -> str:

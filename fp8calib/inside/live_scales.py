@@ -18,7 +18,7 @@ import torch
 ROLES = ("k", "v", "q")
 COPIES = {"device": "_{}_scale", "float": "_{}_scale_float", "cpu": "_{}_scale_cpu"}
 """The attribute of an attention layer that holds a copy, for a role."""
-_READ = re.compile(r"\b(?:layer|self)\.(_[kvq]_scale(?:_float|_cpu)?)\b")
+READ_ATTRIBUTE = re.compile(r"\b(?:layer|self)\.(_[kvq]_scale(?:_float|_cpu)?)\b")
 
 _FOREIGN = ("abc", "builtins", "torch", "typing")
 
@@ -124,7 +124,7 @@ def list_read(module: Any) -> list[str]:
 
 def _list_read_by(kind: type) -> set[str]:
     classes = [each for each in kind.__mro__ if each.__module__.split(".")[0] not in _FOREIGN]
-    return {name for each in classes for name in _READ.findall(inspect.getsource(each))}
+    return {name for each in classes for name in READ_ATTRIBUTE.findall(inspect.getsource(each))}
 
 
 def _write(module: Any, role: str, number: float) -> None:

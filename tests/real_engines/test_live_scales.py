@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 import fp8calib
+from fp8calib.inside.live_scales import READ_ATTRIBUTE
 from tests.cli.program import run
 from tests.engines.vllm_cases import CASES
 from tests.inside.live_cases import (
@@ -188,10 +189,39 @@ def test_an_engine_without_the_extension_names_the_argument(folder: Path) -> Non
     assert "worker_extension_cls='fp8calib.inside.vllm_worker.FP8CalibWorker'" in audit["hint"]
 
 
+READ = {
+    "cpu_attn": {"_k_scale_float", "_v_scale_float"},
+    "flash_attn": {"_k_scale", "_v_scale", "_q_scale"},
+    "triton_attn": {"_k_scale", "_v_scale", "_q_scale"},
+    "rocm_aiter_fa": {"_k_scale", "_v_scale", "_k_scale_cpu", "_v_scale_cpu"},
+    "flashinfer": {f"_{role}_scale{end}" for role in "kvq" for end in ("", "_float")},
+}
+
+
+@pytest.mark.parametrize("backend", READ)
+def test_the_backends_of_gpus_read_these_copies(backend: str) -> None:
+    """Their sources are in the package for CPU too; only that of the CPU was run."""
+    (source,) = PYTHON.parents[1].glob(
+        f"lib/*/site-packages/vllm/v1/attention/backends/{backend}.py"
+    )
+    text = source.read_text()
+
+    assert {*READ_ATTRIBUTE.findall(text)} == READ[backend]
+    keeps = "if self.bmm1_scale is None:" in text and "if self.bmm2_scale is None:" in text
+    assert keeps is (backend == "flashinfer")
+
+
 def test_a_server_is_asked_over_http(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    options = ("--skip-tokenizer-init", *FP8, "--gpu-memory-utilization", "0.1")
+    options = (
+        "--skip-tokenizer-init",
+        *FP8,
+        "--gpu-memory-utilization",
+        "0.1",
+        "--max-model-len",
+        "64",
+    )
     worker = "fp8calib.inside.vllm_worker.FP8CalibWorker"
     extended = (*options, "--worker-extension-cls", worker)
 
