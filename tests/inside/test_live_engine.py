@@ -24,11 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("live") / "good")
 
 
-def serve(answers: Answers | bytes, *, status: int = 200) -> FakeServer:
+def serve(answers: Answers | bytes, *, status: int = 200, is_asleep: bool = False) -> FakeServer:
     """Answer at the endpoint of vLLM's development mode, in the form of its `api_router.py`."""
     body = answers if isinstance(answers, bytes) else json.dumps({"results": answers}).encode()
 
     def answer(asked: Asked, _: Reply) -> Reply:
+        if asked.path == "/is_sleeping":
+            return Reply(body=json.dumps({"is_sleeping": is_asleep}).encode())
         is_right = asked.path == "/collective_rpc" and asked.body["method"].startswith("fp8calib_")
         return Reply(body=body, status=status if is_right else 404)
 
@@ -63,6 +65,7 @@ ERRORS: list[tuple[Callable[[], FakeServer], str, str]] = [
     (lambda: serve(b"oops", status=500), "fp8calib_read_scales (500: oops)", WORKER),
     (lambda: serve([]), "do not answer", WORKER),
     (lambda: serve([{"version": "0.32.0"}]), "cannot be read: KeyError", "the same version"),
+    (lambda: serve(CLEAN, is_asleep=True), "the engine sleeps or is paused", "POST /wake_up"),
     (lambda: serve([None]), "cannot be read: TypeError", "the same version"),
     (lambda: serve([{**CLEAN[0], "more": 1}]), "cannot be read: TypeError", "the same version"),
 ]
@@ -181,6 +184,7 @@ def set_cache(_: int, layer: dict[str, Any]) -> None:
 REFUSED: list[tuple[Recorded, str]] = [
     (Recorded(change(set_cache)), r"layers 0-3: the KV cache is not FP8 .* is auto"),
     (Recorded(CLEAN, is_busy=True), "requests are running"),
+    (Recorded(CLEAN, is_asleep=True), "the engine sleeps or is paused"),
     (
         Recorded([{**each, "has_graphs": True} for each in CLEAN]),
         "CPU_ATTN reads the host float, and CUDA graphs keep the one of their capture",

@@ -135,17 +135,23 @@ def _answer(engine: dict[str, Any]) -> list[Any]:
 
 
 def _do(llm: LLM, verb: str, *arguments: Any) -> Any:
+    verbs: dict[str, Any] = {
+        "read": lambda: llm.collective_rpc("fp8calib_read_scales"),
+        "plant": lambda: llm.collective_rpc("fp8calib_plant", args=arguments),
+        "score": lambda: _score(llm, *arguments),
+        "sleep": lambda: llm.sleep(level=0),  # pauses; a CPU has no other level
+        "wake": llm.wake_up,
+        "audit": lambda: _dump(fp8calib.audit(llm, *arguments)),
+        "refit": lambda: _dump(fp8calib.load_kv_scales(llm, *arguments)),
+    }
     try:
-        if verb == "read":
-            return llm.collective_rpc("fp8calib_read_scales")
-        if verb == "plant":
-            return llm.collective_rpc("fp8calib_plant", args=tuple(arguments))
-        if verb == "score":
-            return _score(llm, arguments[0])
-        function = fp8calib.audit if verb == "audit" else fp8calib.load_kv_scales
-        return json.loads(function(llm, *arguments).model_dump_json())
+        return verbs[verb]()
     except fp8calib.Fp8CalibError as error:
         return {"error": error.kind, "message": error.message, "hint": error.hint}
+
+
+def _dump(result: fp8calib.CheckResult) -> Any:
+    return json.loads(result.model_dump_json())
 
 
 def _score(llm: LLM, ids: list[int]) -> float:

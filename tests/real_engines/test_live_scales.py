@@ -103,6 +103,8 @@ def answers(folder: Path) -> dict[str, Any]:
         steps[f"refit {fault}"] = ["refit", good]
         steps[f"again {fault}"] = ["audit", good]
     steps["score again"] = ["score", TEXT]
+    steps |= {"sleep": ["sleep"], "asleep": ["audit", good], "wake": ["wake"]}
+    steps["awake"] = ["audit", good]
     steps["other"] = ["audit", str(folder / "other")]
     steps["refit two"] = ["refit", str(folder / "two")]
     steps["refit other"] = ["refit", str(folder / "other")]
@@ -158,6 +160,11 @@ def test_other_scales_are_found_refitted_and_computed_with(answers: Mapping[str,
     assert answers["refit other"]["ok"]
     assert answers["audit other"]["ok"]
     assert answers["score other"] != answers["score"]
+
+
+def test_a_paused_engine_is_not_asked(answers: Mapping[str, Any]) -> None:
+    assert "the engine sleeps or is paused" in answers["asleep"]["message"]
+    assert answers["awake"]["ok"]
 
 
 def test_scales_of_another_number_of_layers_are_refused(answers: Mapping[str, Any]) -> None:
