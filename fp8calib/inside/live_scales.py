@@ -50,9 +50,7 @@ class LiveScales:
             "has_graphs": self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
             "layers": [_read_layer(name, module) for name, module in held.items()],
             "others": [
-                name
-                for name, module in context.items()
-                if hasattr(module, "_k_scale") and name not in held
+                name for name, each in context.items() if _is_cached(each) and name not in held
             ],
         }
 
@@ -71,9 +69,14 @@ class LiveScales:
     def fp8calib_list_attention(self) -> Iterator[tuple[str, Any]]:
         """List the layers of the model, without a drafter's, that read a KV cache."""
         for name, module in self.model_runner.get_model().named_modules():
-            kind = getattr(module, "attn_type", "decoder")
-            if hasattr(module, "_k_scale") and kind in ("decoder", "encoder_decoder"):
+            if _is_cached(module):
                 yield getattr(module, "layer_name", name), module
+
+
+def _is_cached(module: Any) -> bool:
+    """Check for attention with scales and a KV cache; an encoder has none."""
+    kind = getattr(module, "attn_type", "decoder")
+    return hasattr(module, "_k_scale") and kind in ("decoder", "encoder_decoder")
 
 
 def _read_layer(name: str, module: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def make_worker(*, quantizes_query: bool = False) -> tuple[Any, list[Attention]]
     worker: Any = FP8CalibWorker()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     compilation = SimpleNamespace(
-        static_forward_context={each.layer_name: each for each in (*layers, drafted)},
+        static_forward_context={each.layer_name: each for each in (*layers, encoder, drafted)},
         cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
     )
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2)
