@@ -24,7 +24,7 @@ from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.inside.audit import compare_ranks
 from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.live_engine import name_engine, read_ranks
+from fp8calib.jobs.live_engine import name_engine, read_ranks, within_config
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
@@ -46,6 +46,11 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
             scales are of another model.
         ServerError: the running vLLM cannot be reached, sleeps, or lacks the extension.
     """
+    with within_config(request.live):
+        return _check(request)
+
+
+def _check(request: CheckRequest) -> CheckResult:
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
     tp, named, stats = request.tp, request.engine, request.stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,21 @@ def read_ranks(engine: Any) -> tuple[RankAnswer, ...]:
     return ranks
 
 
+def within_config(engine: Any) -> AbstractContextManager[object]:
+    """Let transformers' classes be used in the process of an `LLM`.
+
+    Without processes of its own, vLLM wraps those that it runs, and they then need its config
+    (0.32.0 `compilation/decorators.py`, run).
+    """
+    config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    if config is None:
+        return nullcontext()
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+
+    context: AbstractContextManager[object] = set_current_vllm_config(config)
+    return context
+
+
 def name_engine(ranks: tuple[RankAnswer, ...]) -> str:
     """Give the engine whose rules are replayed, for `check --engine`."""
     name = "vllm-cpu" if ranks[0].device == "cpu" else "vllm"
@@ -82,7 +98,8 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     if isinstance(llm, str):
         raise UsageError("llm: pass a vllm.LLM, not the URL of a server")
     ranks = read_ranks(llm)
-    numbers = plan_refit(ranks, _read_table(scales))
+    with within_config(llm):
+        numbers = plan_refit(ranks, _read_table(scales))
     if not llm.reset_prefix_cache():
         raise UsageError("llm: requests are running, whose cache was written with the old scales")
     _call_ranks(llm, "fp8calib_write_scales", spell_refit(ranks, numbers))

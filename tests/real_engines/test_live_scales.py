@@ -43,7 +43,7 @@ CHECKPOINTS = (
 )
 MODELS = (
     *("llama-sharded", "llama-4-kv-heads", "qwen2", "qwen3", "phi3", "opt", "gpt2", "gptj"),
-    *("gpt_neox", "starcoder2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"),
+    *("gpt_neox", "starcoder2", "gemma3", "mixtral", "qwen3_moe"),
 )
 
 
