@@ -44,6 +44,7 @@ CHECKPOINTS = (
 MODELS = (
     *("llama-sharded", "llama-4-kv-heads", "qwen2", "qwen3", "phi3", "opt", "gpt2", "gptj"),
     *("gpt_neox", "starcoder2", "gemma3", "mixtral", "qwen3_moe"),
+    *("gemma3n", "qwen3_next", "falcon", "deepseek_v3"),
 )
 
 
