@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp8calib.commands.auto import auto
     from fp8calib.commands.calibrate import calibrate
     from fp8calib.commands.card import card
-    from fp8calib.commands.check import check
+    from fp8calib.commands.check import audit, check
     from fp8calib.commands.engine_env import engine_env
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fp8calib.commands.recipes import recipes
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
+    from fp8calib.jobs.live_engine import load_kv_scales
     from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.auto import AutoResult
     from fp8calib.results.calibrate import CalibrateResult
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _PLACES = {
+    "audit": "commands.check",
     "AutoResult": "results.auto",
     "CardResult": "results.card",
     "CheckResult": "results.check",
@@ -58,6 +60,7 @@ _PLACES = {
     "CalibrateResult": "results.calibrate",
     "ExportResult": "results.export",
     "ExtractResult": "results.extract_kv_scales",
+    "load_kv_scales": "jobs.live_engine",
     "load_stats": "jobs.stats",
     "MergeResult": "results.merge",
     "QuantizeResult": "results.quantize",
@@ -87,6 +90,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "VerifyResult",
+    "audit",
     "auto",
     "calibrate",
     "card",
@@ -94,6 +98,7 @@ __all__ = [
     "engine_env",
     "export",
     "extract_kv_scales",
+    "load_kv_scales",
     "load_stats",
     "merge",
     "quantize",

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import is_result
@@ -22,7 +23,10 @@ from fp8calib.engines.vllm.native_classes import names_base
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.inside.audit import compare_ranks
+from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.live_engine import name_engine, read_ranks, within_config
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
@@ -42,10 +46,19 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
         UsageError: the path or an engine does not exist, or `model` is missing.
         ModelError: the model or the file cannot be read, or the file has no KV scales, or the
             scales are of another model.
+        ServerError: the running vLLM cannot be reached, sleeps, or lacks the extension.
     """
+    with within_config(request.live):
+        return _check(request)
+
+
+def _check(request: CheckRequest) -> CheckResult:
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
     tp, named, stats = request.tp, request.engine, request.stats
+    ranks = None if request.live is None else _ask_ranks(request)
+    if ranks is not None:
+        tp, named = ranks[0].tp, name_engine(ranks)
     engines = _choose_engines([named] if isinstance(named, str) else named)
     path = fetch_hub_id(Path(request.path))
     is_folder = _is_folder(path)
@@ -74,18 +87,34 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
             stats=measured,
         )
     else:
-        if request.run:
-            raise UsageError(f"--run: {path} is no checkpoint folder", hint="check a folder")
+        if option := "--live" if ranks is not None else "--run" if request.run else "":
+            raise UsageError(f"{option}: {path} is no checkpoint folder", hint="check a folder")
         require_kv_scales(path)
         _refuse_other_model(path, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
     report = _doubt_configs(report, found, geometry)
     if request.run:
         report = _ask_loader(report, path, geometry, tp, request.engine_python)
+    if ranks is not None:
+        compared = {key: compare_ranks(ranks, each) for key, each in report.engines.items()}
+        report = report.model_copy(update={"engines": compared})
     report = report.allow_suspicious() if request.allow_suspicious else report
     if is_foreign:
         report = withdraw_used(report, shorten(geometry.model_type))
     return CheckResult.of(report)
+
+
+def _ask_ranks(request: CheckRequest) -> tuple[RankAnswer, ...]:
+    """Ask the running vLLM, which knows the engine and the ranks.
+
+    Raises:
+        UsageError: the request names them too.
+        ServerError: it does not answer.
+    """
+    given = {"--engine": request.engine, "--tp": request.tp != 1, "--run": request.run}
+    if options := [option for option, value in given.items() if value]:
+        raise UsageError(f"{options[0]}: --live asks the running vLLM for it", hint="leave it out")
+    return read_ranks(request.live)
 
 
 def _ask_loader(
@@ -280,3 +309,19 @@ def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
 
 
 check = as_function("check", CheckRequest, run)
+
+
+def audit(llm: Any, path: str | Path) -> CheckResult:
+    """Compare the KV scales that every rank of a running vLLM holds with what a checkpoint means.
+
+    It is `check(path, live=llm)`.
+
+    Args:
+        llm: a `vllm.LLM` that was started with `worker_extension_cls`.
+        path: the checkpoint folder that it serves.
+
+    Raises:
+        UsageError: the `LLM` was started without the extension, or there is no such folder.
+        ModelError: the checkpoint cannot be read.
+    """
+    return check(path, live=llm)

@@ -30,7 +30,7 @@ def find_swap(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> str:
         scales: by layer and role.
         amax: what each place holds, about.
     """
-    _, swapped = next(_list_moves([*dict.fromkeys(layer for layer, _ in scales)]))
+    _, swapped = next(list_moves([*dict.fromkeys(layer for layer, _ in scales)]))
     groups = [[slot for slot in swapped if slot[1] is role] for role in KV_ROLES]
     return _SWAPPED if _fits(scales, amax, swapped, groups) else ""
 
@@ -47,7 +47,7 @@ def find_mixup(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> tupl
     Returns:
         What happened, and the scales that it changes; nothing where each scale is of its place.
     """
-    for text, moved in _list_moves([*dict.fromkeys(layer for layer, _ in scales)]):
+    for text, moved in list_moves([*dict.fromkeys(layer for layer, _ in scales)]):
         if _fits(scales, amax, moved, [list(moved)]):
             return text, list(moved)
     return "", []
@@ -58,7 +58,7 @@ _NEXT = "each layer has the scales of the next one"
 _PREVIOUS = "each layer has the scales of the previous one"
 
 
-def _list_moves(layers: Sequence[int]) -> Iterator[tuple[str, dict[Slot, Slot]]]:
+def list_moves(layers: Sequence[int]) -> Iterator[tuple[str, dict[Slot, Slot]]]:
     """List the mix-ups, and the place whose scale each place then has."""
     k, v = KV_ROLES
     yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
@@ -93,5 +93,15 @@ class CheckRequest:
             metavar="PATH",
             reads=Path,
             help="The Python of an environment with vLLM for --run; default this one.",
+        ),
+    ] = None
+    live: Annotated[
+        Any,
+        Option(
+            "--live",
+            metavar="URL",
+            reads=str,
+            help="Read the scales of a running vLLM; its workers need fp8calib's extension.",
+            about_argument="A `vllm.LLM` or a URL: read the scales that it holds.",
         ),
     ] = None

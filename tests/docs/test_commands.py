@@ -6,7 +6,9 @@ there under the same paths, but tiny.
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,11 +22,12 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.engines.registry import ENGINES
+from fp8calib.jobs import live_engine
 from fp8calib.requests.shared import spread_formats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import run, succeed
-from tests.docs.pages import PAGES, ROOT, Command, list_commands, list_outputs
+from tests.docs.pages import DOCS, PAGES, ROOT, Command, list_commands, list_outputs
 
 MODELS = ("MODEL", "demo/SmolLM2-135M-Instruct", "meta-llama/Llama-3.3-70B-Instruct")
 QUICK = ("--samples", "8", "--seq-len", "16", "--dtype", "float32")
@@ -33,8 +36,10 @@ GATE_CODES = {0, 8, 9}
 NOT_RUN = (
     ". .venv/bin/activate",
     "fp8calib check MODEL-FP8 --engine vllm --run",
+    "fp8calib check MODEL-fp8calib/kv-overlay --live",
     "fp8calib engine-env",
     "docker build --file scripts/cpu.Dockerfile --tag fp8calib .",
+    "VLLM_SERVER_DEV_MODE=1 vllm serve",
     "docker run --rm --volume $PWD:/models fp8calib check",
     "pip install",
     "python -m pip wheel --no-deps --wheel-dir",
@@ -153,6 +158,13 @@ def test_a_command_that_is_not_run_names_what_exists() -> None:
             assert {word for word in words if word.startswith("--")} <= served, str(command)
         elif words[0].startswith("scripts/"):
             _check_script(words)
+
+
+def test_the_worker_of_a_live_check_is_the_class_that_errors_name() -> None:
+    texts = [(DOCS / "check.md").read_text(), inspect.getsource(live_engine)]
+    for text in texts:
+        (name,) = {*re.findall(r"fp8calib\.inside[\w.]*Worker", text)}
+        assert isinstance(pkgutil.resolve_name(name), type)
 
 
 def _parse(words: list[str]) -> None:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role
+from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 
@@ -39,6 +41,21 @@ class LayerVerdict(_Frozen):
         return self.k.status is Status.USED and self.v.status is Status.USED
 
 
+class HeldScale(_Frozen):
+    """What an engine holds of one scale after loading."""
+
+    numbers: tuple[float, ...]
+    """One, or one for each KV head of the model."""
+    fnuz_factor: float = 1.0
+    """What the engine multiplies it by on devices whose FP8 is e4m3fnuz."""
+
+    def of_rank(self, rank: int, tp: int, *, is_fnuz: bool = False) -> tuple[float, ...]:
+        """Give the numbers on a rank of `tp`."""
+        heads = rank_range(len(self.numbers), tp, rank) if len(self.numbers) > 1 else range(1)
+        factor = self.fnuz_factor if is_fnuz else 1.0
+        return tuple(factor * self.numbers[head] for head in heads)
+
+
 class EngineReport(_Frozen):
     """What one engine does with every layer that has a KV cache, and with FP8 weights."""
 
@@ -55,6 +72,10 @@ class EngineReport(_Frozen):
     """The one kind of device where scales that `layers` calls misread are used as meant."""
     if_loaded: LoadVerdict | None = Field(default=None, exclude=True, repr=False)
     """What becomes of the weights if the engine starts, where that is unknown."""
+    held: Mapping[tuple[int, Role], HeldScale] = Field(
+        default_factory=dict, exclude=True, repr=False
+    )
+    """What a running engine holds, by layer and role, where the replay knows it."""
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
@@ -13,7 +14,7 @@ from fp8calib.engines.replay.kv_cache_method import (
     judge_pair,
     require_scalar,
 )
-from fp8calib.engines.replay.load_context import LoadContext, open_indexed
+from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
 from fp8calib.engines.replay.query_scales import (
@@ -25,6 +26,7 @@ from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
+    HeldScale,
     LayerVerdict,
     LoadVerdict,
     Refusal,
@@ -52,6 +54,7 @@ from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import KV_ROLES, Role
 
 _PLAIN_KV_FIX = "write the scales as compressed-tensors does (kv-overlay)"
 _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
@@ -80,17 +83,17 @@ def replay_vllm(
     context = open_indexed(folder, geometry, error="FileNotFoundError")
     quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
-    layers = _judge_layers(context, quantization, method, tp, release)
+    layers, held = _judge_layers(context, quantization, method, tp, release)
     if on_gpus and _is_per_head(quantization, method):
         context.problems.append(_NEEDS_FLASH_ATTENTION)
     _note_release(context, method, release)
     if method is None:
-        return _report(context, layers)
+        return _report(context, layers).model_copy(update={"held": held})
     if method is not KvMethod.NONE:
         _note_loaded(context, method, release, on_gpus=on_gpus)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
-    report = _report(context, layers)
+    report = _report(context, layers).model_copy(update={"held": held})
     if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
         report = _misread_stacks(report, context)
     if method is KvMethod.QUARK and (name := _find_convolution(context, quantization)):
@@ -150,7 +153,7 @@ def _judge_layers(
     method: KvMethod | None,
     tp: int,
     release: Release,
-) -> list[LayerVerdict]:
+) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
     places = _find_places(context, quantization, method, release)
     loader = make_loader(context, method, places)
     refuse_faults(context, loader)
@@ -164,7 +167,8 @@ def _judge_layers(
     bfloat16_types = release.list_values(BFLOAT16_TYPES)
     dtype = find_served_dtype(context.geometry, bfloat16_types=bfloat16_types)
     rules = PairRules("vLLM", is_negative, NO_PARAMETER, NAMES_FIX, dtype)
-    layers = []
+    layers: list[LayerVerdict] = []
+    held: dict[Slot, HeldScale] = {}
     for index, attention in _list_attentions(context.geometry):
         bare = _explain_bare(context, method, attention, release, has_scheme=has_scheme)
         if bare is not None:
@@ -174,9 +178,50 @@ def _judge_layers(
             layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
         else:
             layers.append(judge_pair(context, index, loaded, rules))
+        roles = (*KV_ROLES, Role.Q) if bare is None else ()
+        own = {role: each for role in roles if (each := loaded.get((index, role)))}
+        heads = attention if per_head else None
+        held |= _list_held(layers[-1], own, heads, doubles=method in _DOUBLING)
     if method is not None:
         _note_dtype_flag(context, method, has_scheme=has_scheme)
-    return layers
+    return layers, held
+
+
+_DOUBLING = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
+"""Methods that are `BaseKVCacheMethod`, which doubles what it loaded where FP8 is e4m3fnuz."""
+
+
+def _list_held(
+    layer: LayerVerdict,
+    loaded: Mapping[Role, StoredScale],
+    heads: Attention | None,
+    *,
+    doubles: bool,
+) -> Iterator[tuple[Slot, HeldScale]]:
+    """List the numbers that a layer holds after loading.
+
+    A q without a scale is 1.0: `BaseKVCacheMethod` copies k to it, and then overwrites that (vLLM
+    0.32.0 `quantization/kv_cache.py`, run).
+    """
+    verdicts = {Role.K: layer.k, Role.V: layer.v}
+    stored: dict[Role, Sequence[float | None]] = {
+        Role.Q: (1.0,),
+        **{role: (verdict.value,) for role, verdict in verdicts.items()},
+    }
+    for role, scale in loaded.items():
+        if heads is not None:
+            size = heads.num_heads // heads.num_kv_heads if role is Role.Q else 1
+            groups = (scale.values[start : start + size] for start in range(0, scale.numel, size))
+            stored[role] = tuple(max(group) for group in islice(groups, heads.num_kv_heads))
+        elif role is Role.Q and (not doubles or scale.values[0] > 0):
+            stored[role] = scale.values
+    for role, found in stored.items():
+        numbers = tuple(each for each in found if each is not None)
+        verdict = verdicts.get(role)
+        is_loaded = role in loaded if verdict is None else verdict.status is not Status.DEFAULTED
+        factor = 2.0 if doubles and is_loaded else 1.0
+        if numbers:
+            yield (layer.layer, role), HeldScale(numbers=numbers, fnuz_factor=factor)
 
 
 def _is_per_head(quantization: Mapping[str, object], method: KvMethod | None) -> bool:

@@ -206,9 +206,9 @@ def _report_error(
 
 def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:
     held = [
-        next(each for module, each in scales.items() if layer.layer in _list_indices(module))
+        next(each for module, each in scales.items() if layer.layer in list_indices(module))
         for scales in answer.scales
-        if any(layer.layer in _list_indices(module) for module in scales)
+        if any(layer.layer in list_indices(module) for module in scales)
     ]
     if not held:
         is_unknown = layer.k.status is Status.UNKNOWN
@@ -225,7 +225,7 @@ _UNSCALED = LoadVerdict(
 )
 
 
-def _list_indices(module: str) -> list[int]:
+def list_indices(module: str) -> list[int]:
     """List the numbers in a module's path; the first is that of its layer."""
     return [int(part) for part in module.split(".") if part.isdigit()][:1]
 

@@ -24,7 +24,7 @@ from fp8calib.engines.vllm.model_types import (
 )
 from fp8calib.engines.vllm.quantization_config import KvMethod
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.geometry.sites import KV_ROLES, Role
 
 _ROLES = ("q", "k", "v")
 _REGEXES = (
@@ -109,9 +109,9 @@ class WeightLoader:
     """The beginning of names that are skipped; empty for none."""
 
     def find_slot(self, name: str) -> Slot | None:
-        """Find the k or v that a tensor of this name is loaded into."""
+        """Find the k, v or q that a tensor of this name is loaded into."""
         parent, _, leaf = self.map_name(name).rpartition(".")
-        role = next((role for role in KV_ROLES if leaf == f"{role}_scale"), None)
+        role = next((role for role in (*KV_ROLES, Role.Q) if leaf == f"{role}_scale"), None)
         index = self.places.get(parent)
         return None if role is None or index is None else (index, role)
 

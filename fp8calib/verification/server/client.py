@@ -14,18 +14,19 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Thread
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
 from fp8calib import __version__
 from fp8calib.errors import Fp8CalibError, ServerError, UsageError, first_line, shorten
 
+T = TypeVar("T")
 _BUSY = frozenset({408, 429, 502, 503, 504})
 _GATEWAY = 502
 _GATEWAY_S = 30.0
@@ -175,6 +176,21 @@ class ServerLoop(asyncio.SelectorEventLoop):
         except TimeoutError as error:
             name = host.decode() if isinstance(host, bytes) else host
             raise OSError(f"the address of {name} was not found within {_RESOLVE_S:g} s") from error
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end, in another thread where a loop runs in this one, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run_here(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_run_here, work).result()
+
+
+def _run_here(work: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=ServerLoop) as runner:
+        return runner.run(work)
 
 
 class ServerClient:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -17,8 +16,8 @@ from fp8calib.verification.server.client import (
     Endpoint,
     RequestCount,
     ServerClient,
-    ServerLoop,
     hidden_key,
+    run_to_end,
 )
 from fp8calib.verification.server.kinds.kind import (
     AnswerError,
@@ -104,7 +103,7 @@ def connect(
             return replace(server, note=f"{options.endpoint.option}: {note}" if note else "")
 
     with hidden_key(options.endpoint):
-        return _run(ask())
+        return run_to_end(ask())
 
 
 def score(
@@ -188,21 +187,6 @@ def write(
         return tuple(_ask_each(options, sequences, ask, progress))
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end, in another thread where a loop runs in this one, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _run_here(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_run_here, work).result()
-
-
-def _run_here(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=ServerLoop) as runner:
-        return runner.run(work)
-
-
 def _ask_each(
     options: ServerOptions,
     sequences: Sequence[torch.Tensor],
@@ -224,7 +208,7 @@ def _ask_each(
                 tasks.create_task(work(client))
 
     try:
-        _run(run())
+        run_to_end(run())
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return [found[number] for number in range(len(sequences))]

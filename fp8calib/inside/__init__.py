@@ -1,0 +1,1 @@
+"""What runs inside a serving engine, and what talks to it there."""
