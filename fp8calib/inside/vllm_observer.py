@@ -1,0 +1,332 @@
+"""What observes a model in vLLM's workers: a class whose methods `collective_rpc` calls.
+
+vLLM adds the class to its workers (`worker_extension_cls`). Arguments and answers are plain JSON
+values or bytes, which its message format carries between processes. Modules have vLLM's names.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.observe.batch_view import view_batch
+from fp8calib.observe.recorder import Recorder
+from fp8calib.observe.reductions import observe_expert_input, observe_heads, observe_input
+
+
+class Observer:
+    """The methods of a worker that observe its part of the model."""
+
+    def fp8calib_describe(self, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> str:
+        """Describe this rank and its modules, and where the loader puts each tensor.
+
+        Args:
+            tensors: of the checkpoint: name, dtype as safetensors spells it, and shape.
+
+        Returns:
+            JSON: the ranks, `modules` by name, and `loads`: tensors by the parameter that they
+            fill.
+        """
+        from vllm.distributed import get_pp_group, get_tp_group  # noqa: PLC0415
+        from vllm.version import __version__  # noqa: PLC0415
+
+        model = _find_model(self)
+        loads, problem = _trace_loader(model, tensors)
+        return json.dumps(
+            {
+                "version": __version__,
+                "tp": [get_tp_group().rank_in_group, get_tp_group().world_size],
+                "pp": [get_pp_group().rank_in_group, get_pp_group().world_size],
+                "modules": {
+                    name: found
+                    for name, module in model.named_modules()
+                    if (found := _describe_module(module)) is not None
+                },
+                "loads": loads,
+                "problem": problem,
+            }
+        )
+
+    def fp8calib_observe(self, modules: Sequence[str]) -> None:
+        """Observe these modules from now on, and those of them that are on this rank only."""
+        model = _find_model(self)
+        observation: _Observation = vars(self).setdefault("_fp8calib", _Observation())
+        observation.install(model, set(modules))
+
+    def fp8calib_expect(self, sequences: Sequence[tuple[int, int, int, int]]) -> None:
+        """Expect sequences in this order: global index, quarter, length, checksum of the ids."""
+        vars(self)["_fp8calib"].expected.extend(map(tuple, sequences))
+
+    def fp8calib_collect(self) -> bytes:
+        """Give all statistics so far, as a safetensors file; its metadata has counts and faults."""
+        with torch.inference_mode():
+            return bytes(vars(self)["_fp8calib"].collect())
+
+
+def checksum(ids: torch.Tensor) -> int:
+    """Compute a checksum of token ids [S]."""
+    return zlib.crc32(ids.to("cpu", torch.int64).numpy().tobytes())
+
+
+def _find_model(worker: Any) -> nn.Module:
+    model: nn.Module = worker.model_runner.get_model()
+    return model
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def _describe_module(module: nn.Module) -> dict[str, Any] | None:
+    """Describe a module that can be observed; None for others."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention  # noqa: PLC0415
+    from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
+
+    if isinstance(module, Attention | MLAAttention):
+        is_latent = isinstance(module, MLAAttention)
+        return {
+            "kind": "latent" if is_latent else "heads",
+            "num_heads": module.num_heads,
+            "num_kv_heads": 1 if is_latent else module.num_kv_heads,
+            "reads": getattr(module, "kv_sharing_target_layer_name", None),
+        }
+    if isinstance(module, LinearBase):
+        part = getattr(module, "input_size_per_partition", module.input_size)
+        return {"kind": "linear", "inputs": module.input_size, "inputs_here": part}
+    if is_fused_experts(module):
+        return {"kind": "experts", "num_experts": module.moe_config.num_experts}
+    return None
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether a module routes tokens to experts and runs them."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (  # noqa: PLC0415
+        MoERunnerInterface,
+    )
+
+    return isinstance(module, MoERunnerInterface)
+
+
+class _Named(torch.Tensor):
+    """A tensor without values that knows which tensors of the checkpoint it is made from."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def __torch_function__(  # noqa: D105
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        names = frozenset().union(*(_names_of(each) for each in _flatten([args, kwargs])))
+        for each in _flatten([made]):
+            if isinstance(each, _Named):
+                each.names = names
+        return made
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(value)
+        elif isinstance(value, dict):
+            yield from _flatten(value.values())
+        else:
+            yield value
+
+
+def _names_of(value: Any) -> frozenset[str]:
+    return getattr(value, "names", frozenset()) if isinstance(value, _Named) else frozenset()
+
+
+def _trace_loader(
+    model: Any, tensors: Iterable[tuple[str, str, Sequence[int]]]
+) -> tuple[dict[str, list[str]], str]:
+    """Ask the model's own loader which parameter each tensor goes into; nothing is loaded.
+
+    Returns:
+        The tensors by parameter, and why the loader stopped early; empty if it did not.
+    """
+    loads = defaultdict[str, set[str]](set)
+
+    def record(path: str, _parameter: Any, loaded: torch.Tensor, *_: Any, **__: Any) -> bool:
+        loads[path] |= _names_of(loaded)
+        return True
+
+    def make(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
+        named: _Named = tensor.as_subclass(_Named)  # type: ignore[assignment]
+        named.names = frozenset({name})
+        return named
+
+    before = [(each, dict(vars(each))) for each in model.parameters()]
+    problem = ""
+    try:
+        for path, parameter in model.named_parameters():
+            held = "_weight_loader" if "_weight_loader" in vars(parameter) else "weight_loader"
+            setattr(parameter, held, partial(record, path))
+        model.load_weights((name, make(name, dtype, shape)) for name, dtype, shape in tensors)
+    except Exception as error:  # noqa: BLE001 -- whatever a loader raises is its answer
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        for parameter, attributes in before:
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+    return {path: sorted(names) for path, names in loads.items()}, problem
+
+
+# --- the observation ------------------------------------------------------------------------------
+
+
+class _Observation:
+    """What one worker observes: one sequence a step of the engine."""
+
+    def __init__(self) -> None:
+        self.expected = deque[tuple[int, int, int, int]]()
+        self.faults: list[str] = []
+        self._recorder = Recorder()
+        self._has_batch = False
+        self._is_installed = False
+
+    def install(self, model: nn.Module, observed: set[str]) -> None:
+        """Hook the model and those of its modules that are observed."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end)
+        for name, module in model.named_modules():
+            if name not in observed:
+                continue
+            found = _describe_module(module)
+            kind = "" if found is None else found["kind"]
+            see = {
+                "heads": self._see_heads,
+                "latent": self._see_latent,
+                "linear": self._see_input,
+                "experts": self._see_experts,
+            }[kind]
+            module.register_forward_pre_hook(partial(self._see, see, name), with_kwargs=True)
+
+    def collect(self) -> bytes:
+        """Give the statistics so far."""
+        bad = self._recorder.check_finite()
+        found = self._recorder.stats()
+        metadata = {
+            "counts": json.dumps({str(site): stats.count for site, stats in found.items()}),
+            "sequences": json.dumps(self._recorder.sequences),
+            "faults": json.dumps(self.faults),
+            "nonfinite": "" if bad is None else str(bad),
+        }
+        tensors = {
+            f"{site}/{name}": tensor.contiguous()
+            for site, stats in found.items()
+            for name, tensor in stats.tensors.items()
+        }
+        return save(tensors, metadata)
+
+    def _begin(self, _module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        from vllm.forward_context import get_forward_context  # noqa: PLC0415
+
+        self._has_batch = False
+        if get_forward_context().attn_metadata is None:  # the engine runs nothing real
+            return
+        positions = kwargs["positions"].flatten()  # three rows of equal ones with images
+        length = kwargs["positions"].shape[-1]
+        if not self.expected:
+            self.faults.append(f"a step of {length} tokens that nobody asked for")
+            return
+        first, quarter, expected, digest = self.expected.popleft()
+        ids = kwargs.get("input_ids")
+        if length != expected or int(positions[0]):
+            self.faults.append(
+                f"sequence {first} has {expected} tokens, and the engine ran a step of {length} "
+                f"that begins at position {int(positions[0])}"
+            )
+            return
+        if ids is not None and checksum(ids) != digest:
+            self.faults.append(f"sequence {first}: the engine ran other tokens")
+            return
+        self._recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
+        self._has_batch = True
+
+    def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._has_batch:
+            self._recorder.end_batch()
+            self._has_batch = False
+
+    def _see(
+        self, see: Any, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        if self._has_batch:
+            see(name, module, *args, **kwargs)
+
+    def _see_heads(
+        self,
+        name: str,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        self._record_heads(name, Role.Q, query, module.num_heads)
+        if module.kv_sharing_target_layer_name is None and key is not None and value is not None:
+            self._record_heads(name, Role.K, key, module.num_kv_heads)
+            self._record_heads(name, Role.V, value, module.num_kv_heads)
+
+    def _see_latent(
+        self,
+        name: str,
+        module: Any,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        self._record_heads(name, Role.Q, q, module.num_heads)
+        self._record_heads(name, Role.K, kv_c_normed, 1)
+        self._record_heads(name, Role.V, k_pe, 1)
+
+    def _record_heads(self, name: str, role: Role, x: torch.Tensor, num_heads: int) -> None:
+        heads = x.reshape(len(x), num_heads, -1).transpose(0, 1).unsqueeze(0)
+        seen = observe_heads(self._recorder.batch, role, heads, num_heads)
+        self._recorder.record(Site(name, role), seen)
+
+    def _see_input(self, name: str, _module: nn.Module, x: torch.Tensor, *_: Any) -> None:
+        site = Site(name, Role.INPUT)
+        self._recorder.record(site, observe_input(self._recorder.batch, site, x))
+
+    def _see_experts(
+        self,
+        name: str,
+        module: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        # Calls of `forward` pass by the hooks, which see the engine's own calls of these modules.
+        if module.gate is not None:
+            router_logits, _ = module.gate.forward(hidden_states)
+        if module.routed_input_transform is not None:
+            made = module.routed_input_transform.forward(hidden_states)
+            hidden_states = made[0] if isinstance(made, tuple) else made
+        _, index = module.router.select_experts(
+            hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids
+        )
+        num_experts = module.moe_config.num_experts
+        seen = observe_expert_input(
+            self._recorder.batch, hidden_states, index.long(), num_experts
+        )
+        self._recorder.record(Site(name, Role.INPUT), seen)

@@ -1,0 +1,9 @@
+"""The class that vLLM adds to its workers: `--worker-extension-cls` names it."""
+
+from __future__ import annotations
+
+from fp8calib.inside.vllm_observer import Observer
+
+
+class FP8CalibWorker(Observer):
+    """What fp8calib does inside a worker of vLLM; each method answers for its rank."""
