@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,8 +157,8 @@ def _trace_loader(
     """
     loads = defaultdict[str, set[str]](set)
 
-    def record(path: str, _parameter: Any, loaded: torch.Tensor, *_: Any, **__: Any) -> bool:
-        loads[path] |= _names_of(loaded)
+    def record(path: str, *args: Any, **kwargs: Any) -> bool:
+        loads[path].update(*map(_names_of, _flatten([args, kwargs])))
         return True
 
     def make(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -186,6 +186,25 @@ def _trace_loader(
 # --- the observation ------------------------------------------------------------------------------
 
 
+def _wrap(
+    module: nn.Module, before: Callable[..., None], after: Callable[[], None] | None = None
+) -> None:
+    """Show the arguments of a module's forward pass.
+
+    Hooks of torch do not see those of vLLM's modules whose `forward` is called directly.
+    """
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        output = run(*args, **kwargs)
+        if after is not None:
+            after()
+        return output
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
 class _Observation:
     """What one worker observes: one sequence a step of the engine."""
 
@@ -201,20 +220,18 @@ class _Observation:
         if self._is_installed:
             return
         self._is_installed = True
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
+        _wrap(model, self._begin, self._end)
         for name, module in model.named_modules():
             if name not in observed:
                 continue
             found = _describe_module(module)
-            kind = "" if found is None else found["kind"]
             see = {
                 "heads": self._see_heads,
                 "latent": self._see_latent,
                 "linear": self._see_input,
                 "experts": self._see_experts,
-            }[kind]
-            module.register_forward_pre_hook(partial(self._see, see, name), with_kwargs=True)
+            }["" if found is None else found["kind"]]
+            _wrap(module, partial(self._see, partial(see, name, module)))
 
     def collect(self) -> bytes:
         """Give the statistics so far."""
@@ -233,7 +250,7 @@ class _Observation:
         }
         return save(tensors, metadata)
 
-    def _begin(self, _module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, *_: Any, **kwargs: Any) -> None:
         from vllm.forward_context import get_forward_context  # noqa: PLC0415
 
         self._has_batch = False
@@ -258,16 +275,14 @@ class _Observation:
         self._recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
         self._has_batch = True
 
-    def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self) -> None:
         if self._has_batch:
             self._recorder.end_batch()
             self._has_batch = False
 
-    def _see(
-        self, see: Any, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _see(self, see: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._has_batch:
-            see(name, module, *args, **kwargs)
+            see(*args, **kwargs)
 
     def _see_heads(
         self,
@@ -316,11 +331,12 @@ class _Observation:
         input_ids: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
-        # Calls of `forward` pass by the hooks, which see the engine's own calls of these modules.
+        # The classes' own `forward` shows nothing, so that only the engine's calls count.
         if module.gate is not None:
-            router_logits, _ = module.gate.forward(hidden_states)
+            router_logits, _ = type(module.gate).forward(module.gate, hidden_states)
         if module.routed_input_transform is not None:
-            made = module.routed_input_transform.forward(hidden_states)
+            transform = module.routed_input_transform
+            made = type(transform).forward(transform, hidden_states)
             hidden_states = made[0] if isinstance(made, tuple) else made
         _, index = module.router.select_experts(
             hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids

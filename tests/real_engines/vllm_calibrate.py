@@ -1,0 +1,58 @@
+"""Calibrate many models inside vLLM: `vllm_calibrate.py`, one JSON job a line on stdin.
+
+Runs in vLLM's own environment, which takes long to import: a fork of this process runs the command
+line of fp8calib for each. A job has `arguments`, and `result`, the file for what is printed; its
+last line is the exit code. A line on stdout says that a job is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from vllm.model_executor.models import registry
+from vllm_weights import TIMEOUT_S, prepare_for_forks
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+def main() -> None:
+    """Answer every job of stdin."""
+    registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
+    prepare_for_forks()
+    import fp8calib.commands.calibrate  # noqa: F401, PLC0415 -- once for all forks
+
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no reply
+    for line in sys.stdin:
+        job = json.loads(line)
+        _answer_in_fork(job["arguments"], Path(job["result"]))
+        print("done", file=replies, flush=True)
+
+
+def _answer_in_fork(arguments: list[str], result: Path) -> None:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    signal.alarm(TIMEOUT_S)
+    with result.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = 70
+    try:
+        from fp8calib.cli import main_inner  # noqa: PLC0415
+
+        code = main_inner(arguments)
+    except BaseException:  # noqa: BLE001 -- the caller reads it
+        traceback.print_exc()
+    print(f"\nexit code {code}", flush=True)
+    os._exit(0)  # vLLM's threads may not end
+
+
+if __name__ == "__main__":
+    main()
