@@ -195,6 +195,9 @@ class _Run:
         answers = self._call("fp8calib_describe", tensors)
         self._ranks = [Rank.parse(answer) for answer in answers]
         self.matched = match_modules(self._ranks, self._prepared, self._observe)
+        if len({rank.pp for rank in self._ranks}) > 1:
+            # The later stages make their buffers in an idle step, which a CPU's start leaves out.
+            self._call("execute_dummy_batch")
         self._call("fp8calib_observe", self.matched.list_modules())
 
     def feed(self, group: Sequence[Batch]) -> float:
