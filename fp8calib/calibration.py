@@ -81,7 +81,7 @@ def calibrate(
     if plan is not None and recipe.observe.kv and share.is_first:
         _require_kv(prepared, sites)
     header = (
-        make_header(prepared, plan, source, checkpoint, recipe)
+        make_header(prepared, plan, source, checkpoint, recipe, engine=engine)
         if share.journal is None
         else share.journal.header
     )

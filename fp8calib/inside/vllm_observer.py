@@ -120,16 +120,21 @@ class _Named(torch.Tensor):
     """A tensor without values that knows which tensors of the checkpoint it is made from."""
 
     names: frozenset[str]
+    on_copy: Callable[[torch.Tensor, frozenset[str]], None]
 
     @classmethod
     def __torch_function__(  # noqa: D105
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.Tensor.copy_ and isinstance(args[1], _Named):
+            args[1].on_copy(args[0], args[1].names)  # a buffer, or a parameter without a loader
+            return args[0]
         made = super().__torch_function__(func, types, args, kwargs or {})
-        names = frozenset().union(*(_names_of(each) for each in _flatten([args, kwargs])))
+        sources = [each for each in _flatten([args, kwargs]) if isinstance(each, _Named)]
         for each in _flatten([made]):
             if isinstance(each, _Named):
-                each.names = names
+                each.names = frozenset().union(*map(_names_of, sources))
+                each.on_copy = sources[0].on_copy
         return made
 
 
@@ -164,8 +169,16 @@ def _trace_loader(
     def make(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
         named: _Named = tensor.as_subclass(_Named)  # type: ignore[assignment]
-        named.names = frozenset({name})
+        named.names, named.on_copy = frozenset({name}), copy
         return named
+
+    places = {
+        each.untyped_storage().data_ptr(): path
+        for path, each in (*model.named_buffers(), *model.named_parameters())
+    }
+
+    def copy(target: torch.Tensor, names: frozenset[str]) -> None:
+        loads[places.get(target.untyped_storage().data_ptr(), "")] |= names
 
     before = [(each, dict(vars(each))) for each in model.parameters()]
     problem = ""
@@ -225,13 +238,14 @@ class _Observation:
             if name not in observed:
                 continue
             found = _describe_module(module)
-            see = {
-                "heads": self._see_heads,
-                "latent": self._see_latent,
-                "linear": self._see_input,
-                "experts": self._see_experts,
-            }["" if found is None else found["kind"]]
-            _wrap(module, partial(self._see, partial(see, name, module)))
+            kind = "" if found is None else found["kind"]
+            if kind == "experts":
+                routing = _Routing(module)
+                show = partial(self._see, partial(self._see_experts, name, routing))
+                _wrap(module, routing.begin, show)
+                continue
+            see = {"heads": self._see_heads, "latent": self._see_latent, "linear": self._see_input}
+            _wrap(module, partial(self._see, partial(see[kind], name, module)))
 
     def collect(self) -> bytes:
         """Give the statistics so far."""
@@ -322,27 +336,53 @@ class _Observation:
         site = Site(name, Role.INPUT)
         self._recorder.record(site, observe_input(self._recorder.batch, site, x))
 
-    def _see_experts(
+    def _see_experts(self, name: str, routing: _Routing) -> None:
+        hidden, index = routing.find()
+        seen = observe_expert_input(
+            self._recorder.batch, hidden, index, routing.module.moe_config.num_experts
+        )
+        self._recorder.record(Site(name, Role.INPUT), seen)
+
+
+class _Routing:
+    """The input of a layer's experts, and the experts that the engine chose for each token."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._index: torch.Tensor | None = None
+        """The engine's choice [N, K]; None where its kernel chooses."""
+        self._select = module.router.select_experts
+        module.router.select_experts = self._watch
+
+    def _watch(self, *args: Any, **kwargs: Any) -> Any:
+        weights, self._index = chosen = self._select(*args, **kwargs)
+        return chosen
+
+    def begin(
         self,
-        name: str,
-        module: Any,
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
-        **_: Any,
+        *_: Any,
+        **__: Any,
     ) -> None:
+        """Keep the arguments of a forward pass."""
+        self._arguments, self._index = (hidden_states, router_logits, input_ids), None
+
+    def find(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the input [N, C] and the experts, int64 [N, K], of the pass that has run."""
+        assert self._arguments is not None  # noqa: S101 -- a pass has run
+        hidden, logits, input_ids = self._arguments
         # The classes' own `forward` shows nothing, so that only the engine's calls count.
-        if module.gate is not None:
-            router_logits, _ = type(module.gate).forward(module.gate, hidden_states)
-        if module.routed_input_transform is not None:
-            transform = module.routed_input_transform
-            made = type(transform).forward(transform, hidden_states)
-            hidden_states = made[0] if isinstance(made, tuple) else made
-        _, index = module.router.select_experts(
-            hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids
-        )
-        num_experts = module.moe_config.num_experts
-        seen = observe_expert_input(
-            self._recorder.batch, hidden_states, index.long(), num_experts
-        )
-        self._recorder.record(Site(name, Role.INPUT), seen)
+        if self.module.routed_input_transform is not None:
+            transform = self.module.routed_input_transform
+            made = type(transform).forward(transform, hidden)
+            hidden = made[0] if isinstance(made, tuple) else made
+        if self._index is None:
+            if self.module.gate is not None:
+                logits, _ = type(self.module.gate).forward(self.module.gate, hidden)
+            _, self._index = self._select(
+                hidden_states=hidden, router_logits=logits, input_ids=input_ids
+            )
+        return hidden, self._index.long()

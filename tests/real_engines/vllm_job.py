@@ -181,11 +181,18 @@ class Calibrator(ForkServer):
     def __init__(self, log: Path) -> None:
         super().__init__(log, CALIBRATION_WORKER)
 
-    def __call__(self, model: Path, out: Path, *options: object) -> tuple[int, str]:
-        """Give the exit code, and what was printed."""
+    def __call__(
+        self, model: Path, out: Path, *options: object, ranks: int = 1, record: Path | None = None
+    ) -> tuple[int, str]:
+        """Give the exit code, and what was printed; `record` is the file for workers' answers."""
         result = out.with_suffix(".printed")
         arguments = ["calibrate", model, "--engine", "vllm", "--out", out, *options]
-        self._ask(arguments=list(map(str, arguments)), result=result)
+        self._ask(
+            arguments=list(map(str, arguments)),
+            environment=_bind_ranks(ranks),
+            record=record or "",
+            result=result,
+        )
         printed, _, code = result.read_text().rpartition("exit code ")
         return int(code or 71), printed
 

@@ -1,0 +1,220 @@
+"""calibrate --engine vllm, with the answers that vLLM's workers gave."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8calib
+from fp8calib.errors import CalibrationError, UsageError
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.stats.statistic import STATISTICS
+from tests.inside.recorded import read_golden
+from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
+
+OPTIONS: dict[str, Any] = {
+    "data": make_rows(),
+    "seq_len": SEQ_LEN,
+    "pack": False,
+    "dtype": "float32",
+    "out": None,
+}
+TOLERANCE = 1e-5
+"""Relative, of magnitudes in float32 (measured: at most 2e-6)."""
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Install the vLLM that answers as recorded."""
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("fake_vllm")))
+    import vllm  # noqa: PLC0415
+
+    vllm.LLM.asked.clear()
+    yield vllm.LLM
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give the model of a case, made once."""
+    root, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def make(name: str) -> Path:
+        family = CASES[name].family
+        if family not in made:
+            made[family] = CASES[name].save_model(root / family)
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_ranks_saw_is_what_transformers_computes(
+    vllm: Any, model_of: Callable[[str], Path], name: str
+) -> None:
+    vllm.answers = read_golden(GOLDENS / f"{name}.json")
+    own = fp8calib.calibrate(model_of(name), **OPTIONS).stats
+
+    found = fp8calib.calibrate(model_of(name), **OPTIONS, **CASES[name].arguments).stats
+
+    missing = {site for site in own.sites if site not in found.sites}
+    assert {site.module.rpartition(".")[2] for site in missing} <= {"down_proj"}
+    assert all("experts" in site.module for site in missing)
+    assert found.sites.keys() <= own.sites.keys()
+    for site, stats in found.sites.items():
+        assert stats.count == own.sites[site].count, site
+        assert stats.tensors.keys() == own.sites[site].tensors.keys(), site
+        for statistic, tensor in stats.tensors.items():
+            expected = own.sites[site].tensors[statistic]
+            assert tensor.shape == expected.shape, (site, statistic)
+            if STATISTICS[statistic].is_count:
+                assert int(tensor.sum()) == int(expected.sum()), (site, statistic)
+            else:
+                torch.testing.assert_close(tensor, expected, rtol=TOLERANCE, atol=0.0)
+
+
+def test_the_statistics_say_which_engine_ran_the_text(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama-tp2.json")
+
+    result = fp8calib.calibrate(model_of("llama"), **OPTIONS, **CASES["llama-tp2"].arguments)
+
+    assert result.stats.header.engine == "vllm 0.32.0, tensor parallel 2, pipeline parallel 1"
+    assert result.engine == result.stats.header.engine
+
+
+def test_inputs_inside_fused_experts_are_named_as_not_observed(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "mixtral-tp2.json")
+
+    found = fp8calib.calibrate(model_of("mixtral-tp2"), **OPTIONS, engine="vllm").stats
+
+    why = {skipped.site: skipped.why for skipped in found.header.skipped}
+    site = Site("model.layers.0.mlp.experts.down_proj", Role.INPUT)
+    assert why[str(site)] == "vLLM computes it inside its fused kernel for experts"
+
+
+def test_a_recipe_that_needs_them_is_refused_before_text_is_run(
+    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "mixtral-tp2.json")
+    options = {**OPTIONS, "out": tmp_path / "out"}
+
+    with pytest.raises(CalibrationError, match=r"down_proj.input: vLLM computes it inside"):
+        fp8calib.calibrate(
+            model_of("mixtral-tp2"), **options, engine="vllm", recipe="w8a8-static"
+        )
+
+    assert vllm.asked[-1].prompts == []
+
+
+def test_every_sequence_is_run_once_in_order(vllm: Any, model_of: Callable[[str], Path]) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
+
+    rows = [row["input_ids"] for row in make_rows()]
+    assert vllm.asked[-1].prompts == rows
+    expected = [each for method, args in vllm.asked[-1].calls for each in _expected(method, args)]
+    assert [(first, length) for first, _, length, _ in expected] == [
+        (index, len(row)) for index, row in enumerate(rows)
+    ]
+
+
+def _expected(method: str, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
+    return list(args[0]) if method == "fp8calib_expect" else []
+
+
+def test_the_engine_has_a_16_bit_cache_and_runs_one_sequence_a_step(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    fp8calib.calibrate(
+        model_of("llama"),
+        **OPTIONS,
+        engine="vllm",
+        engine_option={"gpu_memory_utilization": 0.5},
+    )
+
+    arguments = vllm.asked[-1].arguments
+    assert arguments["kv_cache_dtype"] == "auto"
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["enforce_eager"] is True
+    assert arguments["max_num_seqs"] == 1
+    assert arguments["max_num_batched_tokens"] > SEQ_LEN
+    assert arguments["gpu_memory_utilization"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "quantized cache"),
+        ({"load_format": "dummy"}, "random weights"),
+        ({"gpu_memory_utilisation": 0.5}, "no such argument"),
+    ],
+)
+def test_options_that_would_falsify_the_statistics_are_refused(
+    vllm: Any, model_of: Callable[[str], Path], option: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm", engine_option=option)
+    assert vllm.asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "is for an engine"),
+        ({"engine_option": {"seed": 1}}, "is for an engine"),
+        ({"engine": "vllm", "device": "cpu"}, "places the model itself"),
+        ({"engine": "vllm", "memory": 4.0}, "places the model itself"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    model_of: Callable[[str], Path], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        fp8calib.calibrate(model_of("llama"), **OPTIONS, **options)
+
+
+def test_without_vllm_it_says_where_to_install_it(model_of: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match=r"vLLM cannot be imported here"):
+        fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
+
+
+def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> None:
+    answers["fp8calib_collect"] = [change(each) for each in answers["fp8calib_collect"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (b'"faults":"[]"', b'"faults":"[1]"', r"did not run the text as it is \(rank 0 of 1"),
+        (b'"nonfinite":""', b'"nonfinite":"x"', r"NaN or inf in x of vLLM"),
+        (b".k\\\": 387", b".k\\\": 386", r"vLLM showed 386 tokens at model.layers.0.self_attn.k"),
+    ],
+)
+def test_what_the_engine_did_not_run_as_planned_is_an_error(
+    vllm: Any, model_of: Callable[[str], Path], before: bytes, after: bytes, text: str
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    def change(answer: bytes) -> bytes:
+        size = int.from_bytes(answer[:8], "little")
+        header = answer[8 : 8 + size]
+        assert before in header
+        changed = header.replace(before, after)
+        return len(changed).to_bytes(8, "little") + changed + answer[8 + size :]
+
+    _change(vllm.answers, change)
+    with pytest.raises(CalibrationError, match=text):
+        fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
