@@ -245,7 +245,7 @@ class _Run:
             CalibrationError: the ranks did not see the tokens of the plan, or saw NaN or infinity.
         """
         found = [
-            _read_answer(rank, answer)
+            _read_answer(rank, answer, self.sequences)
             for rank, answer in zip(self._ranks, self._call("fp8calib_collect"), strict=True)
         ]
         sites = join_ranks(self.matched, self._observe, self._ranks, found)
@@ -280,16 +280,25 @@ def _lost(error: Exception) -> RankLostError:
     )
 
 
-def _read_answer(rank: Rank, answer: bytes) -> dict[Site, SiteStats]:
-    """Read what a rank has observed."""
-    (size,) = (int.from_bytes(answer[:8], "little"),)
+def _read_answer(
+    rank: Rank, answer: bytes, expected: tuple[tuple[int, int], ...]
+) -> dict[Site, SiteStats]:
+    """Read what a rank has observed of the expected sequences."""
+    size = int.from_bytes(answer[:8], "little")
     metadata = json.loads(answer[8 : 8 + size])["__metadata__"]
     if faults := json.loads(metadata["faults"]):
-        raise CalibrationError(f"vLLM did not run the text as it is ({rank.describe()}): {faults[0]}")
+        raise CalibrationError(
+            f"vLLM did not run the text as it is ({rank.describe()}): {faults[0]}"
+        )
     if metadata["nonfinite"]:
         raise CalibrationError(
             f"NaN or inf in {metadata['nonfinite']} of vLLM ({rank.describe()})",
             hint="look at the weights before it, or try another --dtype",
+        )
+    seen = [(first, stop) for first, stop in json.loads(metadata["sequences"])]
+    if join_ranges(seen) != expected:
+        raise CalibrationError(
+            f"vLLM ran sequences {_show(join_ranges(seen))} of {_show(expected)} ({rank.describe()})"
         )
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load(answer).items():
@@ -300,6 +309,10 @@ def _read_answer(rank: Rank, answer: bytes) -> dict[Site, SiteStats]:
         Site.parse(site): SiteStats(count=counts[site], tensors=found)
         for site, found in tensors.items()
     }
+
+
+def _show(ranges: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{first} to {stop - 1}" for first, stop in ranges) or "none"
 
 
 @contextmanager

@@ -7,8 +7,8 @@ parameter, and so which linears and attention a module runs.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Self
@@ -92,12 +92,12 @@ def match_modules(ranks: Sequence[Rank], prepared: PreparedModel, observe: Obser
             unseen[site] = why
         else:
             linears[site] = next(iter(modules)), linear
-    wanted = observe.kv or observe.query
-    attentions = dict(_match_attentions(geometry, known, layers)) if wanted else {}
-    shown = {
-        name: each for name, each in attentions.items() if each.module not in prepared.ignored
-    }
-    _check_complete(geometry, attentions.values(), known, ranks, wanted=wanted)
+    attentions: dict[str, Attention] = {}
+    if observe.kv or observe.query:
+        attentions = dict(_match_attentions(geometry, known, layers))
+        problem = next((rank.problem for rank in ranks if rank.problem), "")
+        _check_complete(geometry, attentions.values(), problem)
+    shown = {name: each for name, each in attentions.items() if each.module not in prepared.ignored}
     return Matched(linears=linears, attentions=shown, unseen=unseen)
 
 
@@ -148,19 +148,9 @@ def _match_attentions(
             yield name, found[0].attention
 
 
-def _check_complete(
-    geometry: ModelGeometry,
-    found: Any,
-    known: Mapping[str, Any],
-    ranks: Sequence[Rank],
-    *,
-    wanted: bool,
-) -> None:
-    counts = defaultdict[str, int](int)
-    for attention in found:
-        counts[attention.module] += 1
-    problem = next((rank.problem for rank in ranks if rank.problem), "")
-    for layer, attention in geometry.attentions() if wanted else ():
+def _check_complete(geometry: ModelGeometry, found: Iterable[Attention], problem: str) -> None:
+    counts = Counter(attention.module for attention in found)
+    for layer, attention in geometry.attentions():
         if counts[attention.module] != 1:
             number = counts[attention.module] or "no"
             why = f"; its loader stopped with {problem}" if problem else ""
@@ -241,7 +231,7 @@ def _join(parts: Sequence[tuple[range, SiteStats]], count: int) -> SiteStats:
     distinct = dict(parts)
     if len({stats.count for stats in distinct.values()}) != 1:
         raise CalibrationError("ranks have observed different numbers of tokens")
-    owned = [(place, stats) for place, stats in distinct.items()]
+    owned = list(distinct.items())
     tensors: dict[str, torch.Tensor] = {}
     for name in STATISTICS:
         held = [(place, stats.tensors[name]) for place, stats in owned if name in stats.tensors]
@@ -262,5 +252,3 @@ def _multiply(stats: SiteStats, factor: float) -> SiteStats:
         for name, found in stats.tensors.items()
     }
     return SiteStats(count=stats.count, tensors=tensors)
-
-

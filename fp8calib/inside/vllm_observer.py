@@ -58,10 +58,8 @@ class Observer:
         )
 
     def fp8calib_observe(self, modules: Sequence[str]) -> None:
-        """Observe these modules from now on, and those of them that are on this rank only."""
-        model = _find_model(self)
-        observation: _Observation = vars(self).setdefault("_fp8calib", _Observation())
-        observation.install(model, set(modules))
+        """Observe those of these modules that this rank has."""
+        vars(self)["_fp8calib"] = _Observation(_find_model(self), set(modules))
 
     def fp8calib_expect(self, sequences: Sequence[tuple[int, int, int, int]]) -> None:
         """Expect sequences in this order: global index, quarter, length, checksum of the ids."""
@@ -123,9 +121,7 @@ class _Named(torch.Tensor):
     on_copy: Callable[[torch.Tensor, frozenset[str]], None]
 
     @classmethod
-    def __torch_function__(  # noqa: D105
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[1], _Named):
             args[1].on_copy(args[0], args[1].names)  # a buffer, or a parameter without a loader
             return args[0]
@@ -221,18 +217,11 @@ def _wrap(
 class _Observation:
     """What one worker observes: one sequence a step of the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, observed: set[str]) -> None:
         self.expected = deque[tuple[int, int, int, int]]()
         self.faults: list[str] = []
         self._recorder = Recorder()
         self._has_batch = False
-        self._is_installed = False
-
-    def install(self, model: nn.Module, observed: set[str]) -> None:
-        """Hook the model and those of its modules that are observed."""
-        if self._is_installed:
-            return
-        self._is_installed = True
         _wrap(model, self._begin, self._end)
         for name, module in model.named_modules():
             if name not in observed:
@@ -356,7 +345,7 @@ class _Routing:
         module.router.select_experts = self._watch
 
     def _watch(self, *args: Any, **kwargs: Any) -> Any:
-        weights, self._index = chosen = self._select(*args, **kwargs)
+        _, self._index = chosen = self._select(*args, **kwargs)
         return chosen
 
     def begin(

@@ -82,7 +82,10 @@ class CalibrateRequest(RecipeOptions):
     tensor_parallel_size: Annotated[
         int,
         Option(
-            "--tensor-parallel-size", metavar="N", least=1, help="Tensor-parallel ranks of --engine."
+            "--tensor-parallel-size",
+            metavar="N",
+            least=1,
+            help="Tensor-parallel ranks of --engine.",
         ),
     ] = 1
     pipeline_parallel_size: Annotated[

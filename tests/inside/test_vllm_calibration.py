@@ -109,9 +109,7 @@ def test_a_recipe_that_needs_them_is_refused_before_text_is_run(
     options = {**OPTIONS, "out": tmp_path / "out"}
 
     with pytest.raises(CalibrationError, match=r"down_proj.input: vLLM computes it inside"):
-        fp8calib.calibrate(
-            model_of("mixtral-tp2"), **options, engine="vllm", recipe="w8a8-static"
-        )
+        fp8calib.calibrate(model_of("mixtral-tp2"), **options, engine="vllm", recipe="w8a8-static")
 
     assert vllm.asked[-1].prompts == []
 
@@ -200,7 +198,7 @@ def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> 
     [
         (b'"faults":"[]"', b'"faults":"[1]"', r"did not run the text as it is \(rank 0 of 1"),
         (b'"nonfinite":""', b'"nonfinite":"x"', r"NaN or inf in x of vLLM"),
-        (b".k\\\": 387", b".k\\\": 386", r"vLLM showed 386 tokens at model.layers.0.self_attn.k"),
+        (b'.k\\": 387', b'.k\\": 386', r"vLLM showed 386 tokens at model.layers.0.self_attn.k"),
     ],
 )
 def test_what_the_engine_did_not_run_as_planned_is_an_error(

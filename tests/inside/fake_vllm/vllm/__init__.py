@@ -24,8 +24,10 @@ class LLM:
         self.asked.append(self)
 
     def generate(self, prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> None:
+        """Keep the prompts."""
         self.prompts += [each["prompt_token_ids"] for each in prompts]
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Give the recorded answers of the workers."""
         self.calls.append((method, args))
         return self.answers[method]
