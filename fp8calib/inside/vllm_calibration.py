@@ -296,9 +296,9 @@ def _read_answer(
             hint="look at the weights before it, or try another --dtype",
         )
     seen = [(first, stop) for first, stop in json.loads(metadata["sequences"])]
-    if join_ranges(seen) != expected:
+    if (ran := join_ranges(seen)) != expected:
         raise CalibrationError(
-            f"vLLM ran sequences {_show(join_ranges(seen))} of {_show(expected)} ({rank.describe()})"
+            f"vLLM ran sequences {_show(ran)} of {_show(expected)} ({rank.describe()})"
         )
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load(answer).items():

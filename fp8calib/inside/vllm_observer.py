@@ -84,7 +84,7 @@ def _find_model(worker: Any) -> nn.Module:
 # --- what is there --------------------------------------------------------------------------------
 
 
-def _describe_module(module: nn.Module) -> dict[str, Any] | None:
+def _describe_module(module: Any) -> dict[str, Any] | None:
     """Describe a module that can be observed; None for others."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention  # noqa: PLC0415
     from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
@@ -125,7 +125,7 @@ class _Named(torch.Tensor):
         if func is torch.Tensor.copy_ and isinstance(args[1], _Named):
             args[1].on_copy(args[0], args[1].names)  # a buffer, or a parameter without a loader
             return args[0]
-        made = super().__torch_function__(func, types, args, kwargs or {})
+        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         sources = [each for each in _flatten([args, kwargs]) if isinstance(each, _Named)]
         for each in _flatten([made]):
             if isinstance(each, _Named):
@@ -164,7 +164,7 @@ def _trace_loader(
 
     def make(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
-        named: _Named = tensor.as_subclass(_Named)  # type: ignore[assignment]
+        named: _Named = tensor.as_subclass(_Named)
         named.names, named.on_copy = frozenset({name}), copy
         return named
 
@@ -211,7 +211,7 @@ def _wrap(
             after()
         return output
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 class _Observation:
@@ -233,7 +233,11 @@ class _Observation:
                 show = partial(self._see, partial(self._see_experts, name, routing))
                 _wrap(module, routing.begin, show)
                 continue
-            see = {"heads": self._see_heads, "latent": self._see_latent, "linear": self._see_input}
+            see: dict[str, Callable[..., None]] = {
+                "heads": self._see_heads,
+                "latent": self._see_latent,
+                "linear": self._see_input,
+            }
             _wrap(module, partial(self._see, partial(see[kind], name, module)))
 
     def collect(self) -> bytes:
@@ -251,7 +255,8 @@ class _Observation:
             for site, stats in found.items()
             for name, tensor in stats.tensors.items()
         }
-        return save(tensors, metadata)
+        saved: bytes = save(tensors, metadata)
+        return saved
 
     def _begin(self, *_: Any, **kwargs: Any) -> None:
         from vllm.forward_context import get_forward_context  # noqa: PLC0415
