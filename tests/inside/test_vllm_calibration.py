@@ -12,8 +12,15 @@ import torch
 
 import fp8calib
 from fp8calib.errors import CalibrationError, UsageError
+from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats.statistic import STATISTICS
+from fp8calib.inside.vllm_modules import Matched, Rank, join_ranks
+from fp8calib.jobs.engine import check_engine
+from fp8calib.machine.launch import ProcessRank
+from fp8calib.recipe import Observe
+from fp8calib.requests.calibrate import CalibrateRequest, parse_engine_options
+from fp8calib.stats.merge import explain_other_run
+from fp8calib.stats.statistic import STATISTICS, SiteStats
 from tests.inside.recorded import read_golden
 from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
 
@@ -197,6 +204,7 @@ def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> 
     ("before", "after", "text"),
     [
         (b'"faults":"[]"', b'"faults":"[1]"', r"did not run the text as it is \(rank 0 of 1"),
+        (b'"[[0, 1], ', b'"[', r"vLLM ran sequences 1 to 8 of 0 to 8 \(rank 0 of 1"),
         (b'"nonfinite":""', b'"nonfinite":"x"', r"NaN or inf in x of vLLM"),
         (b'.k\\": 387', b'.k\\": 386', r"vLLM showed 386 tokens at model.layers.0.self_attn.k"),
     ],
@@ -216,3 +224,96 @@ def test_what_the_engine_did_not_run_as_planned_is_an_error(
     _change(vllm.answers, change)
     with pytest.raises(CalibrationError, match=text):
         fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
+
+
+def test_later_stages_make_their_buffers_in_an_idle_step(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama-pp2.json")
+
+    fp8calib.calibrate(model_of("llama"), **OPTIONS, **CASES["llama-pp2"].arguments)
+
+    methods = [method for method, _ in vllm.asked[-1].calls]
+    assert methods.index("execute_dummy_batch") < methods.index("fp8calib_observe")
+
+
+def test_a_run_in_the_engine_is_another_run_than_one_with_transformers(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+    one = fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm").stats
+    other = fp8calib.calibrate(model_of("llama"), **OPTIONS).stats
+
+    assert explain_other_run(one.header, other.header) == (
+        "different engine (vllm 0.32.0, tensor parallel 1, pipeline parallel 1, and transformers)"
+    )
+
+
+def test_rounding_and_processes_of_torchrun_are_refused(
+    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "gptq.yaml"
+    recipe.write_text(
+        "name: rounded\nobserve: {kv: true, inputs: true, weights: true}\n"
+        "quantize: {scheme: fp8-dynamic, rounding: gptq}\n"
+    )
+    options = {**OPTIONS, "out": tmp_path / "out", "engine": "vllm", "recipe": recipe}
+    with pytest.raises(UsageError, match="rounds weights layer by layer"):
+        fp8calib.calibrate(model_of("llama"), **options)
+    request = CalibrateRequest(model=str(model_of("llama")), engine="vllm")
+    with pytest.raises(UsageError, match="starts its own processes"):
+        check_engine(request, ProcessRank(rank=0, size=2, local_rank=0, local_size=2))
+
+
+def test_q_is_what_the_model_multiplied_before_attention() -> None:
+    attention = Attention(
+        module="layers.0.attn",
+        checkpoint_module="layers.0.attn",
+        kind="heads",
+        num_heads=2,
+        num_kv_heads=2,
+        k_head_dim=4,
+        v_head_dim=4,
+        query_divisor=0.5,
+    )
+    name = "model.layers.0.attn"
+    matched = Matched(linears={}, attentions={name: attention}, unseen={})
+    ranks = [
+        Rank(
+            version="0.32.0",
+            tp=(rank, 2),
+            pp=(0, 1),
+            modules={name: {"kind": "heads", "num_heads": 1, "num_kv_heads": 1}},
+            loads={},
+            problem="",
+        )
+        for rank in range(2)
+    ]
+    found = [
+        {Site(name, Role.Q): SiteStats(count=3, amax=torch.tensor([float(rank + 1)]))}
+        for rank in range(2)
+    ]
+
+    joined = join_ranks(matched, Observe(kv=True, query=True), ranks, found)
+
+    assert joined[attention.site(Role.Q)].amax.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("gpu_memory_utilization=0.8", {"gpu_memory_utilization": 0.8}),
+        ("enable-expert-parallel=true", {"enable_expert_parallel": True}),
+        ("distributed_executor_backend=ray", {"distributed_executor_backend": "ray"}),
+        ("hf_overrides={rope_theta: 1}", {"hf_overrides": {"rope_theta": 1}}),
+        ("x=a=b", {"x": "a=b"}),
+    ],
+)
+def test_engine_options_are_read_as_yaml(text: str, value: dict[str, Any]) -> None:
+    assert parse_engine_options([text]) == value
+
+
+@pytest.mark.parametrize("text", ["seed", "=1", "a={"])
+def test_what_is_no_engine_option_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--engine-option"):
+        parse_engine_options([text])
