@@ -337,6 +337,7 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
             max_num_seqs=1,
             max_model_len=longest + 1,
             max_num_batched_tokens=longest + 1,
+            language_model_only=True,
             worker_extension_cls=WORKER,
             **settings.options,
         )

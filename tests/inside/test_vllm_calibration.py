@@ -154,6 +154,7 @@ def test_the_engine_has_a_16_bit_cache_and_runs_one_sequence_a_step(
     assert arguments["kv_cache_dtype"] == "auto"
     assert arguments["enable_prefix_caching"] is False
     assert arguments["enforce_eager"] is True
+    assert arguments["language_model_only"] is True
     assert arguments["max_num_seqs"] == 1
     assert arguments["max_num_batched_tokens"] > SEQ_LEN
     assert arguments["gpu_memory_utilization"] == 0.5
