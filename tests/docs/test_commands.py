@@ -32,6 +32,7 @@ GATE_CODES = {0, 8, 9}
 """Of a random model, any verdict is right."""
 NOT_RUN = (
     ". .venv/bin/activate",
+    "fp8calib calibrate MODEL --data calib.jsonl --engine vllm",
     "fp8calib check MODEL-FP8 --engine vllm --run",
     "fp8calib engine-env",
     "docker build --file scripts/cpu.Dockerfile --tag fp8calib .",
