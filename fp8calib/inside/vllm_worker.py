@@ -1,9 +1,10 @@
-"""The class that a user names: `vllm serve ... --worker-extension-cls`."""
+"""The class that vLLM adds to its workers: `--worker-extension-cls` names it."""
 
 from __future__ import annotations
 
 from fp8calib.inside.live_scales import LiveScales
+from fp8calib.inside.vllm_observer import Observer
 
 
-class FP8CalibWorker(LiveScales):
-    """What fp8calib asks the workers of a running vLLM."""
+class FP8CalibWorker(Observer, LiveScales):
+    """What fp8calib does inside a worker of vLLM; each method answers for its rank."""

@@ -63,6 +63,7 @@ def make_calibrate_result(
         dtype=job.dtype,
         dtype_why=job.dtype_why,
         device=job.device,
+        engine=stats.header.engine,
         memory=dict(measured.memory),
         batch_size=job.recipe.data.batch_size,
         batch_back_off=measured.back_offs,

@@ -70,9 +70,15 @@ def prepare(
 
 
 def list_skipped(
-    prepared: PreparedModel, recipe: Recipe, observed: Collection[Site]
+    prepared: PreparedModel,
+    recipe: Recipe,
+    observed: Collection[Site],
+    unseen: Mapping[Site, str] | None = None,
 ) -> list[Skipped]:
-    """List the sites and weights that were not observed, each with the reason."""
+    """List the sites and weights that were not observed, each with the reason.
+
+    `unseen` has the reasons of an engine that ran the model.
+    """
     skipped = [
         Skipped(site=f"{module}.weight", why=why) for module, why in prepared.unobserved.items()
     ]
@@ -86,7 +92,7 @@ def list_skipped(
             why = f"{layer.mixer} does not use transformers' attention interface"
             skipped.append(Skipped(site=str(site), why=why))
     if recipe.observe.inputs:
-        skipped += _uncalled(prepared, observed)
+        skipped += _uncalled(prepared, observed, unseen or {})
     skipped += _without_own_cache(prepared.geometry)
     skipped += [
         Skipped(site=module, why="excluded by the recipe (observe.ignore)")
@@ -129,12 +135,14 @@ def _between_layers(prepared: PreparedModel) -> Iterator[Skipped]:
             yield Skipped(site=name, why=why)
 
 
-def _uncalled(prepared: PreparedModel, observed: Collection[Site]) -> Iterator[Skipped]:
-    """List the linears that the model does not call."""
+def _uncalled(
+    prepared: PreparedModel, observed: Collection[Site], unseen: Mapping[Site, str]
+) -> Iterator[Skipped]:
+    """List the linears that the model does not call, or an engine does not show."""
     for _, linear in prepared.geometry.linears():
         site = Site(linear.module, Role.INPUT)
         if linear.runner not in prepared.ignored and site not in observed:
-            yield Skipped(site=str(site), why=_UNCALLED)
+            yield Skipped(site=str(site), why=unseen.get(site, _UNCALLED))
 
 
 def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:

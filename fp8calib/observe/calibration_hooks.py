@@ -99,7 +99,7 @@ class CalibrationHooks:
 
     def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Record the input of gate and up per channel and per expert."""
-        seen = observe_expert_input(self._recorder.batch, call, hidden)
+        seen = observe_expert_input(self._recorder.batch, hidden, call.index, call.num_experts)
         names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
         for name in names:
             self._recorder.record(Site(f"{call.path}.{name}", Role.INPUT), seen)

@@ -139,9 +139,14 @@ def _sample_input(batch: BatchView, x: torch.Tensor, counted: torch.Tensor) -> t
 # --- inputs of experts -------------------------------------------------------------------------
 
 
-def observe_expert_input(batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> Reductions:
-    """Reduce the input of gate and up, [N, C], per channel and per expert."""
-    rows, index = hidden, call.index
+def observe_expert_input(
+    batch: BatchView, hidden: torch.Tensor, index: torch.Tensor, num_experts: int
+) -> Reductions:
+    """Reduce the input of gate and up, [N, C], per channel and per expert.
+
+    `index` has the experts that each token is routed to: int64 [N, K].
+    """
+    rows = hidden
     if batch.kept is not None:
         kept = batch.rows("kept", hidden.device)
         rows, index = hidden[kept], index[kept]
@@ -153,10 +158,8 @@ def observe_expert_input(batch: BatchView, call: ExpertsCall, hidden: torch.Tens
         amax=(channel_amax(rows),),
         positions=_position_amax(batch, per_row, batch.rows("ranges", rows.device)),
         sampled=_sample_input(batch, hidden, rows),
-        experts=segment_amax(
-            per_row.repeat_interleave(index.shape[1], 0), experts, call.num_experts
-        ),
-        expert_counts=expert_counts(experts, call.num_experts),
+        experts=segment_amax(per_row.repeat_interleave(index.shape[1], 0), experts, num_experts),
+        expert_counts=expert_counts(experts, num_experts),
     )
 
 

@@ -87,6 +87,8 @@ class CalibrateResult(Result):
     dtype: str
     dtype_why: str
     device: str
+    engine: str
+    """What ran the text, its version and parallelism; empty for transformers."""
     memory: SkipValidation[MeasuredMemory]
     batch_size: int
     batch_back_off: tuple[BackOff, ...]

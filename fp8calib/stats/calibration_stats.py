@@ -74,12 +74,14 @@ class StatsHeader(Frozen):
     versions that did not record them."""
     measured_quantized: str = ""
     """How the weights of the measured model were quantized; empty for an unquantized model."""
+    engine: str = ""
+    """The engine that ran the text, its version and parallelism; empty for transformers."""
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out what older files do not have, so that their digest stays the same."""
         fields: dict[str, object] = handler(self)
-        added = ("unquantized", "measured_quantized")
+        added = ("unquantized", "measured_quantized", "engine")
         return {key: value for key, value in fields.items() if value or key not in added}
 
     @classmethod

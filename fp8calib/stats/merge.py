@@ -95,6 +95,9 @@ def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
         yield f"different recipe ({_describe_recipe(header)}, and {_describe_recipe(other)})"
     if header.compute_dtype != other.compute_dtype:
         yield f"different dtype ({header.compute_dtype}, and {other.compute_dtype})"
+    if header.engine != other.engine:
+        names = (each.engine or "transformers" for each in (header, other))
+        yield f"different engine ({', and '.join(names)})"
     for name in sorted({*header.versions, *other.versions}):
         versions = [each.versions.get(name, "none") for each in (header, other)]
         if versions[0] != versions[1]:

@@ -35,6 +35,7 @@ GATE_CODES = {0, 8, 9}
 """Of a random model, any verdict is right."""
 NOT_RUN = (
     ". .venv/bin/activate",
+    "fp8calib calibrate MODEL --data calib.jsonl --engine vllm",
     "fp8calib check MODEL-FP8 --engine vllm --run",
     "fp8calib check MODEL-fp8calib/kv-overlay --live",
     "fp8calib engine-env",

@@ -22,6 +22,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 WORKER = Path(__file__).with_name("vllm_worker.py")
 WEIGHTS_WORKER = Path(__file__).with_name("vllm_weights.py")
 RUN_WORKER = Path(__file__).with_name("vllm_run.py")
+CALIBRATION_WORKER = Path(__file__).with_name("vllm_calibrate.py")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
@@ -172,6 +173,28 @@ class RunLoader(ForkServer):
         if answer is None:
             raise VerificationError("the process with vLLM's loader died")
         return answer
+
+
+class Calibrator(ForkServer):
+    """Runs `fp8calib calibrate --engine vllm`, with `vllm_calibrate.py`."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log, CALIBRATION_WORKER)
+
+    def __call__(
+        self, model: Path, out: Path, *options: object, ranks: int = 1, record: Path | None = None
+    ) -> tuple[int, str]:
+        """Give the exit code, and what was printed; `record` is the file for workers' answers."""
+        result = out.with_suffix(".printed")
+        arguments = ["calibrate", model, "--engine", "vllm", "--out", out, *options]
+        self._ask(
+            arguments=list(map(str, arguments)),
+            environment=_bind_ranks(ranks),
+            record=record or "",
+            result=result,
+        )
+        printed, _, code = result.read_text().rpartition("exit code ")
+        return int(code or 71), printed
 
 
 def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:

@@ -121,7 +121,7 @@ def _run(model: Any, num_layers: int) -> str:
         _silence(),
         _DtypesOfCpu(),  # type: ignore[no-untyped-call]
         torch.no_grad(),
-        mock.patch(f"{_DECOMPRESSION}.from_accelerate"),  # knows no meta device
+        mock.patch(f"{_DECOMPRESSION}.from_accelerate", create=True),  # knows no meta device
         hooks.register_module_forward_pre_hook(lambda module, _: entered.append(module)),
         hooks.register_module_forward_hook(leave),
     ):

@@ -9,6 +9,7 @@ from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
+from fp8calib.inside.vllm_calibration import EngineSettings
 from fp8calib.jobs.calibration import CalibrationJob
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.launch import ALONE, ProcessRank
@@ -27,6 +28,8 @@ class ResumableJob(CalibrationJob):
     process_rank: ProcessRank = ALONE
     resume: bool
     force: bool
+    engine: EngineSettings | None = None
+    """How vLLM runs the text; None runs it with transformers."""
     expects_duration: bool = False
     """Whether the time of the run is predicted."""
     reporter: Reporter

@@ -21,6 +21,8 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
     Raises:
         UsageError: it fits in neither way.
     """
+    if job.engine is not None:  # it plans its own memory
+        return MemoryMode(plan=None, model=job.prepared.model, weights=job.prepared.weights)
     rounding = find_rounding(job)
     mode = choose_mode(
         job,

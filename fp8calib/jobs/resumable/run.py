@@ -53,7 +53,8 @@ def run_job(
     """
     progress, journal = job.reporter, None if work is None else work.journal
     done = NOTHING if journal is None else journal.done
-    progress.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+    where = job.device if job.engine is None else job.engine.describe()
+    progress.say(f"computing in {job.dtype} on {where} ({job.dtype_why})")
     if group is not None:
         progress.say(_describe_group(group))
     started = time.monotonic()
@@ -61,7 +62,7 @@ def run_job(
     rounding = None if work is None else open_rounding(job, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
-            load_prepared(job, mode, progress),
+            load_prepared(job, mode, progress) if job.engine is None else job.prepared,
             job.plan,
             job.source,
             job.checkpoint,
@@ -71,6 +72,7 @@ def run_job(
             streaming=mode.streaming,
             share=share,
             work=rounding,
+            engine=job.engine,
         )
         back_offs = _gather_back_offs(share)
     measured = RunMeasurements(

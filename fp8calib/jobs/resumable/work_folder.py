@@ -65,6 +65,7 @@ def make_job_header(job: ResumableJob) -> StatsHeader:
         job.checkpoint,
         job.recipe,
         compute_dtype=job.dtype,
+        engine=job.engine,
     )
 
 

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from fp8calib.data.shares import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.recorder import Recorder
 from fp8calib.stats.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
@@ -68,6 +67,24 @@ class Done:
 
 
 NOTHING = Done(sequences=(), weights=frozenset())
+
+
+class Measured(Protocol):
+    """The statistics of a run so far."""
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """The sequences that they cover, as half-open ranges."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every sequence counts fully or not at all."""
+
+    def check_finite(self) -> Site | None:
+        """Find a site with NaN or inf."""
+
+    def stats(self) -> dict[Site, SiteStats]:
+        """Give them."""
 
 
 class Journal:
@@ -132,23 +149,23 @@ class Journal:
         if sites and duration_s >= _WORTH_SAVING_S:
             self._write(f"weights-{self._rank}", sites, ())
 
-    def save_if_due(self, recorder: Recorder) -> None:
-        """Save the statistics of a recorder, all finite, if the last checkpoint is old enough."""
+    def save_if_due(self, measured: Measured) -> None:
+        """Save statistics, all finite, if the last checkpoint is old enough."""
         now = time.monotonic()
         since_call, self._called_at = now - self._called_at, now
         interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
         if now + since_call >= self._saved_at + min(interval_s, LONGEST_INTERVAL_S):
-            self._save(recorder)
+            self._save(measured)
 
-    def save_final(self, recorder: Recorder) -> None:
-        """Save the final statistics of a recorder, if the run has written checkpoints before."""
+    def save_final(self, measured: Measured) -> None:
+        """Save the final statistics, if the run has written checkpoints before."""
         if self._has_written:
-            self._save(recorder)
+            self._save(measured)
 
-    def save_interrupted(self, recorder: Recorder) -> None:
-        """Save the statistics of a recorder after an interruption, if they are consistent."""
-        if recorder.is_settled and recorder.check_finite() is None:
-            self._save(recorder)
+    def save_interrupted(self, measured: Measured) -> None:
+        """Save the statistics after an interruption, if they are consistent."""
+        if measured.is_settled and measured.check_finite() is None:
+            self._save(measured)
 
     def remove(self) -> None:
         """Remove all checkpoints."""
@@ -173,11 +190,11 @@ class Journal:
         """
         save_stats(self._make_stats(sites, ()), path)
 
-    def _save(self, recorder: Recorder) -> None:
-        sequences = recorder.sequences
+    def _save(self, measured: Measured) -> None:
+        sequences = measured.sequences
         if sequences:
             first = min(first for first, _ in sequences)
-            self._write(f"{first:08}", recorder.stats(), join_ranges(list(sequences)))
+            self._write(f"{first:08}", measured.stats(), join_ranges(list(sequences)))
             self._has_written = True
 
     def _write(

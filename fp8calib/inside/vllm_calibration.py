@@ -1,0 +1,354 @@
+"""Run calibration text through vLLM, whose workers observe the tensors.
+
+vLLM loads and runs the model as it would serve it, by its own kernels, over as many ranks as it is
+told; no patch is needed. One sequence is one step of the engine, so that the workers know which
+tokens they see: the prompt is run once, and nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.plan import Batch
+from fp8calib.errors import CalibrationError, UsageError, suggest
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.inside.vllm_modules import Matched, Rank, join_ranks, match_modules
+from fp8calib.inside.vllm_observer import checksum
+from fp8calib.machine.progress import Progress
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.recipe import Recipe
+from fp8calib.run.distributed.group import RankLostError
+from fp8calib.run.forward.observed_batches import cut_into
+from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.stats.calibration_stats import join_ranges
+from fp8calib.stats.statistic import SiteStats
+
+WORKER = "fp8calib.inside.vllm_worker.FP8CalibWorker"
+_GROUP_S = 3.0
+"""How long vLLM runs between two looks at the statistics, about."""
+_OWN = {
+    "model": "it is MODEL",
+    "tokenizer": "the text is tokenized before",
+    "skip_tokenizer_init": "the text is tokenized before",
+    "dtype": "use --dtype",
+    "tensor_parallel_size": "use --tensor-parallel-size",
+    "pipeline_parallel_size": "use --pipeline-parallel-size",
+    "data_parallel_size": "run one engine a shard: --shard I/N, and `fp8calib merge`",
+    "trust_remote_code": "use --trust-remote-code",
+    "revision": "use --revision",
+    "max_model_len": "it follows from --seq-len",
+    "max_num_seqs": "one sequence is one step",
+    "max_num_batched_tokens": "one sequence is one step",
+    "enable_chunked_prefill": "one sequence is one step",
+    "enforce_eager": "compiled graphs run no hooks",
+    "compilation_config": "compiled graphs run no hooks",
+    "enable_prefix_caching": "cached tokens would not be seen",
+    "kv_cache_dtype": "a quantized cache changes what later layers see",
+    "calculate_kv_scales": "a quantized cache changes what later layers see",
+    "quantization": "quantized weights change what is measured",
+    "speculative_config": "drafted tokens would be counted, and drafters are not observed",
+    "worker_extension_cls": "it is what observes",
+}
+"""Arguments of vLLM that are set here, because others would falsify the statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How vLLM runs a calibration."""
+
+    dtype: str
+    trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`."""
+    needs_inputs: str = ""
+    """What needs the inputs of all linears, such as a format; empty if nothing does."""
+
+    def describe(self) -> str:
+        """Describe vLLM's version and parallelism, as the header of the statistics has it."""
+        from vllm.version import __version__  # noqa: PLC0415
+
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}"
+
+    def check(self) -> None:
+        """Refuse a vLLM that is not installed, and arguments that it lacks or that are set here.
+
+        Raises:
+            UsageError: naming the argument.
+        """
+        try:
+            from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+        except ImportError as error:
+            raise UsageError(
+                f"--engine vllm: vLLM cannot be imported here: {error}",
+                hint="install fp8calib where vLLM is installed: "
+                "`pip install fp8calib` in its environment",
+            ) from error
+        known = [each.name for each in fields(EngineArgs)]
+        for name, value in self.options.items():
+            if name not in known:
+                raise UsageError(
+                    f"--engine-option {name}: vLLM has no such argument", hint=suggest(name, known)
+                )
+            if name in _OWN:
+                raise UsageError(f"--engine-option {name}: cannot be chosen: {_OWN[name]}")
+            if name == "load_format" and value == "dummy":
+                raise UsageError("--engine-option load_format=dummy: random weights")
+
+
+def observe_in_vllm(
+    prepared: PreparedModel,
+    checkpoint: Checkpoint,
+    todo: Sequence[Batch],
+    recipe: Recipe,
+    settings: EngineSettings,
+    *,
+    progress: Progress,
+    share: WorkShare,
+) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
+    """Run batches through vLLM and observe them; each sequence is run alone.
+
+    Returns:
+        The statistics, and the sites that vLLM does not show, with the reason.
+
+    Raises:
+        UsageError: vLLM is not installed, or has no such option.
+        CalibrationError: vLLM cannot load or run the model, ran other tokens than it was given, or
+            gave NaN or infinity.
+        RankLostError: vLLM died in the middle of the run.
+    """
+    settings.check()
+    longest = max(max(batch.lengths) for batch in todo)
+    progress.stage("vLLM loads the model", None)
+    with _engine(checkpoint.folder, settings, longest) as llm:
+        run = _Run(llm, prepared, recipe)
+        run.start(checkpoint.stored)
+        _refuse_unseen(run.matched, settings)
+        progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
+        _run_all(run, todo, progress, share)
+        return run.stats(), run.matched.unseen
+
+
+def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
+    if settings.needs_inputs and matched.unseen:
+        site, why = next(iter(matched.unseen.items()))
+        raise CalibrationError(
+            f"{settings.needs_inputs} needs the inputs of all linears, and vLLM does not show "
+            f"{site}: {why}",
+            hint="leave out --engine, or choose a recipe without scales of inputs",
+        )
+
+
+def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, share: WorkShare) -> None:
+    waiting = [each for batch in todo for each in cut_into(batch, 1)]
+    size, journal = 1, share.journal
+    try:
+        while waiting:
+            group, waiting = waiting[:size], waiting[size:]
+            took_s = run.feed(group)
+            progress.advance(sum(each.num_tokens for each in group))
+            size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
+            if journal is not None:
+                journal.save_if_due(run)
+    except KeyboardInterrupt:
+        if journal is not None:
+            journal.save_interrupted(run)
+        raise
+    run.collect()
+    if journal is not None:
+        journal.save_final(run)
+
+
+class _Run:
+    """One run of sequences through an engine."""
+
+    def __init__(self, llm: Any, prepared: PreparedModel, recipe: Recipe) -> None:
+        self._llm = llm
+        self._prepared = prepared
+        self._observe = recipe.observe
+        self._ranks: list[Rank] = []
+        self._sequences: list[Batch] = []
+        self._found: dict[Site, SiteStats] | None = {}
+        """The statistics of all sequences so far; None where they have to be fetched."""
+        self.matched = Matched(linears={}, attentions={}, unseen={})
+        self.is_settled = True
+        """Whether vLLM has run all sequences that it was given."""
+
+    def start(self, stored: Checkpoint) -> None:
+        """Ask the ranks what they have, and let them observe the sites."""
+        entries = stored.tensors.items()
+        tensors = [(name, entry.dtype, list(entry.shape)) for name, entry in entries]
+        answers = self._call("fp8calib_describe", tensors)
+        self._ranks = [Rank.parse(answer) for answer in answers]
+        self.matched = match_modules(self._ranks, self._prepared, self._observe)
+        if len({rank.pp for rank in self._ranks}) > 1:
+            # The later stages make their buffers in an idle step, which a CPU's start leaves out.
+            self._call("execute_dummy_batch")
+        self._call("fp8calib_observe", self.matched.list_modules())
+
+    def feed(self, group: Sequence[Batch]) -> float:
+        """Run sequences through vLLM, and give the seconds that it took.
+
+        Raises:
+            RankLostError: vLLM died.
+        """
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        expected = [
+            (each.first, each.quarter, each.lengths[0], checksum(each.input_ids[0]))
+            for each in group
+        ]
+        started = time.monotonic()
+        self.is_settled, self._found = False, None
+        self._call("fp8calib_expect", expected)
+        prompts = [{"prompt_token_ids": each.input_ids[0].tolist()} for each in group]
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        try:
+            self._llm.generate(prompts, params, use_tqdm=False)
+        except Exception as error:
+            raise _lost(error) from error
+        self._sequences.extend(group)
+        self.is_settled = True
+        return time.monotonic() - started
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """The sequences that were run, as half-open ranges."""
+        return join_ranges([(each.first, each.first + 1) for each in self._sequences])
+
+    def check_finite(self) -> Site | None:
+        """Give None: `stats` refuses NaN and infinity."""
+        return None
+
+    def stats(self) -> dict[Site, SiteStats]:
+        """Give the statistics of all sequences so far."""
+        return self.collect() if self._found is None else self._found
+
+    def collect(self) -> dict[Site, SiteStats]:
+        """Fetch the statistics of all ranks, and check that every token was seen once.
+
+        Raises:
+            CalibrationError: the ranks did not see the tokens of the plan, or saw NaN or infinity.
+        """
+        found = [
+            _read_answer(rank, answer, self.sequences)
+            for rank, answer in zip(self._ranks, self._call("fp8calib_collect"), strict=True)
+        ]
+        sites = join_ranks(self.matched, self._observe, self._ranks, found)
+        self._check_counts(sites)
+        self._found = sites
+        return sites
+
+    def _check_counts(self, sites: Mapping[Site, SiteStats]) -> None:
+        expected = sum(each.num_tokens for each in self._sequences)
+        for site, stats in sites.items():
+            # A model may call a linear several times in a pass.
+            is_input = site.role is Role.INPUT and stats.count > 0
+            if stats.count % expected if is_input else stats.count != expected:
+                raise CalibrationError(
+                    f"vLLM showed {stats.count:,} tokens at {site}, and {expected:,} were run",
+                    hint="leave out --engine to calibrate with transformers",
+                )
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise _lost(error) from error
+        return answers
+
+
+def _lost(error: Exception) -> RankLostError:
+    """Make the error of an engine that died."""
+    return RankLostError(
+        f"vLLM stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        hint="its own log is above; VLLM_LOGGING_LEVEL=INFO shows more",
+    )
+
+
+def _read_answer(
+    rank: Rank, answer: bytes, expected: tuple[tuple[int, int], ...]
+) -> dict[Site, SiteStats]:
+    """Read what a rank has observed of the expected sequences."""
+    size = int.from_bytes(answer[:8], "little")
+    metadata = json.loads(answer[8 : 8 + size])["__metadata__"]
+    if faults := json.loads(metadata["faults"]):
+        raise CalibrationError(
+            f"vLLM did not run the text as it is ({rank.describe()}): {faults[0]}"
+        )
+    if metadata["nonfinite"]:
+        raise CalibrationError(
+            f"NaN or inf in {metadata['nonfinite']} of vLLM ({rank.describe()})",
+            hint="look at the weights before it, or try another --dtype",
+        )
+    seen = [(first, stop) for first, stop in json.loads(metadata["sequences"])]
+    if (ran := join_ranges(seen)) != expected:
+        raise CalibrationError(
+            f"vLLM ran sequences {_show(ran)} of {_show(expected)} ({rank.describe()})"
+        )
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load(answer).items():
+        site, _, name = key.rpartition("/")
+        tensors.setdefault(site, {})[name] = tensor
+    counts = json.loads(metadata["counts"])
+    return {
+        Site.parse(site): SiteStats(count=counts[site], tensors=found)
+        for site, found in tensors.items()
+    }
+
+
+def _show(ranges: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{first} to {stop - 1}" for first, stop in ranges) or "none"
+
+
+@contextmanager
+def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[Any]:
+    """Start vLLM and stop it at the end."""
+    # Its log is not for the standard output, where --json prints.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from vllm import LLM  # noqa: PLC0415
+
+    try:
+        llm = LLM(
+            model=str(folder),
+            dtype=settings.dtype,
+            trust_remote_code=settings.trust_remote_code,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            pipeline_parallel_size=settings.pipeline_parallel_size,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            kv_cache_dtype="auto",
+            max_num_seqs=1,
+            max_model_len=longest + 1,
+            max_num_batched_tokens=longest + 1,
+            language_model_only=True,
+            worker_extension_cls=WORKER,
+            **settings.options,
+        )
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise CalibrationError(
+            f"vLLM cannot start with this model: {type(error).__name__}: {text}",
+            hint="its own log is above; VLLM_LOGGING_LEVEL=INFO shows more",
+        ) from error
+    try:
+        yield llm
+    finally:
+        sys.stdout.flush()
+        llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,33 @@
+"""An installation of vLLM whose workers answer as recorded (`tests.inside.vllm_cases`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from vllm.version import __version__ as __version__
+
+SamplingParams = SimpleNamespace
+
+
+class LLM:
+    """Gives the recorded answers; `generate` runs nothing."""
+
+    answers: ClassVar[dict[str, list[Any]]] = {}
+    asked: ClassVar[list[LLM]] = []
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.prompts: list[list[int]] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+        self.asked.append(self)
+
+    def generate(self, prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> None:
+        """Keep the prompts."""
+        self.prompts += [each["prompt_token_ids"] for each in prompts]
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Give the recorded answers of the workers."""
+        self.calls.append((method, args))
+        return self.answers[method]
