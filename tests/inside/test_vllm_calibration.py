@@ -250,8 +250,9 @@ def test_a_run_in_the_engine_is_another_run_than_one_with_transformers(
     )
 
 
+@pytest.mark.usefixtures("vllm")
 def test_rounding_and_processes_of_torchrun_are_refused(
-    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path
+    model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "gptq.yaml"
     recipe.write_text(
