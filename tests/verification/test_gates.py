@@ -113,7 +113,7 @@ def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
     )
     assert judge(make_summary(1.0, 0.0, kld=0.0512, kld_se=None), gate) == (
         OPEN,
-        "mean KLD 0.0512, whose error is unknown: use more and other text",
+        "mean KLD 0.0512 ± ?, whose error is unknown: use more and other text",
     )
     assert judge(make_summary(1.0, 0.0, kld=0.05), gate)[0] is SAME
 
