@@ -170,8 +170,11 @@ class _Weights:
         if not scale.numel():
             return None
         rows, columns = (scale.numel(), 1) if scale.ndim < 2 else (scale.shape[0], scale[0].numel())
-        # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
-        return values * interpolate(scale.reshape(1, 1, rows, columns), values.shape)[0, 0]
+        scale = scale.reshape(rows, columns)
+        if rows not in (1, len(values)) or columns not in (1, values.shape[1]):
+            # Blocks that do not divide a weight have slightly moved borders: good for an estimate.
+            scale = interpolate(scale[None, None], values.shape)[0, 0]
+        return values.mul_(scale)  # FP8 was converted to new floats
 
     def _read_floats(self, name: str) -> torch.Tensor:
         file = self._located[name]

@@ -237,7 +237,7 @@ def test_a_checkpoint_of_70b_gets_scales_in_little_time_and_space(tmp_path: Path
     started = time.process_time()
     options = ("--source-dtype", "e4m3fn")
     succeed(*name_command(tmp_path / "pack.safetensors", child, tmp_path / "out", *options))
-    assert time.process_time() - started < 20
+    assert time.process_time() - started < 10
     new = [path for path in (tmp_path / "out").iterdir() if path.stat().st_nlink == 1]
     assert sum(path.stat().st_size for path in new) < 2_000_000
     old = {path.stat().st_ino for path in child.glob("*.safetensors")}
