@@ -26,7 +26,7 @@ from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.inside.audit import compare_ranks
 from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.live_engine import name_engine, read_ranks, within_config
+from fp8calib.jobs.live_engine import ask_ranks, name_engine, within_config
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
@@ -56,7 +56,7 @@ def _check(request: CheckRequest) -> CheckResult:
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
     tp, named, stats = request.tp, request.engine, request.stats
-    ranks = None if request.live is None else _ask_ranks(request)
+    ranks = None if request.live is None else _ask_live(request)
     if ranks is not None:
         tp, named = ranks[0].tp, name_engine(ranks)
     engines = _choose_engines([named] if isinstance(named, str) else named)
@@ -104,7 +104,7 @@ def _check(request: CheckRequest) -> CheckResult:
     return CheckResult.of(report)
 
 
-def _ask_ranks(request: CheckRequest) -> tuple[RankAnswer, ...]:
+def _ask_live(request: CheckRequest) -> tuple[RankAnswer, ...]:
     """Ask the running vLLM, which knows the engine and the ranks.
 
     Raises:
@@ -114,7 +114,7 @@ def _ask_ranks(request: CheckRequest) -> tuple[RankAnswer, ...]:
     given = {"--engine": request.engine, "--tp": request.tp != 1, "--run": request.run}
     if options := [option for option, value in given.items() if value]:
         raise UsageError(f"{options[0]}: --live asks the running vLLM for it", hint="leave it out")
-    return read_ranks(request.live)
+    return ask_ranks(request.live)
 
 
 def _ask_loader(

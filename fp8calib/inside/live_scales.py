@@ -85,7 +85,7 @@ def _read_layer(name: str, module: Any) -> dict[str, Any]:
     return {
         "name": name,
         "backend": module.attn_backend.get_name(),
-        "reads": list_read(module),
+        "reads": list_scales_read(module),
         "cache_dtype": module.kv_cache_dtype,
         "stored_dtype": str(getattr(cache, "dtype", "")).removeprefix("torch."),
         "scales": {role: dict(_read_copies(module, role)) for role in ROLES},
@@ -110,7 +110,7 @@ def _find_factor(module: Any, name: str) -> float | None:
     return float(factor) if has_own and isinstance(factor, int | float) else None
 
 
-def list_read(module: Any) -> list[str]:
+def list_scales_read(module: Any) -> list[str]:
     """List the attributes of a layer that hold scales and that the source of its backend reads.
 
     Empty where there is no source.

@@ -24,7 +24,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.inside.vllm_modules import Matched, Rank, join_ranks, match_modules
+from fp8calib.inside.vllm_modules import Matched, Rank, join_observed, match_modules
 from fp8calib.inside.vllm_observer import checksum
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
@@ -84,30 +84,31 @@ class EngineSettings:
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
         return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}"
 
-    def check(self) -> None:
-        """Refuse a vLLM that is not installed, and arguments that it lacks or that are set here.
 
-        Raises:
-            UsageError: naming the argument.
-        """
-        try:
-            from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
-        except ImportError as error:
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse a vLLM that is not installed, and arguments that it lacks or that are set here.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    try:
+        from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError(
+            f"--engine vllm: vLLM cannot be imported here: {error}",
+            hint="install fp8calib where vLLM is installed: "
+            "`pip install fp8calib` in its environment",
+        ) from error
+    known = [each.name for each in fields(EngineArgs)]
+    for name, value in options.items():
+        if name not in known:
             raise UsageError(
-                f"--engine vllm: vLLM cannot be imported here: {error}",
-                hint="install fp8calib where vLLM is installed: "
-                "`pip install fp8calib` in its environment",
-            ) from error
-        known = [each.name for each in fields(EngineArgs)]
-        for name, value in self.options.items():
-            if name not in known:
-                raise UsageError(
-                    f"--engine-option {name}: vLLM has no such argument", hint=suggest(name, known)
-                )
-            if name in _OWN:
-                raise UsageError(f"--engine-option {name}: cannot be chosen: {_OWN[name]}")
-            if name == "load_format" and value == "dummy":
-                raise UsageError("--engine-option load_format=dummy: random weights")
+                f"--engine-option {name}: vLLM has no such argument", hint=suggest(name, known)
+            )
+        if name in _OWN:
+            raise UsageError(f"--engine-option {name}: cannot be chosen: {_OWN[name]}")
+        if name == "load_format" and value == "dummy":
+            raise UsageError("--engine-option load_format=dummy: random weights")
 
 
 def observe_in_vllm(
@@ -126,12 +127,10 @@ def observe_in_vllm(
         The statistics, and the sites that vLLM does not show, with the reason.
 
     Raises:
-        UsageError: vLLM is not installed, or has no such option.
         CalibrationError: vLLM cannot load or run the model, ran other tokens than it was given, or
             gave NaN or infinity.
         RankLostError: vLLM died in the middle of the run.
     """
-    settings.check()
     longest = max(max(batch.lengths) for batch in todo)
     progress.stage("vLLM loads the model", None)
     with _engine(checkpoint.folder, settings, longest) as llm:
@@ -168,7 +167,6 @@ def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, share: WorkSh
         if journal is not None:
             journal.save_interrupted(run)
         raise
-    run.collect()
     if journal is not None:
         journal.save_final(run)
 
@@ -236,9 +234,11 @@ class _Run:
 
     def stats(self) -> dict[Site, SiteStats]:
         """Give the statistics of all sequences so far."""
-        return self.collect() if self._found is None else self._found
+        if self._found is None:
+            self._found = self._collect()
+        return self._found
 
-    def collect(self) -> dict[Site, SiteStats]:
+    def _collect(self) -> dict[Site, SiteStats]:
         """Fetch the statistics of all ranks, and check that every token was seen once.
 
         Raises:
@@ -248,9 +248,8 @@ class _Run:
             _read_answer(rank, answer, self.sequences)
             for rank, answer in zip(self._ranks, self._call("fp8calib_collect"), strict=True)
         ]
-        sites = join_ranks(self.matched, self._observe, self._ranks, found)
+        sites = join_observed(self.matched, self._observe, self._ranks, found)
         self._check_counts(sites)
-        self._found = sites
         return sites
 
     def _check_counts(self, sites: Mapping[Site, SiteStats]) -> None:

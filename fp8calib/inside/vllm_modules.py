@@ -164,7 +164,7 @@ def _check_complete(geometry: ModelGeometry, found: Iterable[Attention], problem
 # --- joining the ranks ----------------------------------------------------------------------------
 
 
-def join_ranks(
+def join_observed(
     matched: Matched, observe: Observe, ranks: Sequence[Rank], found: Sequence[Mapping[Site, Any]]
 ) -> dict[Site, SiteStats]:
     """Join what the ranks have observed into the statistics of the model's sites.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError
-from fp8calib.inside.vllm_calibration import EngineSettings
+from fp8calib.inside.vllm_calibration import EngineSettings, check_options
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.machine.launch import ProcessRank
 from fp8calib.requests.calibrate import CalibrateRequest
@@ -44,29 +42,29 @@ def check_engine(request: CalibrateRequest, process_rank: ProcessRank) -> None:
             f"{process_rank.size} more",
             hint="use --tensor-parallel-size, or --shard I/N in each of them",
         )
-    make_engine_settings(request).check()
+    check_options(request.engine_option or {})
 
 
-def make_engine_settings(
-    request: CalibrateRequest, job: ResumableJob | None = None
-) -> EngineSettings:
-    """Make the settings of the engine of a request, for a job."""
-    settings = EngineSettings(
-        dtype="auto",
-        trust_remote_code=request.trust_remote_code,
-        tensor_parallel_size=request.tensor_parallel_size,
-        pipeline_parallel_size=request.pipeline_parallel_size,
-        options=request.engine_option or {},
-    )
-    if job is None:
-        return settings
+def make_engine_settings(request: CalibrateRequest, job: ResumableJob) -> EngineSettings:
+    """Make the settings of the engine of a request, for a job.
+
+    Raises:
+        UsageError: the job also rounds weights.
+    """
     if job.rounding is not None:
         raise UsageError(
             f"--engine: recipe {job.recipe.name} rounds weights layer by layer, which "
             "transformers does",
             hint="leave out --engine",
         )
-    return replace(settings, dtype=job.dtype, needs_inputs=_find_what_needs_inputs(job))
+    return EngineSettings(
+        dtype=job.dtype,
+        trust_remote_code=request.trust_remote_code,
+        tensor_parallel_size=request.tensor_parallel_size,
+        pipeline_parallel_size=request.pipeline_parallel_size,
+        options=request.engine_option or {},
+        needs_inputs=_find_what_needs_inputs(job),
+    )
 
 
 def _find_what_needs_inputs(job: ResumableJob) -> str:

@@ -16,6 +16,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.inside.audit import compare_ranks
 from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.inside.refit import expect_refit, plan_refit, spell_refit
+from fp8calib.inside.vllm_calibration import WORKER
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.stats import read_stats
@@ -32,8 +33,7 @@ from fp8calib.verification.server.client import (
     run_to_end,
 )
 
-_CLASS = "fp8calib.inside.vllm_worker.FP8CalibWorker"
-_FLAG = f"--worker-extension-cls {_CLASS}"
+_FLAG = f"--worker-extension-cls {WORKER}"
 _KEY = "FP8CALIB_SERVER_KEY"
 _PATH = "/collective_rpc"
 _TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ _ASLEEP = "the engine sleeps or is paused: what its workers hold may be unmapped
 """A worker that reads an unmapped tensor dies."""
 
 
-def read_ranks(engine: Any) -> tuple[RankAnswer, ...]:
+def ask_ranks(engine: Any) -> tuple[RankAnswer, ...]:
     """Ask every rank of a running vLLM for its scales.
 
     Args:
@@ -97,13 +97,13 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     """
     if isinstance(llm, str):
         raise UsageError("llm: pass a vllm.LLM, not the URL of a server")
-    ranks = read_ranks(llm)
+    ranks = ask_ranks(llm)
     with within_config(llm):
         numbers = plan_refit(ranks, _read_table(scales))
     if not llm.reset_prefix_cache():
         raise UsageError("llm: requests are running, whose cache was written with the old scales")
     _call_ranks(llm, "fp8calib_write_scales", spell_refit(ranks, numbers))
-    ranks, key = read_ranks(llm), name_engine(ranks)
+    ranks, key = ask_ranks(llm), name_engine(ranks)
     report = compare_ranks(ranks, expect_refit(numbers))
     result = CheckResult.of(CheckReport(engines={key: report}, versions={key: ranks[0].version}))
     if not result.ok:
@@ -139,7 +139,7 @@ def _call_ranks(engine: Any, method: str, *args: str) -> list[Any]:
     except Exception as error:
         raise UsageError(
             f"the workers of the LLM do not answer {method}: {first_line(error)}",
-            hint=f"start it with LLM(..., worker_extension_cls='{_CLASS}')",
+            hint=f"start it with LLM(..., worker_extension_cls='{WORKER}')",
         ) from error
 
 

@@ -14,7 +14,7 @@ import fp8calib
 from fp8calib.errors import CalibrationError, UsageError
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.inside.vllm_modules import Matched, Rank, join_ranks
+from fp8calib.inside.vllm_modules import Matched, Rank, join_observed
 from fp8calib.jobs.engine import check_engine
 from fp8calib.machine.launch import ProcessRank
 from fp8calib.recipe import Observe
@@ -296,7 +296,7 @@ def test_q_is_what_the_model_multiplied_before_attention() -> None:
         for rank in range(2)
     ]
 
-    joined = join_ranks(matched, Observe(kv=True, query=True), ranks, found)
+    joined = join_observed(matched, Observe(kv=True, query=True), ranks, found)
 
     assert joined[attention.site(Role.Q)].amax.tolist() == [0.5, 1.0]
 

@@ -17,6 +17,7 @@ from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
 from tests.inside.recorded import read_golden
 from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
+from tests.real_engines.exports import LATENT
 from tests.real_engines.vllm_job import Calibrator
 
 SERVED = (
@@ -58,13 +59,6 @@ REFUSED = {
 """Families that vLLM 0.32 for CPU does not run in float32, with what it says."""
 SIZES_SERVED = {"hidden_size": 128, "head_dim": 32}
 """vLLM's CPU kernels want heads of a multiple of 32 elements."""
-LATENT = {
-    "head_dim": None,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-}
 
 
 def save_served(family: str, folder: Path) -> Path:
@@ -72,7 +66,7 @@ def save_served(family: str, folder: Path) -> Path:
     if family == "mpt":
         sizes = {**SIZES, "d_model": 128, "n_heads": 4, "n_layers": 2}
     elif family in zoo.ZOO:
-        latent = LATENT if family == "deepseek_v3" else {}
+        latent = {**LATENT, "head_dim": None} if family == "deepseek_v3" else {}
         zoo.save(family, folder, **{**SIZES_SERVED, **latent})
         return folder
     else:

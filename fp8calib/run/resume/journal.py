@@ -69,7 +69,7 @@ class Done:
 NOTHING = Done(sequences=(), weights=frozenset())
 
 
-class Measured(Protocol):
+class StatsSoFar(Protocol):
     """The statistics of a run so far."""
 
     @property
@@ -149,7 +149,7 @@ class Journal:
         if sites and duration_s >= _WORTH_SAVING_S:
             self._write(f"weights-{self._rank}", sites, ())
 
-    def save_if_due(self, measured: Measured) -> None:
+    def save_if_due(self, measured: StatsSoFar) -> None:
         """Save statistics, all finite, if the last checkpoint is old enough."""
         now = time.monotonic()
         since_call, self._called_at = now - self._called_at, now
@@ -157,12 +157,12 @@ class Journal:
         if now + since_call >= self._saved_at + min(interval_s, LONGEST_INTERVAL_S):
             self._save(measured)
 
-    def save_final(self, measured: Measured) -> None:
+    def save_final(self, measured: StatsSoFar) -> None:
         """Save the final statistics, if the run has written checkpoints before."""
         if self._has_written:
             self._save(measured)
 
-    def save_interrupted(self, measured: Measured) -> None:
+    def save_interrupted(self, measured: StatsSoFar) -> None:
         """Save the statistics after an interruption, if they are consistent."""
         if measured.is_settled and measured.check_finite() is None:
             self._save(measured)
@@ -190,7 +190,7 @@ class Journal:
         """
         save_stats(self._make_stats(sites, ()), path)
 
-    def _save(self, measured: Measured) -> None:
+    def _save(self, measured: StatsSoFar) -> None:
         sequences = measured.sequences
         if sequences:
             first = min(first for first, _ in sequences)
