@@ -22,7 +22,7 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.engines.registry import ENGINES
-from fp8calib.jobs import live_engine
+from fp8calib.inside import vllm_calibration
 from fp8calib.requests.shared import spread_formats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
@@ -162,7 +162,7 @@ def test_a_command_that_is_not_run_names_what_exists() -> None:
 
 
 def test_the_worker_of_a_live_check_is_the_class_that_errors_name() -> None:
-    texts = [(DOCS / "check.md").read_text(), inspect.getsource(live_engine)]
+    texts = [(DOCS / "check.md").read_text(), inspect.getsource(vllm_calibration)]
     for text in texts:
         (name,) = {*re.findall(r"fp8calib\.inside[\w.]*Worker", text)}
         assert isinstance(pkgutil.resolve_name(name), type)
