@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ from fp8calib.verification.emulation.planned import find_planned
 from fp8calib.verification.emulation.stored import find_stored
 
 _SAMPLE_BYTES = 4096
-_SAMPLED_ROWS = 16
+_ELEMENTS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,14 +414,17 @@ def _check_embedding_and_head(
 
 
 def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:
+    """Tell whether any value differs: a fine-tune may change a few rows of an embedding only."""
     if name not in original or original.dtype(name) != checkpoint.dtype(name):
         return True
-    return not torch.equal(_few_rows(checkpoint, name), _few_rows(original, name))
-
-
-def _few_rows(checkpoint: Fp8Checkpoint | Checkpoint, name: str) -> torch.Tensor:
-    """Read a vector, or the first rows of a matrix."""
     shape = checkpoint.tensors[name].shape
+    if shape != original.tensors[name].shape:
+        return True
     if len(shape) < 2:
-        return checkpoint.read(name)
-    return checkpoint.read_rows(name, 0, min(shape[0], _SAMPLED_ROWS))
+        return not torch.equal(checkpoint.read(name), original.read(name))
+    step = max(_ELEMENTS_AT_ONCE // max(prod(shape[1:]), 1), 1)
+    blocks = ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+    return not all(
+        torch.equal(checkpoint.read_rows(name, *block), original.read_rows(name, *block))
+        for block in blocks
+    )

@@ -67,6 +67,29 @@ def test_weights_outside_the_layers_are_those_of_the_checkpoint(tmp_path: Path) 
     assert float((found["reference"] - expected).abs().max()) > 1e-3
 
 
+def test_an_unquantized_weight_is_that_of_the_checkpoint_in_all_its_rows(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    zoo.save("llama", tmp_path / "m")
+    ignored = ("--scheme", "w8a16", "--ignore", r"re:.*layers\.1\.mlp.*")
+    succeed("quantize", tmp_path / "m", *ignored, "--out", tmp_path / "q")
+    assert len(load_file(tmp_path / "q" / "model.safetensors")[name]) > 40
+    change_tensors(tmp_path / "q", lambda tensors: tensors | {name: scale_row(tensors[name], 40)})
+    _, found = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    model.load_state_dict(dequantize(tmp_path / "q"), strict=False)
+    with torch.no_grad():
+        logprobs = model(torch.tensor(ROWS)).logits.log_softmax(-1)
+    expected = logprobs[:, :-1].gather(2, torch.tensor(ROWS)[:, 1:, None]).flatten()
+    assert torch.allclose(found[str(tmp_path / "q")], expected, atol=1e-5)
+
+
+def scale_row(matrix: torch.Tensor, row: int) -> torch.Tensor:
+    """Multiply one row of a matrix by 2^10: enough to show in every token."""
+    changed = matrix.clone()
+    changed[row] *= 2**10
+    return changed
+
+
 def add_fp8(folder: Path, name: str) -> None:
     """Quantize one more weight of a checkpoint, which its config says is left out."""
 
@@ -93,6 +116,16 @@ def double(folder: Path, name: str) -> None:
     change_tensors(folder, lambda tensors: {**tensors, name: tensors[name] * 2})
 
 
+def double_end(folder: Path, name: str) -> None:
+    """Change the last value only."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[name].view(-1)[-1] *= 2
+        return tensors
+
+    change_tensors(folder, change)
+
+
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -109,7 +142,11 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
             for name in (HEAD, EMBEDDING)
         ),
         # nothing would come of a changed head: every candidate is scored by the model's own
-        *((double, name, f"its {name} is not that of the model") for name in (HEAD, EMBEDDING)),
+        *(
+            (damage, name, f"its {name} is not that of the model")
+            for name in (HEAD, EMBEDDING)
+            for damage in (double, double_end)
+        ),
     ],
 )
 def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refused(
