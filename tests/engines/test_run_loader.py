@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.engines.vllm.run_loader import _list_missing, _make_mode
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.errors import UsageError
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
 from tests.engines.test_outliers import run
@@ -246,12 +246,33 @@ def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) 
     answer = {"stage": "import", "error": "ModuleNotFoundError: No module named 'vllm'"}
     for python, kind in (
         (make_python(tmp_path / "python", **answer), UsageError),
-        (tmp_path / "none", VerificationError),
+        (tmp_path / "none", UsageError),
     ):
         with pytest.raises(kind):
             fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
     with pytest.raises(UsageError, match="vLLM is not among the engines"):
         fp8calib.check(overlay, engine="sglang", run=True, engine_python=tmp_path / "python")
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo bad >&2; kill -9 $$", "vLLM's loader ended with -9, without an answer: bad"),
+        ("exec sleep 20", "vLLM's loader did not end within 0.5 s"),
+    ],
+)
+def test_a_loader_that_dies_or_does_not_end_says_nothing_about_the_checkpoint(
+    script: str, says: str, overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.engines.vllm.run._TIMEOUT_S", 0.5)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+
+    report = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python)
+
+    assert report.exit_code == 9
+    assert any(says in each for each in report.engines["vllm"].unknown)
 
 
 def test_a_weight_that_is_filled_under_another_name_is_not_missing() -> None:

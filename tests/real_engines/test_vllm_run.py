@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 import fp8calib
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.vllm.run import LoaderAnswer, ask_loader
+from tests import zoo
+from tests.kit.checkpoints import change_json
 from tests.real_engines.exports import Exports, read_scales
 from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.draw import parse_case
@@ -121,3 +123,14 @@ def cut(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return tensors
     columns = tensors[name].shape[1]
     return {**tensors, name: tensors[name][:, : columns * 3 // 4].contiguous()}
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "temperature"])
+def test_a_generation_config_that_vllm_refuses_is_not_ok(name: str, tmp_path: Path) -> None:
+    """It is read after the weights."""
+    zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"])
+    path = change_json(tmp_path / "m" / "generation_config.json", {name: 1, "do_sample": True})
+    assert ask(tmp_path / "m", 1).stage == "done"
+    change_json(path, {name: -1})
+    answer = ask(tmp_path / "m", 1)
+    assert (answer.stage, name in answer.error) == ("config", True)

@@ -24,13 +24,14 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SCRIPT = Path(__file__).with_name("run_loader.py")
 _OWN_FRAME = ":__torch_function__"
 """The mode of the script, through which every call of torch goes."""
 _TIMEOUT_S = 300
+_LOST = "lost"
 _MOST_FILES = 3
 _PLACES_OF_THE_BUILD = re.compile(
     r"vllm/(model_executor/(kernels|layers/fused_moe/oracle)|platforms|v1/attention|_custom_ops)\b"
@@ -52,7 +53,8 @@ class LoaderAnswer:
 
     version: str
     stage: str
-    """Where it stopped: import, config, model, weights or scales; `done` where it loaded."""
+    """Where it stopped: import, config, model, weights or scales; `done` where it loaded, `lost`
+    where the process died or did not end."""
     error: str
     trace: tuple[str, ...]
     """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the
@@ -93,8 +95,7 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnsw
         tp: the number of tensor-parallel ranks, each of which is loaded.
 
     Raises:
-        UsageError: the environment has no vLLM.
-        VerificationError: the child process died or did not end.
+        UsageError: there is no such interpreter, or its environment has no vLLM.
     """
     arguments = [str(path.resolve()), "fp8" if has_kv else "auto", str(tp)]
     command = [str(python), "-I", str(_SCRIPT), *arguments]
@@ -102,17 +103,31 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnsw
         done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise VerificationError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
+    except OSError as error:
+        raise UsageError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
+    except subprocess.TimeoutExpired:
+        return _make_lost(f"did not end within {_TIMEOUT_S} s")
     answer = parse_answer(done.stdout, tp)
     if answer is None:
         tail = " ".join(done.stderr.split())[-400:]
-        raise VerificationError(
-            f"{python}: vLLM's loader ended with {done.returncode}: {tail}", hint=_ENVIRONMENT_HINT
-        )
+        return _make_lost(f"ended with {done.returncode}, without an answer: {tail}")
     if answer.stage == "import":
         raise UsageError(f"{python}: {answer.error}", hint=_ENVIRONMENT_HINT)
     return answer
+
+
+def _make_lost(error: str) -> LoaderAnswer:
+    """Make the answer of a process that gave none: it says nothing about the checkpoint."""
+    return LoaderAnswer(
+        version="",
+        stage=_LOST,
+        error=error,
+        trace=(),
+        runner="",
+        missing=(),
+        files=(),
+        scales=(),
+    )
 
 
 def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
@@ -145,6 +160,8 @@ def amend_by_loader(
     report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
 ) -> EngineReport:
     """Replace what the replay says by what the loader did."""
+    if answer.stage == _LOST:
+        return report.doubt(f"vLLM's loader {answer.error}. The report is that of the replay")
     if answer.error and answer.is_of_the_build:
         why = answer.describe_stop(" for CPU")
         return report.doubt(f"{why}. Another build may load it: the report is that of the replay")

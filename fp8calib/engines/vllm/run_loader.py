@@ -52,6 +52,7 @@ def _shorten(file: str) -> str:
 def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
+    from vllm import SamplingParams  # noqa: PLC0415
     from vllm.config import set_current_vllm_config  # noqa: PLC0415
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
 
@@ -66,6 +67,9 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
             enforce_eager=True,
             skip_tokenizer_init=True,
         ).create_engine_config()
+        if config.model_config.runner_type == "generate":
+            # As LLM and the server do, after the weights; it reads generation_config.json.
+            SamplingParams.from_optional(**config.model_config.get_diff_sampling_param())
         answer.update(stage="model", runner=config.model_config.runner_type)
         _leave_out_kernels()
         torch.set_default_dtype(config.model_config.dtype)
