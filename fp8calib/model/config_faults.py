@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -17,12 +18,21 @@ from transformers import (
     PretrainedConfig,
 )
 
+from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
-from fp8calib.errors import shorten
+from fp8calib.errors import ModelError, shorten
 from fp8calib.model.config_values import list_odd_values
 from fp8calib.model.geometry_from_config import complete_heads, restore_floats
 
 _GENERATION = "generation_config.json"
+_SAMPLING = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (-1, math.inf),
+    "repetition_penalty": (1e-9, math.inf),
+}
+"""What vLLM 0.32.0 accepts (`SamplingParams`, run); transformers takes any number."""
 _OFF = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "rope_scaling")
 """Keys whose null switches something off in every class that has them, and in engines."""
 _WINDOW = "sliding_window"
@@ -75,6 +85,7 @@ def list_other_faults(
         yield from _list_nulls(parsed, own)
     if (folder / _GENERATION).is_file():
         yield _prefix(f"transformers refuses {_GENERATION}", _try(partial(_generate, folder)))
+        yield from _list_odd_sampling(folder)
     for key, section in islice(find_quantization_configs(config), 1):
         if str(section.get("quant_method")).replace("_", "-") == "compressed-tensors":
             yield _prefix(f"compressed-tensors refuses {key}", _try(partial(_parse, section)))
@@ -138,6 +149,17 @@ def _prefix(what: str, why: str) -> str:
 
 def _generate(folder: Path) -> None:
     GenerationConfig.from_pretrained(folder, local_files_only=True).validate()
+
+
+def _list_odd_sampling(folder: Path) -> Iterator[str]:
+    try:
+        document = load_json_object(folder / _GENERATION)
+    except ModelError:
+        return  # which transformers refuses too
+    for key, (least, most) in _SAMPLING.items():
+        value = document.get(key)
+        if isinstance(value, int | float) and not least <= value <= most:
+            yield f"{_GENERATION} says {key}: {value}, outside {least:g} to {most:g}"
 
 
 def _parse(section: Mapping[str, object]) -> None:

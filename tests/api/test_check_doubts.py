@@ -117,6 +117,7 @@ DOUBTS: dict[str, tuple[Edit, str]] = {
     ),
     "a window": (configure(sliding_window=8), "sliding_window, for which LlamaConfig has no use"),
     "generation": (write("generation_config.json", {"max_new_tokens": -1}), "max_new_tokens"),
+    "sampling": (write("generation_config.json", {"temperature": -1.0}), "temperature: -1.0"),
     "an order": (quantize(actorder="foo"), "actorder"),
     "a group size": (quantize(strategy="group", group_size=-5), "group_size"),
     "an observer": (quantize(observer=5), "observer"),
