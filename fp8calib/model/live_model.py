@@ -24,7 +24,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import attend_causally
 from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.topology.search import is_linear
+from fp8calib.model.topology.search import is_linear, name_class
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -38,7 +38,7 @@ class LiveCheckpoint(Checkpoint):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(Path(model.name_or_path or type(model).__name__), files={}, index=None)
+        super().__init__(Path(model.name_or_path or name_class(model)), files={}, index=None)
         self._config = _make_config(model)
         state = model.state_dict()
         for name in set(model._keys_to_ignore_on_save or ()) & state.keys():
@@ -101,9 +101,7 @@ def _describe(tensor: torch.Tensor) -> TensorEntry:
 def _make_config(model: PreTrainedModel) -> dict[str, object]:
     config = deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
-    # `fully_shard` makes a class of the model's own
-    own = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
-    config.architectures = [own.__name__]
+    config.architectures = [name_class(model)]
     made: dict[str, object] = json.loads(config.to_json_string())
     return made
 
@@ -136,7 +134,7 @@ def check_live_model(model: PreTrainedModel, *, can_be_sharded: bool = False) ->
         raise ModelError(f"{name} is not a decoder-only language model")
     for parameter, value in model.named_parameters():
         is_gathered = can_be_sharded and isinstance(model, FSDPModule) and _is_cut_once(value)
-        if isinstance(value, DTensor) and not is_gathered or value.is_meta or not value.numel():
+        if (isinstance(value, DTensor) and not is_gathered) or value.is_meta or not value.numel():
             where = "offloaded" if value.is_meta else "sharded over processes"
             raise ModelError(
                 f"{name}: {parameter} is {where}, so the model cannot be run here",
