@@ -232,6 +232,7 @@ def _open_job(
             trust_remote_code=request.trust_remote_code,
             if_quantized=IF_QUANTIZED,
             recipe=recipe,
+            can_be_sharded=request.out is None,  # every process would write
         ) as opened,
         ExitStack() as stack,
     ):

@@ -24,6 +24,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.inside.lost_process import ProcessWatch
 from fp8calib.inside.vllm_modules import Matched, Rank, join_observed, match_modules
 from fp8calib.inside.vllm_observer import checksum
 from fp8calib.machine.progress import Progress
@@ -176,6 +177,7 @@ class _Run:
 
     def __init__(self, llm: Any, prepared: PreparedModel, recipe: Recipe) -> None:
         self._llm = llm
+        self._watch = ProcessWatch()
         self._prepared = prepared
         self._observe = recipe.observe
         self._ranks: list[Rank] = []
@@ -218,7 +220,7 @@ class _Run:
         try:
             self._llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:
-            raise _lost(error) from error
+            raise self._explain(error) from error
         self._sequences.extend(group)
         self.is_settled = True
         return time.monotonic() - started
@@ -267,16 +269,22 @@ class _Run:
         try:
             answers: list[Any] = self._llm.collective_rpc(method, args=args)
         except Exception as error:
-            raise _lost(error) from error
+            raise self._explain(error) from error
         return answers
 
+    def _explain(self, error: Exception) -> RankLostError:
+        """Make the error of an engine that stopped."""
+        died = self._watch.find_first()
+        why = f"its process {died} died" if died else _shorten(error)
+        return RankLostError(
+            f"vLLM stopped: {why}",
+            hint="vLLM's log is above; the statistics gathered so far are kept: run the same "
+            "command with --resume",
+        )
 
-def _lost(error: Exception) -> RankLostError:
-    """Make the error of an engine that died."""
-    return RankLostError(
-        f"vLLM stopped: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
-        hint="its own log is above; VLLM_LOGGING_LEVEL=INFO shows more",
-    )
+
+def _shorten(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _read_answer(
@@ -320,6 +328,8 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
     # Its log is not for the standard output, where --json prints.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # It wants room for a token after the longest text, of which the model never computes K and V.
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     from vllm import LLM  # noqa: PLC0415
 
     try:
@@ -341,9 +351,8 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
             **settings.options,
         )
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
         raise CalibrationError(
-            f"vLLM cannot start with this model: {type(error).__name__}: {text}",
+            f"vLLM cannot start with this model: {_shorten(error)}",
             hint="its own log is above; VLLM_LOGGING_LEVEL=INFO shows more",
         ) from error
     try:

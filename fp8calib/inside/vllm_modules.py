@@ -75,13 +75,16 @@ def match_modules(ranks: Sequence[Rank], prepared: PreparedModel, observe: Obser
     geometry = prepared.geometry
     known = {name: each for rank in ranks for name, each in rank.modules.items()}
     module_of = dict(_list_modules_of_tensors(ranks, known))
+    # a quantized weight has other names than the weight that it means
+    module_of = {_find_owner(name): each for name, each in module_of.items()} | module_of
     linears: dict[Site, tuple[str, Linear]] = {}
     unseen: dict[Site, str] = {}
     layers = defaultdict[str, set[int]](set)
     """The layers whose weights are in a module of vLLM or below it."""
     for layer, linear in geometry.linears():
         tensors = prepared.weights.tensor_names({linear.weight_name})
-        modules = {module_of[name] for name in tensors if name in module_of}
+        found = (module_of.get(name, module_of.get(_find_owner(name))) for name in tensors)
+        modules = {each for each in found if each is not None}
         for module in modules:
             for above in _list_ancestors(module):
                 layers[above].add(layer.index)
@@ -111,11 +114,15 @@ def _list_modules_of_tensors(
                 yield from ((tensor, module) for tensor in tensors)
 
 
+def _find_owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _list_ancestors(name: str) -> Iterator[str]:
     """List a name and those of all modules above it, from the inside out."""
     while name:
         yield name
-        name = name.rpartition(".")[0]
+        name = _find_owner(name)
 
 
 def _explain_unseen(

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,8 @@ class Observer:
 
         model = _find_model(self)
         loads, problem = _trace_loader(model, tensors)
+        if problem:  # methods of quantization replace parameters after loading
+            loads, problem = _trace_loader(_build_unloaded(self), tensors)
         return json.dumps(
             {
                 "version": __version__,
@@ -78,6 +81,21 @@ def checksum(ids: torch.Tensor) -> int:
 
 def _find_model(worker: Any) -> nn.Module:
     model: nn.Module = worker.model_runner.get_model()
+    return model
+
+
+def _build_unloaded(worker: Any) -> nn.Module:
+    """Build the model again without memory, as it is before weights are loaded."""
+    from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
+    from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
+
+    config = copy(worker.vllm_config)
+    config.compilation_config = copy(config.compilation_config)
+    # modules enter themselves by name, and refuse a name that is there already
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+        model: nn.Module = initialize_model(config)
     return model
 
 

@@ -145,8 +145,11 @@ def open_run_model(
     trust_remote_code: bool,
     if_quantized: str,
     recipe: Recipe | None = None,
+    can_be_sharded: bool = False,
 ) -> Iterator[RunModel]:
     """Open a model to run; `if_quantized` is what to do instead of one that cannot be decoded.
+
+    With `can_be_sharded` a model in memory may be sharded by FSDP2.
 
     While the context is open, a model in memory is in evaluation mode, and the caller's modes of
     torch are off: tensors of inference mode have no versions, by which changes are found; autocast
@@ -169,6 +172,7 @@ def open_run_model(
             )
         else:
             placement.refuse()
+            check_live_model(model, can_be_sharded=can_be_sharded)
             yield from _open_live(model, recipe)
 
 
@@ -218,7 +222,6 @@ def _open_path(
 
 
 def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunModel]:
-    check_live_model(model)
     with borrowed(model):
         checkpoint = LiveCheckpoint(model)
         check_runnable(model)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -23,7 +24,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import attend_causally
 from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.topology.search import is_linear
+from fp8calib.model.topology.search import is_linear, name_class
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -32,11 +33,12 @@ class LiveCheckpoint(Checkpoint):
     """The checkpoint that `save_pretrained` would write of a model, without writing it.
 
     Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies, and
-    later changes of the parameters have no effect on them.
+    later changes of the parameters have no effect on them. A tensor that is sharded is gathered
+    when it is read: all processes read the same ones in the same order.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(Path(model.name_or_path or type(model).__name__), files={}, index=None)
+        super().__init__(Path(model.name_or_path or name_class(model)), files={}, index=None)
         self._config = _make_config(model)
         state = model.state_dict()
         for name in set(model._keys_to_ignore_on_save or ()) & state.keys():
@@ -87,7 +89,8 @@ class LiveCheckpoint(Checkpoint):
     def _find(self, name: str) -> torch.Tensor:
         if name not in self._live:
             raise ModelError(f"{self.folder}: there is no tensor {name!r}")
-        return self._live[name]
+        tensor = self._live[name]
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _describe(tensor: torch.Tensor) -> TensorEntry:
@@ -98,13 +101,15 @@ def _describe(tensor: torch.Tensor) -> TensorEntry:
 def _make_config(model: PreTrainedModel) -> dict[str, object]:
     config = deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
+    config.architectures = [name_class(model)]
     made: dict[str, object] = json.loads(config.to_json_string())
     return made
 
 
-def check_live_model(model: PreTrainedModel) -> None:
+def check_live_model(model: PreTrainedModel, *, can_be_sharded: bool = False) -> None:
     """Refuse a loaded model that is quantized, sharded, offloaded or has adapters.
+
+    With `can_be_sharded` it may be sharded by FSDP2, whose forward pass gathers the weights.
 
     Raises:
         UsageError: it is not a model of transformers.
@@ -128,7 +133,8 @@ def check_live_model(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is not a decoder-only language model")
     for parameter, value in model.named_parameters():
-        if isinstance(value, DTensor) or value.is_meta or not value.numel():
+        is_gathered = can_be_sharded and isinstance(model, FSDPModule) and _is_cut_once(value)
+        if (isinstance(value, DTensor) and not is_gathered) or value.is_meta or not value.numel():
             where = "offloaded" if value.is_meta else "sharded over processes"
             raise ModelError(
                 f"{name}: {parameter} is {where}, so the model cannot be run here",
@@ -136,6 +142,12 @@ def check_live_model(model: PreTrainedModel) -> None:
             )
         if value.dtype not in _NAMES or not value.dtype.is_floating_point:
             raise ModelError(f"{name}: {parameter} is {value.dtype}: quantized", hint=hint)
+
+
+def _is_cut_once(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded along one dimension of its mesh, and not also by its heads."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return sum(not each.is_replicate() for each in placements) <= 1
 
 
 _MERGE = "merge adapters into the weights, and pass that model (PEFT: merge_and_unload)"

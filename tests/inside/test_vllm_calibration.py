@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,6 +227,31 @@ def test_what_the_engine_did_not_run_as_planned_is_an_error(
     _change(vllm.answers, change)
     with pytest.raises(CalibrationError, match=text):
         fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
+
+
+def test_the_process_that_died_is_named_and_what_was_saved_is_kept(
+    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama-tp2.json")
+    names = [f"VLLM::Worker_TP{rank}" for rank in range(2)]
+    ranks = [subprocess.Popen([name, "60"], executable=shutil.which("sleep")) for name in names]
+
+    def die(*_: Any, **__: Any) -> None:
+        ranks[1].kill()
+        raise RuntimeError("cancelled")
+
+    monkeypatch.setattr(vllm, "generate", die)
+    options = {**OPTIONS, "out": tmp_path / "out"}
+    try:
+        with pytest.raises(CalibrationError, match=r"its process Worker_TP1 died") as raised:
+            fp8calib.calibrate(model_of("llama"), **options, **CASES["llama-tp2"].arguments)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+    assert "resume" in raised.value.hint
+    assert (tmp_path / "out.partial").is_dir()
 
 
 def test_later_stages_make_their_buffers_in_an_idle_step(

@@ -16,7 +16,7 @@ from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
 from tests.inside.recorded import read_golden
-from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
+from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, WIDTH, make_rows
 from tests.real_engines.exports import LATENT
 from tests.real_engines.vllm_job import Calibrator
 
@@ -66,8 +66,8 @@ def save_served(family: str, folder: Path) -> Path:
     if family == "mpt":
         sizes = {**SIZES, "d_model": 128, "n_heads": 4, "n_layers": 2}
     elif family in zoo.ZOO:
-        latent = {**LATENT, "head_dim": None} if family == "deepseek_v3" else {}
-        zoo.save(family, folder, **{**SIZES_SERVED, **latent})
+        own = {"deepseek_v3": LATENT, "falcon": WIDTH}  # these compute their head_dim
+        zoo.save(family, folder, **own.get(family, SIZES_SERVED))
         return folder
     else:
         sizes = {**SIZES, **FAMILIES[family], **SIZES_SERVED}

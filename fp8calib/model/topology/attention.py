@@ -15,7 +15,12 @@ from fp8calib.model.topology.layouts import (
     FUSED_QKV,
     PRESCALED_QUERY,
 )
-from fp8calib.model.topology.search import GeometrySearch, is_linear, linear_features
+from fp8calib.model.topology.search import (
+    GeometrySearch,
+    is_linear,
+    linear_features,
+    name_class,
+)
 
 
 def find_mixer(
@@ -31,7 +36,7 @@ def find_mixer(
     layer_type = _layer_type(search.config, index)
     if candidates and layer_type not in CACHELESS_LAYER_TYPES:
         name, module = _single_attention(candidates, block, index)
-        return _attention(search, before, index, f"{path}.{name}", module), type(module).__name__
+        return _attention(search, before, index, f"{path}.{name}", module), name_class(module)
     cacheless = _cacheless_mixer(search, block)
     if layer_type in CACHELESS_LAYER_TYPES or cacheless:
         return None, cacheless or str(layer_type)
@@ -75,10 +80,10 @@ def _layer_type(config: Any, index: int) -> str | None:
 
 def _cacheless_mixer(search: GeometrySearch, block: nn.Module) -> str:
     """Find the class of a mixer without K and V, first by class names without the family's name."""
-    for name_of in (search.class_name, lambda module: type(module).__name__):
+    for name_of in (search.class_name, name_class):
         for module in block.modules():
             if any(part in name_of(module).lower() for part in CACHELESS_MIXERS):
-                return type(module).__name__
+                return name_class(module)
     return ""
 
 

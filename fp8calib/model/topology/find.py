@@ -16,7 +16,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, first_line
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.topology.attention import find_mixer
 from fp8calib.model.topology.linears import find_linears
-from fp8calib.model.topology.search import GeometrySearch
+from fp8calib.model.topology.search import GeometrySearch, name_class
 
 
 def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
@@ -62,7 +62,7 @@ def find_geometry(
     search = GeometrySearch(
         config=config,
         checkpoint_names=checkpoint_names,
-        family=type(decoder).__name__.removesuffix("Model"),
+        family=name_class(decoder).removesuffix("Model"),
     )
     try:
         layers = _find_layers(search, prefix, decoder)
@@ -79,7 +79,7 @@ def find_geometry(
             hint="this architecture has no KV cache to calibrate",
         )
     geometry = ModelGeometry(
-        architecture=type(model).__name__,
+        architecture=name_class(model),
         model_type=type(config).model_type,
         checkpoint_dtype=checkpoint_dtype,
         layers=tuple(layers),

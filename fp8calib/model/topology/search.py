@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
 
 
@@ -24,7 +25,13 @@ class GeometrySearch:
 
     def class_name(self, module: nn.Module) -> str:
         """Give the name of a module's class without the name of its family."""
-        return type(module).__name__.removeprefix(self.family)
+        return name_class(module).removeprefix(self.family)
+
+
+def name_class(module: nn.Module) -> str:
+    """Give the name of a module's class; `fully_shard` puts another one before it."""
+    classes = type(module).__mro__
+    return next(each for each in classes if not issubclass(each, FSDPModule)).__name__
 
 
 def is_linear(module: nn.Module) -> bool:

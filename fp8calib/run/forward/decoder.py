@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
@@ -54,6 +55,10 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         check_runnable(model)
         self._decoder: Any = find_text_decoder(model)[1]
+        # FSDP2 gathers weights where its outermost module is called; the lm_head gets one token.
+        self._called, self._options = self._decoder, dict[str, int]()
+        if isinstance(model, FSDPModule):
+            self._called, self._options = model, {"logits_to_keep": 1}
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
         self._growing = [m for m in self._decoder.modules() if _grows_with_length(m)]
@@ -66,7 +71,7 @@ class Decoder:
 
     @torch.no_grad()
     def run(self, batch: Batch, cache: Any) -> torch.Tensor:
-        """Run one batch and give its last hidden state: [B, S, C].
+        """Run one batch and give its last hidden state: [B, S, C]; of FSDP2 the logits.
 
         Raises:
             OutOfMemoryInForward: the batch is too large.
@@ -76,13 +81,14 @@ class Decoder:
         for module in self._growing:
             _forget_lengths(module)
         try:
-            output = self._decoder(
+            output = self._called(
                 input_ids=batch.input_ids.to(self.device, non_blocking=True),
                 attention_mask=None
                 if mask is None
                 else mask.long().to(self.device, non_blocking=True),
                 past_key_values=cache,
                 use_cache=True,
+                **self._options,
             )
         except Fp8CalibError:
             raise
@@ -94,7 +100,7 @@ class Decoder:
                 f"{type(error).__name__}: {error}",
                 hint="transformers runs this architecture in a way that fp8calib does not know",
             ) from error
-        hidden: torch.Tensor = output.last_hidden_state
+        hidden: torch.Tensor = output[0]
         return hidden
 
 
