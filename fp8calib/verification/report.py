@@ -19,6 +19,8 @@ from fp8calib.verification.server_result import ServerResult
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
+FP8_CACHE = "fp8"
+"""The cache type whose scales are calibrated."""
 SERVER = "server"
 """The candidate that runs behind `--server`."""
 
@@ -98,6 +100,26 @@ class PositionResult(_Model):
     ppl_ratio: float
 
 
+class KvCacheResult(_Model):
+    """The KV cache of a candidate, as a server keeps it."""
+
+    dtype: str
+    """The value of `--kv-cache-dtype`."""
+    uses_scales: bool
+    """Whether calibrated scales change what is stored."""
+    bytes_per_token: float
+    """In all layers and on all ranks."""
+    tokens: int | None = None
+    """How many fit into `--kv-memory`; None where that is not given."""
+    backends: tuple[str, ...] = ()
+    """The engine's backends that store it; empty where they are not known."""
+
+    @property
+    def is_own_type(self) -> bool:
+        """Whether it is another than FP8 with a scale for a tensor or a head."""
+        return self.dtype != FP8_CACHE
+
+
 class CandidateResult(_Model):
     """One candidate beside the unquantized model."""
 
@@ -126,7 +148,14 @@ class CandidateResult(_Model):
     verdict: Verdict
     verdict_why: str
     gate: str
+    kv_cache: KvCacheResult | None = None
+    """None where only weights and inputs are quantized."""
     by_position: tuple[PositionResult, ...]
+
+    @property
+    def has_own_type(self) -> bool:
+        """Whether its KV cache is another than FP8 with a scale for a tensor or a head."""
+        return self.kv_cache is not None and self.kv_cache.is_own_type
 
 
 class LayerResult(_Model):
