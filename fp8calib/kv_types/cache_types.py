@@ -132,7 +132,7 @@ CACHE_TYPES = {
             per=Granularity.GROUP,
             head_multiple=fp4.NVFP4_BLOCK,
             has_global_scales=True,
-            largest_code=fp4.E2M1_MAX * fp4.E4M3FN.max,
+            largest_code=fp4.LARGEST_CODE,
             note="on B200 q is rounded to E4M3 too, which is left out",
         ),
         CacheType(
@@ -145,7 +145,7 @@ CACHE_TYPES = {
             per=Granularity.GROUP,
             head_multiple=fp4.NVFP4_BLOCK,
             has_global_scales=True,
-            largest_code=fp4.E2M1_MAX * fp4.E4M3FN.max,
+            largest_code=fp4.LARGEST_CODE,
             note="on B200 q is rounded to E4M3 too, which is left out",
         ),
         _make_turboquant("turboquant_k8v4", 8, 4),

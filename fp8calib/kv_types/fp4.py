@@ -9,6 +9,8 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.rotations import hadamard
 
 E2M1_MAX = 6.0
+LARGEST_CODE = E2M1_MAX * E4M3FN.max
+"""What a global scale makes of the largest magnitude of a tensor."""
 NVFP4_BLOCK = 16
 ULTRA_BLOCK = 32
 _ULTRA_FACTOR = 0.156
@@ -25,7 +27,7 @@ def nvfp4(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         x: K or V.
         scale: k_scale or v_scale, which the scales of blocks are divided by: fp32 [].
     """
-    blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    blocks = _split(x, NVFP4_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True)
     of_block = round_to_format(amax * (E2M1_MAX * scale).reciprocal(), E4M3FN)
     return _store_e2m1(blocks, of_block * scale).flatten(-2)
@@ -38,7 +40,7 @@ def nvfp4_four_over_six(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh cvt_warp_fp16_to_fp4, with exact
     quotients where the kernel has approximate ones.
     """
-    blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    blocks = _split(x, NVFP4_BLOCK)
     by_six = blocks.abs().amax(-1, keepdim=True) / E2M1_MAX * scale.reciprocal()
     six, four = (
         _store_e2m1(blocks, round_to_format(by_six * factor, E4M3FN) * scale)
@@ -63,7 +65,7 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
 
     Read in vLLM 0.32.0 v1/attention/ops/ultraquant/reference.py ultraquant_encode.
     """
-    blocks = x.float().unflatten(-1, (-1, ULTRA_BLOCK))
+    blocks = _split(x, ULTRA_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True)
     exponent = (amax * _ULTRA_FACTOR).log2().add(0.5).floor().clamp(-126, 127)
     scale = torch.where(amax > 0, exponent.exp2(), 1.0)
@@ -71,6 +73,11 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
     levels = torch.cat([-levels[1:].flip(0), levels])
     middles = (levels[1:] + levels[:-1]) / 2
     return (levels[torch.bucketize(blocks / scale, middles)] * scale).flatten(-2)
+
+
+def _split(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Split vectors [..., D] into blocks: fp32 [..., D / size, size]."""
+    return x.float().reshape(*x.shape[:-1], -1, size)
 
 
 def _store_e2m1(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -22,7 +23,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     Where D is no power of two, blocks of the largest one that divides it are rotated apart.
     """
     block = largest_power_of_two(x.shape[-1])
-    return (_sum_by_signs(x, block) / block**0.5).reshape(x.shape)
+    return (_sum_by_signs(x, block) / math.sqrt(block)).reshape(x.shape)
 
 
 def rotate_randomly(x: torch.Tensor) -> torch.Tensor:
@@ -33,8 +34,9 @@ def rotate_randomly(x: torch.Tensor) -> torch.Tensor:
     """
     block = largest_power_of_two(x.shape[-1])
     signed = x.float() * _find_signs(block).repeat(x.shape[-1] // block).to(x.device)
-    unit = _sum_by_signs(signed.bfloat16().float(), block) / block**0.5
-    return (unit.bfloat16().float() * block**0.5).reshape(x.shape).to(x.dtype)
+    root = math.sqrt(block)
+    unit = _sum_by_signs(signed.bfloat16().float(), block) / root
+    return (unit.bfloat16().float() * root).reshape(x.shape).to(x.dtype)
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +48,8 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 def _sum_by_signs(x: torch.Tensor, block: int) -> torch.Tensor:
     """Multiply by the matrix of ones and minus ones: fp32 [..., D / block, block]."""
-    return x.float().unflatten(-1, (-1, block)) @ _matrix(block).to(x.device)
+    blocks = x.float().reshape(*x.shape[:-1], -1, block)
+    return torch.matmul(blocks, _matrix(block).to(x.device))
 
 
 @lru_cache

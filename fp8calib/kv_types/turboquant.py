@@ -60,7 +60,8 @@ def uniform_value(x: torch.Tensor, bits: int) -> torch.Tensor:
     low = x.amin(-1, keepdim=True)
     step = ((x.amax(-1, keepdim=True) - low) / last).clamp(min=_SMALLEST_SCALE)
     codes = ((x - low) / step + 0.5).trunc().clamp(0, last)
-    return codes * step.half().float() + low.half().float()
+    read: torch.Tensor = codes * step.half().float() + low.half().float()
+    return read
 
 
 @lru_cache
@@ -70,7 +71,7 @@ def find_gaussian_levels(size: int, bits: int) -> torch.Tensor:
     Lloyd and Max: a level is the mean of what is nearest to it. The means are those of the
     trapezoidal rule, as the engine computes them.
     """
-    sigma = size**-0.5
+    sigma = 1 / math.sqrt(size)
     count = 2**bits
     places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     levels = (2 * places - 1) * _HALF_WIDTH * sigma
@@ -87,4 +88,5 @@ def find_gaussian_levels(size: int, bits: int) -> torch.Tensor:
         if is_done:
             break
         levels = means
-    return levels.float()
+    found: torch.Tensor = levels.float()
+    return found

@@ -350,6 +350,8 @@ class VerifyReport(WithOverview, _Model):
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
+    has_all_types: bool = Field(default=False, exclude=True)
+    """Whether all types of the KV cache are compared: then none of them was asked for."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
     """For the page alone."""
     sensitivity: Sensitivity | None = None
@@ -371,7 +373,11 @@ class VerifyReport(WithOverview, _Model):
     @property
     def judged(self) -> tuple[Verdict, ...]:
         """The verdicts on the candidates that were asked for; without any, that on scale 1.0."""
-        asked = [each.verdict for each in self.candidates if each.name != SCALE_ONE]
+        asked = [
+            each.verdict
+            for each in self.candidates
+            if each.name != SCALE_ONE and not (each.has_own_type and self.has_all_types)
+        ]
         return tuple(asked or (each.verdict for each in self.candidates))
 
     def find_failure(self, *, strict: bool = False) -> Verdict | None:

@@ -117,6 +117,8 @@ class VerificationRequest:
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
+    has_all_types: bool = False
+    """Whether all types of the KV cache are compared."""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
@@ -406,6 +408,7 @@ def _build_report(
             request.calibration_clipped,
         ),
         diagnosis_of=request.diagnosis_of,
+        has_all_types=request.has_all_types,
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),

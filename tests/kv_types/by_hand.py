@@ -94,9 +94,7 @@ def nvfp4_4over6(x: Vector, scale: float = 1.0) -> Vector:
     return np.concatenate(read)
 
 
-def _nvfp4_block(
-    block: Vector, scale: np.floating, wanted: np.floating
-) -> tuple[Vector, float]:
+def _nvfp4_block(block: Vector, scale: np.floating, wanted: np.floating) -> tuple[Vector, float]:
     of_block = F32(np.clip(wanted, 0, 448).astype(ml_dtypes.float8_e4m3fn)) * scale
     factors = F32(1) / of_block if of_block > 0 else F32(0)
     codes = np.clip(block * factors, -6, 6).astype(ml_dtypes.float4_e2m1fn)

@@ -85,7 +85,6 @@ def store_per_token_head(
     key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store with a scale for each token and head."""
-
     is_fp8 = dtype == torch.float8_e4m3fn
     mode = KVQuantMode.FP8_PER_TOKEN_HEAD if is_fp8 else KVQuantMode.INT8_PER_TOKEN_HEAD
     *caches, slots = _make_caches(key.shape, dtype)
@@ -100,7 +99,6 @@ def store_per_token_head(
 
 def store_int4(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Store what is rotated already in 4-bit integers."""
-
     *caches, slots = _make_caches(key.shape, torch.uint8, factor=2)
     int4_per_token_head._run_reshape_kernel(
         int4_per_token_head._reshape_cache_int4_kernel,
@@ -131,7 +129,6 @@ def store_turboquant(
     key: torch.Tensor, value: torch.Tensor, preset: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store with the levels of a Gaussian."""
-
     for module in (triton_turboquant_store, triton_turboquant_decode):
         module._use_fp8_e4b15 = lambda _device: 0  # of Hopper
     tokens, heads, size = key.shape

@@ -64,8 +64,8 @@ class VerifyOptions:
     fmt: Fp8Format
     cache_types: Collection[str] = ()
     """Types of the KV cache to compare, beside FP8 with scales."""
-    skips_misfits: bool = False
-    """Whether a type that does not fit the model is left out with a note: all were asked for."""
+    has_all_types: bool = False
+    """Whether all were asked for: one that does not fit the model is left out with a note."""
     kv_memory: float | None = None
     """Bytes for the KV cache."""
     gate: Gate | None

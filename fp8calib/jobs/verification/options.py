@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
-from fp8calib.engines.registry import find_emulated
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import find_scheme
@@ -62,7 +62,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
         cache_types=_choose_cache_types(request.kv_cache_dtype or (), engine),
-        skips_misfits="all" in (request.kv_cache_dtype or ()),
+        has_all_types="all" in (request.kv_cache_dtype or ()),
         kv_memory=None if request.kv_memory is None else request.kv_memory * 2**30,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,

@@ -69,6 +69,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         is_strict=job.options.is_strict,
+        has_all_types=job.options.has_all_types,
         faults=list_faults(candidates) if job.options.with_faults else {},
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
@@ -81,7 +82,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
 
 def _list_left_types(job: VerifyJob) -> Iterator[str]:
     """Say which types of the engine are left out where all were asked for, and why."""
-    if not job.options.skips_misfits:
+    if not job.options.has_all_types:
         return
     for name in job.options.engine.cache_types:
         if name in CACHE_TYPES:
@@ -179,7 +180,7 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
             continue
         cache_type = CACHE_TYPES[name]
         if why := explain_misfit(cache_type, geometry):
-            if not options.skips_misfits:
+            if not options.has_all_types:
                 raise VerificationError(f"--kv-cache-dtype {name}: {why}")
             continue
         yield build_cache_type(name, cache_type, geometry)

@@ -83,7 +83,8 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     details = " ".join(
         text
         for one in basis.candidates
-        if one.name != SCALE_ONE and (text := _describe_unfit(one.name, basis))
+        if one.name != SCALE_ONE and not one.has_own_type
+        if (text := _describe_unfit(one.name, basis))
     )
     return found.model_copy(update={"headline": headline, "details": details})
 
