@@ -37,23 +37,22 @@ def emulate_cache_type(
         geometry: of the model.
         table: the global scales of a type that has some; None: 1.0.
     """
-    quantizers: dict[Site, Quantizer] = {}
+    found: dict[Site, RoundTrip] = {}
     for attention in list_stored(cache_type, geometry):
         if attention.producer is None:
             for role, store in ((Role.K, cache_type.key), (Role.V, cache_type.value)):
                 site = attention.site(role)
+                found[site] = store
                 if cache_type.has_global_scales:
                     one = torch.tensor(1.0)
                     scale = one if table is None else table.scales[site].values.max()
-                    store = partial(store, scale=scale)
-                quantizers[site] = _make_quantizer(cache_type, store)
+                    found[site] = partial(store, scale=scale)
         if cache_type.query is not None:
-            quantizers[attention.site(Role.Q)] = _make_quantizer(cache_type, cache_type.query)
-    return quantizers
-
-
-def _make_quantizer(cache_type: CacheType, store: RoundTrip) -> Quantizer:
-    return Quantizer(fmt=E4M3FN, scale=cache_type.per, round_trip=store)
+            found[attention.site(Role.Q)] = cache_type.query
+    return {
+        site: Quantizer(fmt=E4M3FN, scale=cache_type.per, round_trip=store)
+        for site, store in found.items()
+    }
 
 
 def count_cache_bytes(cache_type: CacheType, geometry: ModelGeometry) -> float:
