@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.verification.emulation.cache_types import (
@@ -169,5 +169,5 @@ def test_types_that_are_not_emulated_are_refused(
 
 def test_named_type_that_does_not_fit_is_refused() -> None:
     model = zoo.build("llama", head_dim=12)
-    with pytest.raises(VerificationError, match="no multiple of 16"):
+    with pytest.raises(ModelError, match="no multiple of 16"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"])

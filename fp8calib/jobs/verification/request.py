@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from fp8calib.dialects.read import FoundScales
-from fp8calib.errors import ModelError, UsageError, VerificationError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.kv_types.cache_types import (
@@ -171,7 +171,7 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
     """List the types of the KV cache; one with global scales again with those of each candidate.
 
     Raises:
-        VerificationError: a type that was named does not fit the model.
+        ModelError: a type that was named does not fit the model.
     """
     options, geometry = job.options, job.target.geometry
     for name in options.cache_types:
@@ -181,7 +181,8 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
         cache_type = CACHE_TYPES[name]
         if why := explain_misfit(cache_type, geometry):
             if not options.has_all_types:
-                raise VerificationError(f"--kv-cache-dtype {name}: {why}")
+                hint = "all leaves out what does not fit"
+                raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=hint)
             continue
         yield build_cache_type(name, cache_type, geometry)
         scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
