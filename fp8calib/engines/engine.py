@@ -7,8 +7,8 @@ replays) is a function that imports its module when it is called.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +93,8 @@ class Engine:
     """None where no command of its own starts a server."""
     numerics: Numerics | None = None
     """What `verify` emulates."""
+    cache_types: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By value of its --kv-cache-dtype: the backends that store it. Empty where it is not known."""
     no_numerics: str = ""
     """Why `verify` cannot emulate it."""
     replay_folder: ReplayFolder | None = None

@@ -27,6 +27,7 @@ REFERENCE = Engine(
     title="the plain rule",
     version="",
     numerics=Numerics(name="reference"),
+    cache_types=VLLM.cache_types,
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
 ENGINES: dict[str, Engine] = {}
@@ -54,6 +55,12 @@ for _engine in (
 def list_emulated() -> list[str]:
     """List the keys of the engines that `verify` emulates."""
     return [key for key, engine in ENGINES.items() if engine.numerics is not None]
+
+
+def list_cache_types() -> list[str]:
+    """List the values of --kv-cache-dtype that an engine offers."""
+    engines = [each for one in ENGINES.values() for each in (one, *one.releases)]
+    return sorted({name for engine in engines for name in engine.cache_types})
 
 
 def list_replayed() -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.plan import describe_plan
 from fp8calib.render.verify_tables import (
+    cache_table,
     list_shown_pairs,
     rules_table,
     sites_table,
@@ -39,6 +40,9 @@ def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator
         yield Line(result.decision.details)
     yield Line()
     yield from _describe_candidates(result)
+    if (caches := cache_table(result)) is not None:
+        yield Line()
+        yield caches
     yield from _describe_server(result)
     yield from _list_sites(result)
     if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
@@ -112,7 +116,7 @@ def _describe_server(report: VerifyReport) -> Iterator[Block]:
 def _list_sites(report: VerifyReport) -> Iterator[Block]:
     for candidate in report.candidates:
         rows = [row for row in report.layers if row.candidate == candidate.name]
-        if rows:
+        if rows and not candidate.has_own_type:  # no scale of theirs could be another
             yield Line()
             title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} sites of lowest SQNR"
             yield sites_table(rows[:_SHOWN_SITES], title=title)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import require_path
-from fp8calib.engines.registry import find_emulated, list_emulated
+from fp8calib.engines.registry import find_emulated, list_cache_types, list_emulated
+from fp8calib.errors import UsageError, suggest
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
@@ -29,6 +30,14 @@ def _check_rule(name: str) -> None:
 def _check_engines(names: str) -> None:
     for name in _split(names):
         find_emulated(name)
+
+
+def _check_cache_types(names: str) -> None:
+    known = ["all", *list_cache_types()]
+    for name in _split(names):
+        if name not in known:
+            hint = suggest(name, known, what="types")
+            raise UsageError(f"--kv-cache-dtype {name}: unknown type", hint=hint)
 
 
 def _check_scales(path: str) -> None:
@@ -85,6 +94,26 @@ class VerifyRequest:
             collect=_split,
             check=_check_rule,
             help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Sequence[str] | None,
+        Option(
+            "--kv-cache-dtype",
+            metavar="NAME,...|all",
+            reads=str,
+            collect=_split,
+            check=_check_cache_types,
+            help="Types of the KV cache to compare with FP8, such as "
+            "int8_per_token_head,nvfp4; all: every one that the engine offers.",
+        ),
+    ] = None
+    kv_memory: Annotated[
+        float | None,
+        Option(
+            "--kv-memory",
+            metavar="GIB",
+            help="Memory for the KV cache: how many tokens fit is told for each type.",
         ),
     ] = None
     sensitivity: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -76,6 +76,11 @@ class ScaleTable:
         pair = [self.scales[attention.site(role)] for role in (Role.K, Role.V)]
         real = [scale for scale in pair if not scale.is_substitute]
         return max(float(scale.values[rank].max()) for scale in real or pair)
+
+    def times(self, factor: float) -> ScaleTable:
+        """Multiply every scale."""
+        scales = {s: replace(each, values=each.values * factor) for s, each in self.scales.items()}
+        return replace(self, scales=scales)
 
     def not_observed(self) -> list[tuple[Site, Scale]]:
         """List the sites whose scale was not computed from their own statistics."""

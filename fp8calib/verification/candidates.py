@@ -21,10 +21,11 @@ from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, rea
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Site
+from fp8calib.kv_types.cache_types import E5M2_CACHE, CacheType
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import InputScales
@@ -37,6 +38,10 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_differe
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.stats.renamed import rename_sites
 from fp8calib.stats.unquantized_tensors import compare_with_base
+from fp8calib.verification.emulation.cache_types import (
+    count_cache_bytes,
+    emulate_cache_type,
+)
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_plan_gaps,
@@ -54,6 +59,7 @@ from fp8calib.verification.emulation.kv import (
 from fp8calib.verification.emulation.linears import emulate_linears
 from fp8calib.verification.emulation.planned import find_planned
 from fp8calib.verification.emulation.stored import find_stored
+from fp8calib.verification.report import FP8_CACHE, KvCacheResult
 
 _SAMPLE_BYTES = 4096
 _ELEMENTS_AT_ONCE = 2**22
@@ -106,6 +112,13 @@ class Candidate:
     """What is compared: the name without the engine."""
     engines: tuple[str, ...] = ()
     """The engines that compute it so."""
+    kv_cache: KvCacheResult | None = None
+    """None where only weights and inputs are quantized."""
+
+    @property
+    def has_own_type(self) -> bool:
+        """Whether its KV cache is another than FP8 with a scale for a tensor or a head."""
+        return self.kv_cache is not None and self.kv_cache.is_own_type
 
     @property
     def default_gate(self) -> str:
@@ -250,6 +263,44 @@ def build_kv_candidate(
         description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(table.geometry, table.fmt, numerics),
+        kv_cache=make_fp8_cache(table.geometry),
+    )
+
+
+def make_fp8_cache(geometry: ModelGeometry) -> KvCacheResult:
+    """Describe a KV cache in FP8 with a scale for a tensor or a head."""
+    size = float(geometry.kv_elements_per_token)
+    return KvCacheResult(dtype=FP8_CACHE, uses_scales=True, bytes_per_token=size)
+
+
+def build_e5m2_cache(geometry: ModelGeometry, numerics: Numerics) -> Candidate:
+    """Build the candidate whose KV cache is E5M2, which takes no scales."""
+    plain = build_unscaled(E5M2_CACHE, geometry, E5M2, numerics)
+    cache = make_fp8_cache(geometry)
+    changed = cache.model_copy(update={"dtype": E5M2_CACHE, "uses_scales": False})
+    return replace(plain, fitted={}, kv_cache=changed)
+
+
+def build_cache_type(
+    name: str, cache_type: CacheType, geometry: ModelGeometry, table: ScaleTable | None = None
+) -> Candidate:
+    """Build a candidate whose KV cache has a type that fits the model.
+
+    `table` has the global scales of such a type; None: 1.0.
+    """
+    scales = ""
+    if cache_type.has_global_scales:
+        scales = ", global scales 1.0" if table is None else ", calibrated global scales"
+    return Candidate(
+        name=name,
+        description=f"KV cache {cache_type.name}: {cache_type.description}{scales}",
+        emulation=Emulation(quantizers=emulate_cache_type(cache_type, geometry, table)),
+        kv_cache=KvCacheResult(
+            dtype=cache_type.name,
+            uses_scales=cache_type.has_global_scales,
+            bytes_per_token=count_cache_bytes(cache_type, geometry),
+        ),
+        notes=(f"{name}: {cache_type.note}",) if cache_type.note else (),
     )
 
 
@@ -276,6 +327,7 @@ def build_unscaled(
         description=f"KV cache {fmt.name}, every scale 1.0",
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(geometry, fmt, numerics),
+        kv_cache=make_fp8_cache(geometry),
     )
 
 
@@ -359,6 +411,7 @@ def build_checkpoint(
         description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
         emulation=emulation,
         fitted=fitted,
+        kv_cache=make_fp8_cache(target.geometry) if opened.found is not None else None,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),

@@ -19,6 +19,8 @@ from fp8calib.verification.server_result import ServerResult
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
+FP8_CACHE = "fp8"
+"""The cache type whose scales are calibrated."""
 SERVER = "server"
 """The candidate that runs behind `--server`."""
 
@@ -98,6 +100,26 @@ class PositionResult(_Model):
     ppl_ratio: float
 
 
+class KvCacheResult(_Model):
+    """The KV cache of a candidate, as a server keeps it."""
+
+    dtype: str
+    """The value of `--kv-cache-dtype`."""
+    uses_scales: bool
+    """Whether calibrated scales change what is stored."""
+    bytes_per_token: float
+    """In all layers and on all ranks."""
+    tokens: int | None = None
+    """How many fit into `--kv-memory`; None where that is not given."""
+    backends: tuple[str, ...] = ()
+    """The engine's backends that store it; empty where they are not known."""
+
+    @property
+    def is_own_type(self) -> bool:
+        """Whether it is another than FP8 with a scale for a tensor or a head."""
+        return self.dtype != FP8_CACHE
+
+
 class CandidateResult(_Model):
     """One candidate beside the unquantized model."""
 
@@ -126,7 +148,14 @@ class CandidateResult(_Model):
     verdict: Verdict
     verdict_why: str
     gate: str
+    kv_cache: KvCacheResult | None = None
+    """None where only weights and inputs are quantized."""
     by_position: tuple[PositionResult, ...]
+
+    @property
+    def has_own_type(self) -> bool:
+        """Whether its KV cache is another than FP8 with a scale for a tensor or a head."""
+        return self.kv_cache is not None and self.kv_cache.is_own_type
 
 
 class LayerResult(_Model):
@@ -321,6 +350,8 @@ class VerifyReport(WithOverview, _Model):
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
+    has_all_types: bool = Field(default=False, exclude=True)
+    """Whether all types of the KV cache are compared: then none of them was asked for."""
     histograms: tuple[HistogramResult, ...] = Field(default=(), exclude=True)
     """For the page alone."""
     sensitivity: Sensitivity | None = None
@@ -342,7 +373,11 @@ class VerifyReport(WithOverview, _Model):
     @property
     def judged(self) -> tuple[Verdict, ...]:
         """The verdicts on the candidates that were asked for; without any, that on scale 1.0."""
-        asked = [each.verdict for each in self.candidates if each.name != SCALE_ONE]
+        asked = [
+            each.verdict
+            for each in self.candidates
+            if each.name != SCALE_ONE and not (each.has_own_type and self.has_all_types)
+        ]
         return tuple(asked or (each.verdict for each in self.candidates))
 
     def find_failure(self, *, strict: bool = False) -> Verdict | None:

@@ -117,6 +117,8 @@ class VerificationRequest:
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
+    has_all_types: bool = False
+    """Whether all types of the KV cache are compared."""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
@@ -330,7 +332,7 @@ def _run_fitted(
     unscaled = next((c for c in request.candidates if c.name == SCALE_ONE), None)
     if unscaled is None or not list_losing(fits.get(SCALE_ONE, ())):
         return None
-    others = [c for c in request.candidates if c.name != SCALE_ONE]
+    others = [c for c in request.candidates if c.name != SCALE_ONE and not c.has_own_type]
     cached = [c.name for c in others if not c.emulation.weights]
     if others and not cached:
         return None
@@ -406,6 +408,7 @@ def _build_report(
             request.calibration_clipped,
         ),
         diagnosis_of=request.diagnosis_of,
+        has_all_types=request.has_all_types,
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
@@ -452,7 +455,7 @@ def _assess_need(
     lengths: Sequence[int],
 ) -> KvNeed | None:
     """Answer whether KV scales are needed; None where only FP8 weights are compared."""
-    others = [one for one in results if one.name != SCALE_ONE]
+    others = [one for one in results if one.name != SCALE_ONE and not one.has_own_type]
     unscaled = next((one for one in results if one.name == SCALE_ONE), None)
     is_asked = not others or any(has_kv_only(one.name, layers) for one in others)
     if unscaled is None or SCALE_ONE not in computed.fits or not is_asked:
@@ -468,7 +471,9 @@ def _assess_need(
             kld_se=standard_error(computed.fitted.klds.double(), lengths),
             added_by_one=compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths),
         )
-    return assess_need(unscaled, list_losing(computed.fits[SCALE_ONE]), fitted, pairs)
+    scaled = {one.name for one in others}
+    removed = [pair for pair in pairs if pair.candidate in scaled]
+    return assess_need(unscaled, list_losing(computed.fits[SCALE_ONE]), fitted, removed)
 
 
 _FITTED_NAME = "scales that fit"
@@ -503,6 +508,7 @@ def _make_result(
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
+        kv_cache=candidate.kv_cache,
         by_position=summarize_positions(scores, reference, lengths),
     )
 

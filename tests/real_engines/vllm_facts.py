@@ -37,6 +37,7 @@ _REGISTRY = "model_executor/models/registry.py"
 _CACHE = "config/cache.py"
 _TRITON = "v1/attention/backends/triton_attn.py"
 _ORACLE = "fused_moe/oracle/fp8.py"
+_PLAIN_TYPES = frozenset({"auto", "float16", "bfloat16", "CacheDType"})
 _PLAIN_CACHE_TYPES = ("auto", "float16", "bfloat16", "fp8", "nvfp4")
 """How the other cache types begin: for none of them scales are made when tokens come."""
 _QKV = f"{LAYER}.self_attn.qkv_proj"
@@ -129,6 +130,30 @@ def read_cache_types(package: Package) -> Iterator[str]:
             yield name
 
 
+def read_offered_types(package: Package) -> Iterator[str]:
+    """Read the values of --kv-cache-dtype that quantize."""
+    literal = find_symbol(package.parse(_CACHE), "CacheDType")
+    for node in ast.walk(literal):
+        name = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(name, str) and name not in _PLAIN_TYPES:
+            yield name
+
+
+def read_backend_types(package: Package) -> Iterator[str]:
+    """Read which backend of attention by heads stores which cache type."""
+    offered = set(read_offered_types(package))
+    for file in sorted(package.files):
+        folder, _, name = file.rpartition("/")
+        if not folder.endswith("v1/attention/backends"):
+            continue
+        for node in ast.walk(package.parse(file)):
+            target = ast.unparse(node).partition(":")[0] if isinstance(node, ast.AnnAssign) else ""
+            if target == "supported_kv_cache_dtypes":
+                listed = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
+                names = [each.value for each in listed if each.value in offered]
+                yield from (f"{name.removesuffix('.py')}: {each}" for each in names)
+
+
 def has_class_first(package: Package) -> bool:
     """Run the choice between a group for a class and one that names the joined projections."""
     section = make_compressed("dynamic")
@@ -206,6 +231,14 @@ PROBES: Mapping[str, Probe] = {
     ),
     "cache type without scales of a file": Probe(
         read=read_cache_types, source=f"{_CACHE} CacheDType", how=Evidence.READ
+    ),
+    "--kv-cache-dtype": Probe(
+        read=read_offered_types, source=f"{_CACHE} CacheDType", how=Evidence.READ
+    ),
+    "backend stores a cache type": Probe(
+        read=read_backend_types,
+        source="v1/attention/backends supported_kv_cache_dtypes",
+        how=Evidence.READ,
     ),
     "platforms register cache types of their own": Probe(
         read=_contains(_CACHE, "def register_kv_cache_dtype"),

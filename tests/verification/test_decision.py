@@ -23,6 +23,7 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     Decision,
+    KvCacheResult,
     KvNeed,
     LayerResult,
     PairedAnswer,
@@ -38,7 +39,7 @@ from fp8calib.verification.verify import (
     verify,
 )
 from tests import zoo
-from tests.kit.reports import make_candidate, make_layer
+from tests.kit.reports import make_candidate, make_layer, make_small
 from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification import by_hand
 from tests.verification.by_hand import PLAIN, HandCache, make_table, opened, plain_forward
@@ -577,3 +578,65 @@ def test_weights_that_are_not_what_they_were_are_named() -> None:
     )
     assert describe_damage("mine", [bad], {})
     assert not describe_damage("mine", [row("mine", "weight", sqnr_db=26.0)], {})
+
+
+def make_type(
+    name: str, size: float, kld: float, verdict: Verdict = Verdict.PASS
+) -> CandidateResult:
+    """Make a candidate whose KV cache has a type of its own."""
+    cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size)
+    return make_candidate(name, kv_cache=cache, kld_mean=kld, verdict=verdict)
+
+
+def settle_types(*types: CandidateResult) -> str:
+    """Decide on types beside scale 1.0, which has 64 bytes a token and a KLD of 0.01."""
+    cache = KvCacheResult(dtype="fp8", uses_scales=True, bytes_per_token=64)
+    unscaled = make_candidate(SCALE_ONE, kv_cache=cache, kld_mean=0.01, verdict=Verdict.PASS)
+    candidates = (unscaled, *types)
+    paired = {
+        (one.name, SCALE_ONE): PairedResult(
+            candidate=one.name,
+            base=SCALE_ONE,
+            difference=(one.kld_mean or 0) - 0.01,
+            se=0.0001,
+            margin=0.001,
+            answer=PairedAnswer.BETTER,
+        )
+        for one in types
+    }
+    layers = [make_layer(one.name, 0) for one in candidates]
+    return settle(
+        Basis(candidates=candidates, layers=layers, fits={}, kv=None, paired=paired)
+    ).headline
+
+
+def test_most_exact_and_smallest_type_are_named() -> None:
+    text = settle_types(make_type("exact", 66, 0.001), make_type("small", 36, 0.02))
+    assert "exact (66 bytes a token, KLD 0.0010" in text
+    assert "against scale 1.0 it is better" in text
+    assert "small (36 bytes a token, KLD 0.0200" in text
+    assert "is the smallest" in text
+
+
+def test_type_that_fails_is_not_named() -> None:
+    text = settle_types(
+        make_type("exact", 66, 0.001), make_type("small", 36, 0.5, verdict=Verdict.FAIL)
+    )
+    assert "scale 1.0 (64 bytes a token, KLD 0.0100 ± 0.0034) is the smallest" in text
+    assert "small (" not in text
+
+
+def test_no_type_passes() -> None:
+    cache = KvCacheResult(dtype="fp8", uses_scales=True, bytes_per_token=64)
+    unscaled = make_candidate(SCALE_ONE, kv_cache=cache, verdict=Verdict.FAIL)
+    small = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
+    layers = [make_layer(SCALE_ONE, 0), make_layer("small", 0)]
+    basis = Basis(candidates=(unscaled, small), layers=layers, fits={}, kv=None)
+    assert "No type of the KV cache passes." in settle(basis).headline
+
+
+def test_types_of_a_survey_are_not_judged() -> None:
+    failing = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
+    good = make_candidate("out/overlay", verdict=Verdict.PASS)
+    assert make_small(candidates=(good, failing)).find_failure() is Verdict.FAIL
+    assert make_small(candidates=(good, failing), has_all_types=True).find_failure() is None

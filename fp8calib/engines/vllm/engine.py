@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 
 _REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
+
+
+def list_cache_types(release: Release) -> Mapping[str, Sequence[str]]:
+    """List the values of --kv-cache-dtype that quantize, with the backends that store them."""
+    stored = [each.split(": ") for each in release.list_values("backend stores a cache type")]
+    return {
+        name: [backend for backend, stores in stored if stores == name]
+        for name in release.list_values("--kv-cache-dtype")
+    }
 
 
 def _view(folder: ScaleFolder) -> ScaleFolder:
@@ -150,6 +160,7 @@ def _make_engine(release: Release) -> Engine:
             ranks_flag="--tensor-parallel-size",
         ),
         numerics=make_numerics(release),
+        cache_types=list_cache_types(release),
         view=_view,
         replay_folder=_make_replay(release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",

@@ -62,6 +62,12 @@ class VerifyOptions:
     scheme: Scheme | None
     rules: tuple[Rule, ...]
     fmt: Fp8Format
+    cache_types: Collection[str] = ()
+    """Types of the KV cache to compare, beside FP8 with scales."""
+    has_all_types: bool = False
+    """Whether all were asked for: one that does not fit the model is left out with a note."""
+    kv_memory: float | None = None
+    """Bytes for the KV cache."""
     gate: Gate | None
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""

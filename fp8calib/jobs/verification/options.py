@@ -7,11 +7,18 @@ from pathlib import Path
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
+from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
+from fp8calib.kv_types.cache_types import (
+    CACHE_TYPES,
+    E5M2_CACHE,
+    FP8_CACHES,
+    explain_not_emulated,
+)
 from fp8calib.requests.shared import Stats
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
@@ -44,6 +51,8 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     if others:
         _require_one_engine(request)
     outputs = list_outputs(request)
+    if request.kv_memory is not None and request.kv_memory <= 0:
+        raise UsageError("--kv-memory: must be above 0", hint="give GiB, such as 12.5")
     return VerifyOptions(
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
         engine=engine,
@@ -52,6 +61,9 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         scheme=None if request.scheme is None else find_scheme(request.scheme),
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
+        cache_types=_choose_cache_types(request.kv_cache_dtype or (), engine),
+        has_all_types="all" in (request.kv_cache_dtype or ()),
+        kv_memory=None if request.kv_memory is None else request.kv_memory * 2**30,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
         sensitivity=request.sensitivity,
@@ -78,6 +90,34 @@ def list_engines(request: VerifyRequest) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
+def _choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
+    """Choose the cache types to emulate: all that the engine offers, or those that are named.
+
+    Raises:
+        UsageError: a type is not offered by the engine, or not emulated.
+    """
+    offered = engine.cache_types
+    if names and not offered:
+        raise UsageError(
+            f"--kv-cache-dtype: which types {engine.release} offers is not known",
+            hint="use --engine vllm, or reference for any type",
+        )
+    if "all" in names:
+        return tuple(name for name in offered if name in CACHE_TYPES or name == E5M2_CACHE)
+    for name in names:
+        if name not in offered:
+            hint = suggest(name, list(offered), what="types")
+            raise UsageError(
+                f"--kv-cache-dtype {name}: {engine.release} has no such type", hint=hint
+            )
+        if name not in {*CACHE_TYPES, *FP8_CACHES, E5M2_CACHE}:
+            raise UsageError(
+                f"--kv-cache-dtype {name}: not emulated: {explain_not_emulated(name)}",
+                hint=f"emulated: {', '.join(CACHE_TYPES)}",
+            )
+    return tuple(name for name in dict.fromkeys(names) if name not in FP8_CACHES)
+
+
 def _require_one_engine(request: VerifyRequest) -> None:
     """Refuse several engines beside what is about one.
 
@@ -88,6 +128,7 @@ def _require_one_engine(request: VerifyRequest) -> None:
         "--rules": request.rules,
         "--sensitivity": request.sensitivity,
         "--server": request.server,
+        "--kv-cache-dtype": request.kv_cache_dtype,
     }
     if found := [option for option, value in of_one_engine.items() if value]:
         raise UsageError(
@@ -145,6 +186,7 @@ def _check_server_options(request: VerifyRequest) -> None:
         "--tasks": request.tasks,
         "--sensitivity": request.sensitivity,
         "--rules": request.rules,
+        "--kv-cache-dtype": request.kv_cache_dtype,
         "--dry-run": request.dry_run,
         "--sampled": request.sampled,
     }

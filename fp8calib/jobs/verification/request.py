@@ -12,6 +12,12 @@ from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.kv_types.cache_types import (
+    CACHE_TYPES,
+    E5M2_CACHE,
+    FP8_CACHES,
+    explain_not_emulated,
+)
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.scale_table import ScaleTable
@@ -19,16 +25,19 @@ from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (
     Candidate,
     OpenedCandidate,
+    build_cache_type,
     build_checkpoint,
+    build_e5m2_cache,
     build_kv_candidate,
     build_scheme,
     build_unscaled,
     check_sites,
 )
 from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
+from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
-from fp8calib.verification.report import SCALE_ONE, HistogramResult
+from fp8calib.verification.report import SCALE_ONE, HistogramResult, KvCacheResult
 from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
 
@@ -60,14 +69,28 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         is_strict=job.options.is_strict,
+        has_all_types=job.options.has_all_types,
         faults=list_faults(candidates) if job.options.with_faults else {},
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
         refused=tuple(
             _name_in(name, group[0], groups) for group in groups for name in group[0].refused
         ),
-        warnings=(*job.plan.warnings, *job.warnings, *notes),
+        warnings=(*job.plan.warnings, *job.warnings, *_list_left_types(job), *notes),
     )
+
+
+def _list_left_types(job: VerifyJob) -> Iterator[str]:
+    """Say which types of the engine are left out where all were asked for, and why."""
+    if not job.options.has_all_types:
+        return
+    for name in job.options.engine.cache_types:
+        if name in CACHE_TYPES:
+            why = explain_misfit(CACHE_TYPES[name], job.target.geometry)
+        else:
+            why = "" if name in {*FP8_CACHES, E5M2_CACHE} else explain_not_emulated(name)
+        if why:
+            yield f"--kv-cache-dtype {name} is left out: {why}"
 
 
 def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
@@ -104,7 +127,21 @@ def _list_candidates(
                 name=_name_in(candidate.name, group[0], groups),
                 subject=candidate.name,
                 engines=tuple(each.options.engine.key for each in group),
+                kv_cache=_add_service(candidate.kv_cache, group[0]),
             )
+
+
+def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult | None:
+    """Add the backends of the engine, and how many tokens fit into the memory that is given."""
+    if cache is None:
+        return None
+    memory = job.options.kv_memory
+    return cache.model_copy(
+        update={
+            "backends": tuple(job.options.engine.cache_types.get(cache.dtype, ())),
+            "tokens": None if memory is None else int(memory / cache.bytes_per_token),
+        }
+    )
 
 
 def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
@@ -127,6 +164,33 @@ def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     has_others = bool(job.opened or options.scheme or job.make_candidates)
     if geometry.kv_elements_per_token or not has_others:
         yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.numerics)
+    yield from _list_cache_types(job)
+
+
+def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
+    """List the types of the KV cache; one with global scales again with those of each candidate.
+
+    Raises:
+        ModelError: a type that was named does not fit the model.
+    """
+    options, geometry = job.options, job.target.geometry
+    for name in options.cache_types:
+        if name == E5M2_CACHE:
+            yield build_e5m2_cache(geometry, options.numerics)
+            continue
+        cache_type = CACHE_TYPES[name]
+        if why := explain_misfit(cache_type, geometry):
+            if not options.has_all_types:
+                hint = "all leaves out what does not fit"
+                raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=hint)
+            continue
+        yield build_cache_type(name, cache_type, geometry)
+        scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
+        for opened in scaled if cache_type.has_global_scales else ():
+            table = _read_table(job, opened)
+            if opened.stats is not None:
+                table = table.times(options.fmt.max / cache_type.largest_code)
+            yield build_cache_type(f"{name} with {opened.name}", cache_type, geometry, table)
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:

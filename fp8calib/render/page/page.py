@@ -21,6 +21,7 @@ from fp8calib.render.page.sections import (
 from fp8calib.render.page.series import Series, make_series
 from fp8calib.render.templates import HTML
 from fp8calib.render.verify_tables import (
+    cache_table,
     figures_table,
     pairs_table,
     rules_table,
@@ -103,6 +104,12 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
         lead="Differences of the KL divergences of the same tokens; below 0 the candidate is "
         "better.",
         table=pairs_table(report),
+        is_folded=False,
+    )
+    yield PageSection(
+        title="Types of the KV cache",
+        lead="The smallest first. Throughput was not measured.",
+        table=cache_table(report),
         is_folded=False,
     )
     yield needs_section(report)

@@ -107,7 +107,8 @@ def _sum_squares_in_fp32(x: torch.Tensor) -> torch.Tensor:
 
 def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> torch.Tensor:
     chosen, became = _every(exact, stride), _every(values, stride)
-    flushed = (chosen.count_nonzero() - became.count_nonzero()).double()
+    # A cache type that rotates makes zeros of one value and others of zeros.
+    flushed = (chosen.count_nonzero() - became.count_nonzero()).clamp(min=0).double()
     return flushed * (exact.numel() / max(chosen.numel(), 1))
 
 
@@ -324,5 +325,6 @@ def _reduce_waiting(waiting: Sequence[_Waiting]) -> Sequence[torch.Tensor]:
     ]
     on_host = torch.tensor(sizes, dtype=torch.float64)
     num_elements, clips, factor = on_host.to(amax.device, non_blocking=True).unbind(1)
-    rows = (signal, noise_sums, clipped * clips, (before - after) * factor, num_elements, amax)
+    flushed = (before - after).clamp(min=0) * factor
+    rows = (signal, noise_sums, clipped * clips, flushed, num_elements, amax)
     return torch.stack(rows, 1).unbind(0)

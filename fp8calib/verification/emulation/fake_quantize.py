@@ -16,6 +16,7 @@ from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
 from fp8calib.geometry.sites import Site
+from fp8calib.kv_types.cache_types import RoundTrip
 from fp8calib.scales.scale_table import SMALLEST_SCALE, scale_of
 
 AT_THE_EDGE = 1 + 2.0**-20
@@ -63,6 +64,9 @@ class Quantizer:
     saturates: bool = True
     """Whether the engine saturates; if not, it turns too large values into NaN or infinity. The
     emulation always saturates, so a report has to say so."""
+    round_trip: RoundTrip | None = None
+    """How a cache type stores and reads the tensor. Then nothing clips, and of the other fields
+    only `scale` says something: what shares one."""
 
     def to(self, device: torch.device) -> Quantizer:
         """Copy static scales to a GPU, with an axis, so that they divide half floats in fp32."""
@@ -108,6 +112,8 @@ class Quantizer:
 
         `is_within` tells that no magnitude exceeds the largest value of the format.
         """
+        if self.round_trip is not None:
+            return FakeQuantized(self.round_trip(x), None)
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
         before, amax = None, None

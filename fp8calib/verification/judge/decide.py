@@ -61,7 +61,7 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     gate, that the text cannot judge, that is damaged, or that the engine cannot load.
     """
     weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
-    scaled = [one for one in basis.candidates if one not in weights and one.name != SCALE_ONE]
+    scaled = _list_scaled(basis)
     weights = [one for one in weights if one.name != SCALE_ONE]
     if len({one.engines for one in basis.candidates}) > 1:
         found = _compare_engines(basis)
@@ -79,14 +79,23 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     if broken:
         found = Decision(headline="")
     first = " ".join(filter(None, (broken, *_list_collapses(basis), *_list_same_engines(basis))))
+    headline = f"{first} {found.headline} {_compare_cache_types(basis, broken)}".strip()
     details = " ".join(
         text
         for one in basis.candidates
-        if one.name != SCALE_ONE and (text := _describe_unfit(one.name, basis))
+        if one.name != SCALE_ONE and not one.has_own_type
+        if (text := _describe_unfit(one.name, basis))
     )
-    return found.model_copy(
-        update={"headline": f"{first} {found.headline}".strip(), "details": details}
-    )
+    return found.model_copy(update={"headline": headline, "details": details})
+
+
+def _list_scaled(basis: Basis) -> list[CandidateResult]:
+    """List the candidates with KV scales, and nothing else."""
+    return [
+        one
+        for one in basis.candidates
+        if one.name != SCALE_ONE and has_kv_only(one.name, basis.layers) and not one.has_own_type
+    ]
 
 
 def has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
@@ -188,8 +197,7 @@ def decide_kv(basis: Basis) -> Decision | None:
     need = basis.kv
     if need is None:
         return None
-    others = [one for one in basis.candidates if one.name != SCALE_ONE]
-    scaled = [one for one in others if has_kv_only(one.name, basis.layers)]
+    scaled = _list_scaled(basis)
     unscaled = next(one for one in basis.candidates if one.name == SCALE_ONE)
     if need.answer == "no":
         return _decide_without(basis, need, unscaled, scaled)
@@ -351,6 +359,34 @@ def _join_layers(layers: Sequence[int]) -> str:
         return f"layers {format_ranges(layers)}"
     shown = ", ".join(map(str, layers[:-1]))
     return f"layers {shown} and {layers[-1]}"
+
+
+def _compare_cache_types(basis: Basis, broken: str) -> str:
+    """Name the smallest cache type that passes its gate, and the most exact one."""
+    types = [one for one in basis.candidates if one.has_own_type]
+    if not types or broken:
+        return ""
+    fp8 = [one for one in basis.candidates if one.kv_cache is not None and one not in types]
+    passing = [one for one in (*fp8, *types) if not _is_unusable(one, basis)]
+    if not passing:
+        return "No type of the KV cache passes."
+    exact, smallest = min(passing, key=_kld), min(passing, key=lambda one: (_bytes(one), _kld(one)))
+    text = f"Of the types of the KV cache that pass, {_describe_cost(exact)} loses least"
+    if exact.has_own_type and (exact.name, SCALE_ONE) in basis.paired:
+        text = f"{text}: against scale 1.0 it {describe_pair(basis.paired[exact.name, SCALE_ONE])}"
+    if _bytes(smallest) < _bytes(exact):
+        text = f"{text}; {_describe_cost(smallest)} is the smallest"
+    return f"{text}."
+
+
+def _describe_cost(one: CandidateResult) -> str:
+    kld = format_mean_kld(one.kld_mean, one.kld_se)
+    return f"{_name(one.name).lower()} ({_bytes(one):,.0f} bytes a token, KLD {kld})"
+
+
+def _bytes(one: CandidateResult) -> float:
+    assert one.kv_cache is not None  # noqa: S101 -- only such are compared
+    return one.kv_cache.bytes_per_token
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""The types of a KV cache that need no scale for a whole tensor, as data: one record for each.
+
+FP8 with a scale for a tensor or a head is not among them: `verification/emulation/kv.py` emulates
+it. Which release of an engine has a type, and which backend, is in `engines/facts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fp8calib.fp8.schemes import Granularity
+from fp8calib.kv_types import fp4, per_token_head, turboquant
+
+RoundTrip = Callable[[torch.Tensor], torch.Tensor]
+"""Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""
+CountBytes = Callable[[int], float]
+"""Counts the bytes of a vector of D values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheType:
+    """How an engine stores K and V."""
+
+    name: str
+    """The value of `--kv-cache-dtype`."""
+    description: str
+    key: Callable[..., torch.Tensor]
+    """A `RoundTrip`; of a type with global scales, that of the layer is its argument `scale`."""
+    value: Callable[..., torch.Tensor]
+    """The same."""
+    per: Granularity = Granularity.TOKEN
+    """What shares a scale: the values of a token and head, or a group of them."""
+    query: RoundTrip | None = None
+    """What happens to q; None: nothing."""
+    count_key_bytes: CountBytes
+    count_value_bytes: CountBytes
+    head_multiple: int = 1
+    """Head sizes are multiples of it."""
+    needs_power_of_two: bool = False
+    """Head sizes are powers of two."""
+    num_plain_ends: int = 0
+    """How many attention layers at either end stay in 16 bits, where all layers are attention."""
+    has_global_scales: bool = False
+    """Whether k_scale and v_scale are used: what the scales of blocks are divided by."""
+    largest_code: float = 0.0
+    """What the largest magnitude is scaled to by a global scale."""
+    is_kernel_run: bool = False
+    """Whether the codes were compared with the engine's kernel, bit for bit."""
+    note: str = ""
+    """What the emulation leaves out."""
+
+    def explain_misfit(self, head_size: int) -> str:
+        """Say why heads of a size cannot be stored; empty where they can."""
+        if head_size % self.head_multiple:
+            return f"its heads have {head_size} values, no multiple of {self.head_multiple}"
+        if self.needs_power_of_two and head_size & (head_size - 1):
+            return f"its heads have {head_size} values, no power of two"
+        return ""
+
+
+def _with_fp32_scale(bits: int) -> CountBytes:
+    """Count the bytes of values of so many bits, and an fp32 scale."""
+    return lambda size: size * bits / 8 + 4
+
+
+def _in_blocks(bits: int, block: int) -> CountBytes:
+    """Count the bytes of values of so many bits, and a byte for each block."""
+    return lambda size: size * bits / 8 + size / block
+
+
+def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
+    is_fp8 = key_bits == 8
+    key = "E4M3 at 1.0" if is_fp8 else f"rotated, {key_bits}-bit levels of a Gaussian"
+    return CacheType(
+        name=name,
+        description=f"K {key}; V {value_bits}-bit integers per token and head; the first and last "
+        "two layers in 16 bits",
+        key=turboquant.fp8_key if is_fp8 else partial(turboquant.gaussian_key, bits=key_bits),
+        value=partial(turboquant.uniform_value, bits=value_bits),
+        count_key_bytes=(lambda size: size) if is_fp8 else (lambda size: size * key_bits / 8 + 2),
+        count_value_bytes=_with_fp32_scale(value_bits),
+        head_multiple=8,
+        needs_power_of_two=True,
+        num_plain_ends=2,
+        is_kernel_run=True,
+        note="a prompt attends to itself in 16 bits; the figures are those of decoding",
+    )
+
+
+CACHE_TYPES = {
+    each.name: each
+    for each in (
+        CacheType(
+            name="fp8_per_token_head",
+            description="E4M3, a scale for each token and head",
+            key=per_token_head.fp8,
+            value=per_token_head.fp8,
+            count_key_bytes=_with_fp32_scale(8),
+            count_value_bytes=_with_fp32_scale(8),
+            is_kernel_run=True,
+        ),
+        CacheType(
+            name="int8_per_token_head",
+            description="8-bit integers, a scale for each token and head",
+            key=per_token_head.int8,
+            value=per_token_head.int8,
+            count_key_bytes=_with_fp32_scale(8),
+            count_value_bytes=_with_fp32_scale(8),
+            is_kernel_run=True,
+        ),
+        CacheType(
+            name="int4_per_token_head",
+            description="rotated, 4-bit integers, a scale and a zero point for each token and head",
+            key=per_token_head.int4,
+            value=per_token_head.int4,
+            count_key_bytes=_with_fp32_scale(4),
+            count_value_bytes=_with_fp32_scale(4),
+            head_multiple=2,
+            is_kernel_run=True,
+        ),
+        CacheType(
+            name="nvfp4",
+            description="E2M1, an E4M3 scale for 16 values, a global scale for each layer",
+            key=fp4.nvfp4,
+            value=fp4.nvfp4,
+            count_key_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
+            count_value_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
+            per=Granularity.GROUP,
+            head_multiple=fp4.NVFP4_BLOCK,
+            has_global_scales=True,
+            largest_code=fp4.LARGEST_CODE,
+            note="on B200 q is rounded to E4M3 too, which is left out",
+        ),
+        CacheType(
+            name="nvfp4_4over6",
+            description="as nvfp4, the largest of 16 values stored as 6 or as 4",
+            key=fp4.nvfp4_four_over_six,
+            value=fp4.nvfp4_four_over_six,
+            count_key_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
+            count_value_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
+            per=Granularity.GROUP,
+            head_multiple=fp4.NVFP4_BLOCK,
+            has_global_scales=True,
+            largest_code=fp4.LARGEST_CODE,
+            note="on B200 q is rounded to E4M3 too, which is left out",
+        ),
+        _make_turboquant("turboquant_k8v4", 8, 4),
+        _make_turboquant("turboquant_4bit_nc", 4, 4),
+        _make_turboquant("turboquant_k3v4_nc", 3, 4),
+        _make_turboquant("turboquant_3bit_nc", 3, 3),
+        CacheType(
+            name="ultraquant_4bit",
+            description="E2M1, a power of two for 32 values, K and q rotated, q in E4M3",
+            key=fp4.ultraquant_key,
+            value=fp4.ultraquant,
+            query=fp4.ultraquant_query,
+            count_key_bytes=_in_blocks(4, fp4.ULTRA_BLOCK),
+            count_value_bytes=_in_blocks(4, fp4.ULTRA_BLOCK),
+            per=Granularity.GROUP,
+            head_multiple=fp4.ULTRA_BLOCK,
+            needs_power_of_two=True,
+            is_kernel_run=True,
+        ),
+    )
+}
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""The names of the type that is calibrated, which every report has."""
+E5M2_CACHE = "fp8_e5m2"
+
+
+def explain_not_emulated(name: str) -> str:
+    """Say why `verify` does not emulate a type that an engine offers."""
+    if name.endswith("_ds_mla"):
+        return "it stores latents in tiles, by kernels in CUDA that cannot run here"
+    if name == "fp8_inc":
+        return "it is FP8 on Gaudi, where no scale of a file is used"
+    return "its kernels were not compared with an emulation yet"

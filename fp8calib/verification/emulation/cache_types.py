@@ -1,0 +1,79 @@
+"""The quantizers of a KV cache whose type finds its scales itself, and its size."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.kv_types.cache_types import CacheType, RoundTrip
+from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+
+
+def explain_misfit(cache_type: CacheType, geometry: ModelGeometry) -> str:
+    """Say why a type cannot store the cache of a model; empty where it can."""
+    for _, attention in geometry.attentions():
+        if attention.kind == "latent":
+            return "the model caches latents, which it does not store"
+        for size in (attention.k_head_dim, attention.v_head_dim):
+            if why := cache_type.explain_misfit(size):
+                return why
+    if not geometry.kv_elements_per_token:
+        return "the model has no KV cache"
+    return "" if list_stored(cache_type, geometry) else "it leaves all layers in 16 bits"
+
+
+def emulate_cache_type(
+    cache_type: CacheType, geometry: ModelGeometry, table: ScaleTable | None = None
+) -> dict[Site, Quantizer]:
+    """Give the quantizers of K, V and, where the type changes it, q.
+
+    Args:
+        cache_type: how K and V are stored; it fits the model (`explain_misfit`).
+        geometry: of the model.
+        table: the global scales of a type that has some; None: 1.0.
+    """
+    found: dict[Site, RoundTrip] = {}
+    for attention in list_stored(cache_type, geometry):
+        if attention.producer is None:
+            for role, store in ((Role.K, cache_type.key), (Role.V, cache_type.value)):
+                site = attention.site(role)
+                found[site] = store
+                if cache_type.has_global_scales:
+                    one = torch.tensor(1.0)
+                    scale = one if table is None else table.scales[site].values.max()
+                    found[site] = partial(store, scale=scale)
+        if cache_type.query is not None:
+            found[attention.site(Role.Q)] = cache_type.query
+    return {
+        site: Quantizer(fmt=E4M3FN, scale=cache_type.per, round_trip=store)
+        for site, store in found.items()
+    }
+
+
+def count_cache_bytes(cache_type: CacheType, geometry: ModelGeometry) -> float:
+    """Count the bytes of a token in all layers and on all ranks."""
+    stored = list_stored(cache_type, geometry)
+    total = 0.0
+    for _, attention in geometry.attentions():
+        if attention.producer is not None:
+            continue
+        if attention not in stored:
+            total += 2 * attention.kv_elements_per_token
+            continue
+        one = cache_type.count_key_bytes(attention.k_head_dim)
+        one += cache_type.count_value_bytes(attention.v_head_dim)
+        total += attention.num_kv_heads * one
+    return total
+
+
+def list_stored(cache_type: CacheType, geometry: ModelGeometry) -> list[Attention]:
+    """List the attention layers whose K and V the type stores: not the ends that it leaves."""
+    attentions = [attention for _, attention in geometry.attentions()]
+    ends = min(cache_type.num_plain_ends, len(attentions) // 2)
+    is_hybrid = len(attentions) < len(geometry.layers)
+    return attentions if is_hybrid or not ends else attentions[ends:-ends]

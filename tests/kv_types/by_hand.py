@@ -1,0 +1,149 @@
+"""Cache types value by value, in numpy: nothing here is the product's.
+
+Every function takes one vector of a token and head, and gives what is read back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import torch
+
+F32 = np.float32
+Vector = np.ndarray
+OneVector = Callable[[Vector], Vector]
+
+
+def fp8_per_token_head(x: Vector) -> Vector:
+    """Cast by ml_dtypes."""
+    scale = max(F32(np.abs(x).max()) / F32(448), F32(1e-6))
+    codes = np.clip(x * (F32(1) / scale), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(F32) * scale
+
+
+def int8_per_token_head(x: Vector) -> Vector:
+    """Round each value, halves away from zero."""
+    scale = max(F32(np.abs(x).max()) / F32(127), F32(1e-6))
+    scaled = x * (F32(1) / scale)
+    codes = [int(F32(each) + F32(0.5 if each >= 0 else -0.5)) for each in scaled]
+    return np.array(np.clip(codes, -128, 127), F32) * scale
+
+
+def int4_as_rotated(x: Vector) -> Vector:
+    """Hide the zero point in the lowest bits of the scale, and read it from there."""
+    low, high = F32(x.min()), F32(x.max())
+    scale = max((high - low) / F32(15), F32(1e-6))
+    zero = min(max(_round_half_away(-low / scale), 0), 15)
+    inverse = F32(1) / scale
+    codes = [min(max(_round_half_away(F32(v) * inverse + F32(zero)), 0), 15) for v in x]
+    (bits,) = struct.unpack("<I", struct.pack("<f", scale))
+    packed = (bits & 0xFFFFFFF0) | zero
+    (exact,) = struct.unpack("<f", struct.pack("<I", packed & 0xFFFFFFF0))
+    return np.array([F32(code - (packed & 15)) * F32(exact) for code in codes], F32)
+
+
+def _round_half_away(x: np.floating) -> int:
+    return int(F32(x) + F32(0.5)) if x >= 0 else int(F32(x) - F32(0.5))
+
+
+def int4_per_token_head(x: Vector) -> Vector:
+    """Rotate a vector of bfloat16 by signs drawn as vLLM draws them, store it, rotate it back."""
+    size = len(x)
+    block = size & -size
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    signs = (2 * torch.bernoulli(torch.full((block,), 0.5), generator=generator) - 1).numpy()
+    matrix = hadamard_matrix(block)
+    read = []
+    for part in x.reshape(-1, block):
+        signed = (part * signs).astype(ml_dtypes.bfloat16).astype(np.float64)
+        unit = (signed @ matrix).astype(F32).astype(ml_dtypes.bfloat16).astype(F32)
+        read.append((unit * F32(block**0.5)).astype(ml_dtypes.bfloat16))
+    rotated = int4_as_rotated(np.concatenate(read).astype(F32))
+    back = [
+        part.astype(np.float64) @ matrix / block**0.5 * signs for part in rotated.reshape(-1, block)
+    ]
+    return np.concatenate(back).astype(F32)
+
+
+def hadamard_matrix(size: int) -> np.ndarray:
+    """Count the bits that row and column share: [size, size], orthonormal, fp64."""
+    signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+    return np.array(signs, np.float64) / size**0.5
+
+
+def nvfp4(x: Vector, scale: float = 1.0) -> Vector:
+    """Cast 16 values at a time by ml_dtypes."""
+    inverse = F32(1) / (F32(6) * F32(scale))
+    read = [
+        _nvfp4_block(block, F32(scale), F32(np.abs(block).max()) * inverse)[0]
+        for block in x.reshape(-1, 16)
+    ]
+    return np.concatenate(read)
+
+
+def nvfp4_4over6(x: Vector, scale: float = 1.0) -> Vector:
+    """Take the better of two factors for each block."""
+    read = []
+    for block in x.reshape(-1, 16):
+        wanted = F32(np.abs(block).max()) / F32(6) * (F32(1) / F32(scale))
+        six, four = (_nvfp4_block(block, F32(scale), wanted * F32(f)) for f in (1.0, 1.5))
+        read.append(four[0] if four[1] < six[1] else six[0])
+    return np.concatenate(read)
+
+
+def _nvfp4_block(block: Vector, scale: np.floating, wanted: np.floating) -> tuple[Vector, float]:
+    of_block = F32(np.clip(wanted, 0, 448).astype(ml_dtypes.float8_e4m3fn)) * scale
+    factors = F32(1) / of_block if of_block > 0 else F32(0)
+    codes = np.clip(block * factors, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    read = codes.astype(F32) * of_block
+    return read, float(np.square(read - block, dtype=F32).sum(dtype=F32))
+
+
+def turboquant_key(bits: int) -> OneVector:
+    """Take the nearest of the levels that Max's table of 1960 gives, scaled to the direction."""
+    half = {3: (0.2451, 0.7560, 1.344, 2.152)}
+    half[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+
+    def store(x: Vector) -> Vector:
+        levels = np.array([*(-each for each in reversed(half[bits])), *half[bits]])
+        matrix = hadamard_matrix(len(x))
+        norm = np.linalg.norm(x.astype(np.float64))
+        rotated = matrix @ (x / (norm + 1e-8)) * len(x) ** 0.5
+        found = np.array([levels[np.abs(levels - each).argmin()] for each in rotated])
+        unit = found / np.linalg.norm(found)
+        return (np.float64(np.float16(norm)) * (matrix @ unit)).astype(F32)
+
+    return store
+
+
+def uniform_value(bits: int) -> OneVector:
+    """Store equal steps from the smallest to the largest value."""
+
+    def store(x: Vector) -> Vector:
+        low, last = F32(x.min()), 2**bits - 1
+        step = max((F32(x.max()) - low) / F32(last), F32(1e-8))
+        codes = [min(int((F32(each) - low) / step + F32(0.5)), last) for each in x]
+        return np.array([F32(c) * F32(np.float16(step)) + F32(np.float16(low)) for c in codes], F32)
+
+    return store
+
+
+def ultraquant(x: Vector) -> Vector:
+    """Search the nearest of 15 levels, and of two equally near ones the lower."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    levels = sorted({sign * each for each in magnitudes for sign in (1.0, -1.0)})
+    read = []
+    for block in x.reshape(-1, 32):
+        amax = float(np.abs(block).max())
+        scale = 2.0 ** np.floor(np.log2(F32(amax) * F32(0.156)) + F32(0.5)) if amax else 1.0
+        read += [min(levels, key=lambda one: (abs(one - v / scale), one)) * scale for v in block]
+    return np.array(read, F32)
+
+
+def ultraquant_key(x: Vector) -> Vector:
+    """Store what is rotated, and rotate it back."""
+    matrix = hadamard_matrix(len(x))
+    return (matrix @ ultraquant((matrix @ x).astype(F32)).astype(np.float64)).astype(F32)

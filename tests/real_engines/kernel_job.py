@@ -1,0 +1,197 @@
+"""Store K and V with vLLM's own kernels, in Triton's interpreter, and read them back.
+
+`TRITON_INTERPRET=1 python kernel_job.py IN OUT`, in the environment of vLLM: IN holds K and V,
+OUT gets what the cache holds of them, by cache type. What is stored rotated stays so: K of
+turboquant and ultraquant, K and V of INT4, which are given rotated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from vllm import triton_utils
+
+# A module of kernels takes Triton from here when it is imported.
+triton_utils.HAS_TRITON, triton_utils.triton, triton_utils.tl = True, triton, tl
+
+from vllm.model_executor.layers.quantization.turboquant.centroids import solve_lloyd_max  # noqa: E402
+from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig  # noqa: E402
+from vllm.v1.attention.backends.turboquant_attn import _build_hadamard  # noqa: E402
+from vllm.v1.attention.ops import (  # noqa: E402
+    int4_per_token_head,
+    triton_reshape_and_cache_flash,
+    triton_turboquant_decode,
+    triton_turboquant_store,
+)
+from vllm.v1.attention.ops.ultraquant import format as layout  # noqa: E402
+from vllm.v1.attention.ops.ultraquant import triton_dequant, triton_store  # noqa: E402
+from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: E402
+
+_BLOCK = 16
+_INTERPRETED = interpreter._convert_float
+
+
+def _convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """Cast to E4M3 by torch: the interpreter drops the carry to the next power of two."""
+    if target != tl.float8e4nv or source != tl.float32:
+        return _INTERPRETED(values, source, target, rounding)
+    exact = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).clamp(-448, 448)
+    return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def main() -> None:
+    """Run the kernels of every type."""
+    interpreter._convert_float = _convert
+    given = torch.load(sys.argv[1])
+    found = {}
+    for name, (key, value) in given.items():
+        found |= {f"{name}/{kind}": pair for kind, pair in store_all(key, value)}
+    torch.save(found, sys.argv[2])
+
+
+def store_all(
+    key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Store K and V [N, H, D] as every type that fits, and read them back: fp32."""
+    size = key.shape[-1]
+    yield "fp8_per_token_head", store_per_token_head(key, value, torch.float8_e4m3fn)
+    yield "int8_per_token_head", store_per_token_head(key, value, torch.int8)
+    yield "int4_per_token_head", store_int4(key, value)
+    if size & (size - 1):
+        return
+    for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
+        yield f"turboquant_{preset}", store_turboquant(key, value, f"turboquant_{preset}")
+    if key.dtype != torch.float32:
+        yield "ultraquant_4bit", store_ultraquant(key, value)
+
+
+def _make_caches(shape: torch.Size, dtype: torch.dtype, factor: int = 1) -> list[torch.Tensor]:
+    """Make the caches of K and V and of their scales, and the slots of all tokens."""
+    tokens, heads, size = shape
+    blocks = -(-tokens // _BLOCK)
+    caches = [torch.zeros(blocks, _BLOCK, heads, size // factor).to(dtype) for _ in range(2)]
+    scales = [torch.zeros(blocks, _BLOCK, heads) for _ in range(2)]
+    return [*caches, *scales, torch.arange(tokens)]
+
+
+def store_per_token_head(
+    key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store with a scale for each token and head."""
+    is_fp8 = dtype == torch.float8_e4m3fn
+    mode = KVQuantMode.FP8_PER_TOKEN_HEAD if is_fp8 else KVQuantMode.INT8_PER_TOKEN_HEAD
+    *caches, slots = _make_caches(key.shape, dtype)
+    triton_reshape_and_cache_flash.triton_reshape_and_cache_flash_per_token_head_quant(
+        key, value, *caches, slots, mode
+    )
+    codes, scales = caches[:2], caches[2:]
+    read = [c.float() * s[..., None] for c, s in zip(codes, scales, strict=True)]
+    k, v = (each.flatten(0, 1)[: len(key)] for each in read)
+    return k, v
+
+
+def store_int4(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store what is rotated already in 4-bit integers."""
+    *caches, slots = _make_caches(key.shape, torch.uint8, factor=2)
+    int4_per_token_head._run_reshape_kernel(
+        int4_per_token_head._reshape_cache_int4_kernel,
+        key=key,
+        value=value,
+        key_cache=caches[0],
+        value_cache=caches[1],
+        k_scale_cache=caches[2],
+        v_scale_cache=caches[3],
+        slot_mapping=slots,
+        packing_factor=2,
+    )
+    k, v = (
+        _read_int4(codes, scale).flatten(0, 1)[: len(key)]
+        for codes, scale in zip(caches[:2], caches[2:], strict=True)
+    )
+    return k, v
+
+
+def _read_int4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    bits = scale.view(torch.int32)
+    nibbles = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).float()
+    exact = (bits & -16).view(torch.float32)
+    return (nibbles - (bits & 0xF).float()[..., None]) * exact[..., None]
+
+
+def store_turboquant(
+    key: torch.Tensor, value: torch.Tensor, preset: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store with the levels of a Gaussian."""
+    for module in (triton_turboquant_store, triton_turboquant_decode):
+        module._use_fp8_e4b15 = lambda _device: 0  # of Hopper
+    tokens, heads, size = key.shape
+    config = TurboQuantConfig.from_cache_dtype(preset, size)
+    levels, middles = solve_lloyd_max(size, config.centroid_bits)
+    rotation = _build_hadamard(size, "cpu")
+    blocks = -(-tokens // _BLOCK)
+    cache = torch.zeros(blocks, _BLOCK, heads, config.slot_size_aligned, dtype=torch.uint8)
+    triton_turboquant_store.triton_turboquant_store(
+        key,
+        value,
+        cache,
+        torch.arange(tokens, dtype=torch.int32),
+        rotation,
+        middles,
+        config.mse_bits,
+        config.key_packed_size,
+        config.value_quant_bits,
+        config.key_fp8,
+    )
+    k = torch.zeros(1, heads, tokens, size)
+    v = torch.zeros_like(k)
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    triton_turboquant_decode._tq_full_dequant_kv[(tokens, heads)](
+        cache,
+        table,
+        levels,
+        k,
+        v,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *cache.stride()[:3],
+        table.stride(0),
+        HEAD_DIM=size,
+        BLOCK_SIZE=_BLOCK,
+        NUM_KV_HEADS=heads,
+        MSE_BYTES=-(-size * config.key_mse_bits // 8),
+        KPS=config.key_packed_size,
+        VQB=config.effective_value_quant_bits,
+        VAL_DATA_BYTES=-(-size * config.effective_value_quant_bits // 8),
+        MSE_BITS=config.key_mse_bits,
+        KEY_FP8=int(config.key_fp8),
+        BLOCK_D=triton.next_power_of_2(size),
+        NORM_CORRECTION=int(config.norm_correction),
+    )
+    read_key, read_value = (each[0].transpose(0, 1) for each in (k, v))
+    return read_key, read_value
+
+
+def store_ultraquant(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store E2M1 in blocks of 32."""
+    tokens, heads, size = key.shape
+    blocks = -(-tokens // _BLOCK)
+    slot = layout.slot_size(size)
+    cache = torch.zeros(blocks, _BLOCK, heads, slot + slot % 2, dtype=torch.uint8)
+    triton_store.ultraquant_store(key, value, cache, torch.arange(tokens))
+    k = torch.zeros(1, heads, tokens, size, dtype=torch.bfloat16)
+    v = torch.zeros_like(k)
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    triton_dequant.ultraquant_full_dequant_kv(cache, table, k, v, tokens)
+    read_key, read_value = (each[0].transpose(0, 1).float() for each in (k, v))
+    return read_key, read_value
+
+
+if __name__ == "__main__":
+    main()

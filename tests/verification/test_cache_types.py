@@ -1,0 +1,173 @@
+"""Types of the KV cache in a model, against a cache whose layers store them by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import fp8calib
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.geometry.sites import Role
+from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.verification.emulation.cache_types import (
+    count_cache_bytes,
+    emulate_cache_type,
+    explain_misfit,
+)
+from fp8calib.verification.emulation.emulate import Emulation
+from tests import zoo
+from tests.kv_types import by_hand as types_by_hand
+from tests.verification.by_hand import (
+    BATCHES,
+    Change,
+    HandCache,
+    emulate,
+    make_table,
+    opened,
+    plain_forward,
+    text_config,
+)
+
+STORED = {
+    "fp8_per_token_head": types_by_hand.fp8_per_token_head,
+    "int8_per_token_head": types_by_hand.int8_per_token_head,
+    "nvfp4": types_by_hand.nvfp4,
+}
+
+
+def store_all(store: types_by_hand.OneVector) -> Change:
+    """Store each vector of a tensor alone."""
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        rows = [store(row.numpy()) for row in x.reshape(-1, x.shape[-1])]
+        return torch.from_numpy(np.stack(rows)).reshape(x.shape)
+
+    return change
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("name", STORED)
+def test_hidden_states_are_those_of_a_cache_by_hand(name: str, family: str, tmp_path: Path) -> None:
+    with opened(zoo.build(family, head_dim=16), tmp_path) as subject:
+        quantizers = emulate_cache_type(CACHE_TYPES[name], subject.geometry)
+        found = emulate(subject, Emulation(quantizers=quantizers), *BATCHES)
+        change = store_all(STORED[name])
+        layers = [layer.index for layer, _ in subject.geometry.attentions()]
+        for batch, hidden in zip(BATCHES, found, strict=True):
+            cache = HandCache(text_config(subject.model), dict.fromkeys(layers, (change, change)))
+            wanted = plain_forward(subject.model, batch, cache)
+            for row, length in enumerate(batch.lengths):
+                assert torch.allclose(hidden[row, :length], wanted[row, :length], atol=2e-5)
+
+
+def test_global_scales_are_those_of_the_table(tmp_path: Path) -> None:
+    """In layer 0 alone they differ from 1.0."""
+    with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
+        (_, first), *_ = subject.geometry.attentions()
+        sites = [
+            attention.site(role)
+            for _, attention in subject.geometry.attentions()
+            for role in (Role.K, Role.V)
+        ]
+        values = {site: 0.01 if site.module == first.module else 1.0 for site in sites}
+        table = make_table(subject, values)
+        quantizers = emulate_cache_type(CACHE_TYPES["nvfp4"], subject.geometry, table)
+        x = torch.randn(1, 2, 4, 16)
+        change = store_all(partial(types_by_hand.nvfp4, scale=0.01))
+        assert torch.equal(quantizers[sites[0]].fake(x).values, change(x))
+        assert torch.equal(quantizers[sites[-1]].fake(x).values, store_all(types_by_hand.nvfp4)(x))
+
+
+def test_ends_stay_in_16_bits(tmp_path: Path) -> None:
+    model = zoo.build("llama", num_hidden_layers=6)
+    with opened(model, tmp_path) as subject:
+        geometry = subject.geometry
+        quantizers = emulate_cache_type(CACHE_TYPES["turboquant_4bit_nc"], geometry)
+        stored = {site.module for site in quantizers}
+        layers = [layer.index for layer, a in geometry.attentions() if a.module in stored]
+        assert layers == [2, 3]
+        (_, attention), *_ = geometry.attentions()
+        heads, size = attention.num_kv_heads, attention.k_head_dim
+        one = heads * (size / 2 + 2 + size / 2 + 4)
+        wanted = 2 * one + 4 * heads * size * 2 * 2
+        assert count_cache_bytes(CACHE_TYPES["turboquant_4bit_nc"], geometry) == wanted
+
+
+def test_latents_fit_no_type(tmp_path: Path) -> None:
+    with opened(zoo.build("deepseek_v3"), tmp_path) as subject:
+        for cache_type in CACHE_TYPES.values():
+            assert "latents" in explain_misfit(cache_type, subject.geometry)
+
+
+TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Build a tiny model whose heads fit every type."""
+    return zoo.build("llama", head_dim=32)
+
+
+def test_report_compares_types(model: PreTrainedModel) -> None:
+    report = fp8calib.verify(
+        model,
+        data=TEXT,
+        seq_len=32,
+        engine="vllm==0.32",
+        kv_cache_dtype=["int8_per_token_head", "nvfp4", "fp8_e5m2"],
+        kv_memory=1.0,
+    )
+    named = {one.name: one for one in report.candidates}
+    assert set(named) == {"scale-1.0", "int8_per_token_head", "nvfp4", "fp8_e5m2"}
+    caches = {name: one.kv_cache for name, one in named.items()}
+    assert all(cache is not None for cache in caches.values())
+    assert caches["int8_per_token_head"].backends == ("triton_attn",)
+    assert caches["nvfp4"].backends == ("flashinfer",)
+    assert caches["nvfp4"].uses_scales
+    assert not caches["int8_per_token_head"].uses_scales
+    assert not caches["fp8_e5m2"].uses_scales
+    for cache in caches.values():
+        assert cache.tokens == int(2**30 / cache.bytes_per_token)
+    pairs = {(pair.candidate, pair.base) for pair in report.comparisons}
+    assert ("int8_per_token_head", "scale-1.0") in pairs
+    assert report.kv is not None
+    assert report.kv.removed == ()  # a type is no set of scales
+
+
+def test_all_leaves_out_what_does_not_fit(model: PreTrainedModel) -> None:
+    report = fp8calib.verify(
+        model, data=TEXT, seq_len=32, engine="vllm==0.33", kv_cache_dtype=["all"]
+    )
+    left = [text for text in report.warnings if "is left out" in text]
+    assert any("octave_k3v4 " in text for text in left)
+    assert any("fp8_ds_mla" in text for text in left)
+    names = {one.name for one in report.candidates}
+    assert names >= {"int8_per_token_head", "int4_per_token_head", "fp8_e5m2"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "part"),
+    [
+        ("vllm", "int9_per_token_head", "has no such type"),
+        ("vllm==0.30", "ultraquant_4bit", "has no such type"),
+        ("vllm", "octave_k3v4", "not emulated"),
+        ("vllm", "fp8_ds_mla", "latents in tiles"),
+        ("tgi", "nvfp4", "is not known"),
+    ],
+)
+def test_types_that_are_not_emulated_are_refused(
+    engine: str, name: str, part: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(UsageError, match=part):
+        fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_cache_dtype=[name])
+
+
+def test_named_type_that_does_not_fit_is_refused() -> None:
+    model = zoo.build("llama", head_dim=12)
+    with pytest.raises(ModelError, match="no multiple of 16"):
+        fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"])
