@@ -320,7 +320,7 @@ def _quantized_tensors(
     )
     yield OutputTensor(
         name=f"{matrix.module}.{dialect.name_scale(scheme.weights)}",
-        dtype="F32",
+        dtype="U8" if scheme.is_mx else "F32",
         shape=dialect.shape_scale(matrix.shape, scheme),
         content=WeightScale(matrix),
     )
