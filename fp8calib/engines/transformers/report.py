@@ -226,7 +226,10 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
         return ""
     stored = TORCH_DTYPES[entry.dtype]
     scheme = getattr(_find_module(loaded, name), "quantization_scheme", None)
-    is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
+    weights = getattr(scheme, "weights", None)
+    is_float = getattr(weights, "type", "float") == "float"
+    if getattr(weights, "scale_dtype", None) is stored is torch.uint8 and is_linear_scale(name):
+        return ""  # exponents of MXFP8
     if not stored.is_floating_point and is_float:
         return f"{shorten(name)} is {entry.dtype}: transformers takes its values for floats"
     if stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:

@@ -133,6 +133,11 @@ class VllmSchemes(GroupSchemes):
 
     def __init__(self, section: Section, config: Section, release: Release) -> None:
         self._release = release
+        if section.get("quant_method") == "mxfp8" and not section.get("quant_algo"):
+            # modelopt.py, ModelOptMxFp8Config.from_config
+            listed = {"exclude_modules": list_strings(section, "ignored_layers")}
+            nested = {"quant_algo": "MXFP8", **listed}
+            section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(section, config)
 
     def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
