@@ -38,8 +38,8 @@ def power_of_two_scale_of(
 
     Exponents are compared and nothing is divided, so that no rounding moves a magnitude over an
     edge. Scales are at least `smallest`. With `saturates` they follow the OCP Microscaling Formats
-    1.0: floor(log2(amax)) less the exponent of `fmt.max`; magnitudes whose mantissa is above that of
-    `fmt.max` saturate.
+    1.0: floor(log2(amax)) less the exponent of `fmt.max`, so that magnitudes whose mantissa is
+    above that of `fmt.max` saturate.
     """
     most, last = math.frexp(fmt.max)
     mantissa, exponent = torch.frexp(amax.to(torch.float32).clamp(min=smallest * fmt.max))

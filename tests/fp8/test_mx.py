@@ -78,7 +78,9 @@ def test_codes_are_those_of_a_division_in_fractions(dtype: torch.dtype) -> None:
             assert found[index] == nearest
             assert abs(exact) <= 448
     for index in range(5):
-        amax = max(abs(Fraction(value)) for value in rows[:, index * 32 : index * 32 + 32][0].tolist())
+        amax = max(
+            abs(Fraction(value)) for value in rows[:, index * 32 : index * 32 + 32][0].tolist()
+        )
         assert scales[0, index].item() == 2.0 ** find_exponent(amax)
 
 

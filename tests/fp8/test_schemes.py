@@ -41,4 +41,7 @@ def test_what_is_no_scheme_is_nearest_to_one_that_engines_treat_alike(weights: s
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(UsageError, match="int8") as raised:
         find_scheme("int8")
-    assert raised.value.hint == "known schemes: fp8-static, fp8-dynamic, w8a16, fp8-block, mxfp8, mxfp8-a16"
+    assert (
+        raised.value.hint
+        == "known schemes: fp8-static, fp8-dynamic, w8a16, fp8-block, mxfp8, mxfp8-a16"
+    )

@@ -228,9 +228,8 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     scheme = getattr(_find_module(loaded, name), "quantization_scheme", None)
     weights = getattr(scheme, "weights", None)
     is_float = getattr(weights, "type", "float") == "float"
-    if getattr(weights, "scale_dtype", None) is stored is torch.uint8 and is_linear_scale(name):
-        return ""  # exponents of MXFP8
-    if not stored.is_floating_point and is_float:
+    exponents = getattr(weights, "scale_dtype", None) if is_linear_scale(name) else None
+    if not stored.is_floating_point and is_float and stored is not exponents:
         return f"{shorten(name)} is {entry.dtype}: transformers takes its values for floats"
     if stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
         return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
