@@ -17,7 +17,7 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.quantization.rounded_codes import RoundedCodes
+from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -69,7 +69,7 @@ class ShardWriter:
         reader: WeightReader,
         scales: WeightScales,
         schemes: LayerSchemes,
-        rounded: RoundedCodes | None = None,
+        rounded: WeightCodes | None = None,
     ) -> None:
         """Write a shard; weights without `rounded` codes are rounded to nearest."""
         self._shard = shard

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
+from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER, load_tensors
 from tests.quantization.by_hand import LAYER, random, run, save
 
@@ -23,6 +26,14 @@ FORMS = {
     "mxfp8": "weight_scale_inv",
 }
 Tensors = dict[str, torch.Tensor]
+
+
+def test_these_are_the_forms_that_can_express_it() -> None:
+    pairs = [(form.name, name) for form in list_written() for name in form.schemes]
+    mx = [pair for pair in pairs if SCHEMES[pair[1]].is_mx]
+    assert mx == [("compressed-tensors", "mxfp8"), ("compressed-tensors", "mxfp8-a16")] + [
+        (form, "mxfp8") for form in ("modelopt", "mxfp8")
+    ]
 
 
 def load(folder: Path) -> Tensors:
@@ -210,3 +221,58 @@ def test_mx_blocks_are_one_row_high(form: str, tmp_path: Path) -> None:
     out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
     with Fp8Checkpoint.open(out, fuse=False) as found:
         assert {weight.scheme.block for weight in found._weights.values()} == {MX_BLOCK}
+
+
+@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize("target", FORMS)
+def test_another_dialect_stores_the_same_codes_and_exponents(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    """Those of OCP's rule, too, which the program does not write itself."""
+    first = run(FOLDER / "llama", tmp_path / "first", "mxfp8", source).out
+    tensors = load(first)
+    for linear in list_linears(tensors):
+        tensors[f"{linear}.{FORMS[source]}"][::2] += 3
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8", "--format", target)
+    succeed(*made, "--allow-unservable", "--out", tmp_path / "second")
+    second = load(tmp_path / "second")
+    for linear in list_linears(tensors):
+        assert torch.equal(
+            second[f"{linear}.weight"].view(torch.uint8),
+            tensors[f"{linear}.weight"].view(torch.uint8),
+        )
+        found, expected = second[f"{linear}.{FORMS[target]}"], tensors[f"{linear}.{FORMS[source]}"]
+        assert found.dtype is torch.uint8
+        assert torch.equal(found, expected)
+
+
+def test_layers_may_have_it_beside_other_schemes(tmp_path: Path) -> None:
+    choice = {"*.down_proj": "mxfp8", "*.layers.1.self_attn": "mxfp8-a16"}
+    out = run(FOLDER / "llama", tmp_path / "out", "fp8-dynamic", layer_schemes=choice).out
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        kinds = {name: found.activation(name) for name in found.quantized}
+    mx = {name for name, each in kinds.items() if each.is_mx}
+    assert mx == {name for name in kinds if "down_proj" in name or "layers.1.self_attn" in name}
+    alone = {name for name, each in kinds.items() if each.kind is InputScaling.NONE}
+    assert alone == {name for name in kinds if "layers.1.self_attn" in name}
+
+
+def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
+    rows = [{"input_ids": row} for row in drawn]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    made = ("quantize", FOLDER / "llama", "--scheme", "mxfp8-a16", "--rounding", "gptq")
+    text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
+    succeed(*made, *text, "--out", tmp_path / "gptq")
+    nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)
+    found, source = load(tmp_path / "gptq"), load(FOLDER / "llama")
+    changed = 0
+    for linear in list_linears(nearest):
+        name = f"{linear}.weight"
+        assert torch.equal(found[f"{name}_scale"], nearest[f"{name}_scale"])
+        changed += not torch.equal(found[name].view(torch.uint8), nearest[name].view(torch.uint8))
+        error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
+        assert error.norm() < 0.06 * source[name].double().norm()
+    assert changed == 14

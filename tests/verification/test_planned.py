@@ -96,6 +96,8 @@ def test_what_is_emulated_is_what_is_written(family: str, tmp_path: Path) -> Non
         ("gemma3n_text", "w8a16"),
         ("mixtral", "fp8-block"),
         ("qwen3_next", "fp8-block"),
+        ("mixtral", "mxfp8"),
+        ("gemma3n_text", "mxfp8-a16"),
     ],
 )
 def test_a_scheme_has_the_divergence_of_its_checkpoint(

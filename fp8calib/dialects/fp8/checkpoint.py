@@ -143,6 +143,10 @@ class Fp8Checkpoint:
         stored = self._checkpoint.read_rows(name, start, stop)
         return self._dequantize(name, stored, start) if name in self.quantized else stored
 
+    def read_codes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of an FP8 weight as stored."""
+        return self._checkpoint.read_rows(self._find(name).name, start, stop)
+
     def dtype(self, name: str) -> torch.dtype:
         """Give the dtype of what `read` returns."""
         self._require(name)
