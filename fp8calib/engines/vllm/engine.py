@@ -61,8 +61,7 @@ _WEIGHT_RULES = (
     _BLOOM_RESHAPES,
     replace(
         _BLOOM_RESHAPES,
-        schemes=(),
-        has_blocks=True,
+        schemes=("fp8-block",),
         model_types=("falcon",),
         fix="quantize with one scale per tensor or per channel",
         source="vLLM 0.32.0 models/falcon.py (load_weights), tried",
