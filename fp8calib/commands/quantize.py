@@ -126,6 +126,7 @@ def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
             force=request.force,
             inputs=task.inputs,
             progress=reporter,
+            rounded=planned.kept_codes,
         )
         return planned.finish(written, task.out, started=started, stats=task.stats)
 

@@ -70,6 +70,8 @@ class Numerics:
     """Static input scales are ignored: such inputs are quantized per token."""
     inputs_always_quantized: bool = False
     """Inputs that a scheme leaves in 16 bits (w8a16) are quantized per token."""
+    mx_inputs_always_quantized: bool = False
+    """Inputs of MXFP8 weights are quantized even if a scheme leaves them in 16 bits (mxfp8-a16)."""
     input_by_reciprocal: bool = False
     """Static activations are multiplied by 1 / scale (fp32) rather than divided."""
     token_by_reciprocal: bool = False

@@ -14,7 +14,7 @@ from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.engine import VLLM
-from fp8calib.engines.weights.weight_rule import NameRules, Opened, WeightRule
+from fp8calib.engines.weights.weight_rule import MX_UNREAD, NameRules, Opened, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -141,6 +141,7 @@ def _make_engine(row: CacheRow, engine: Engine) -> Engine:
         no_numerics="its arithmetic has not been read",
         replay_folder=replay_folder,
         splits_heads=True,
+        weight_rules=(*engine.weight_rules, MX_UNREAD),
     )
 
 

@@ -311,7 +311,7 @@ def _make_linear(module: str, shape: tuple[int, int], scheme: StoredScheme) -> Q
     return QuantizedLinear(
         module=shorten(module),
         shape=shape,
-        scheme=find_nearest(scheme.weights, scheme.inputs).name,
+        scheme=find_nearest(scheme).name,
         block=scheme.block if scheme.weights is Granularity.BLOCK else None,
         granularity=scheme.weights,
     )

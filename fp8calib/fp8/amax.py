@@ -58,6 +58,8 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
         fp32 [..., ceil(R / rows), ceil(C / columns)].
     """
     rows, columns = block
+    if rows == 1:
+        return group_amax(x, columns)
     strips = torch.stack([_reduce(strip, -2) for strip in torch.split(x, rows, dim=-2)], dim=-2)
     return group_amax(strips, columns)
 

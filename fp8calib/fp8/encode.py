@@ -19,7 +19,7 @@ def encode_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: [R, C] without NaN.
-        scale: fp32 [] or [R, 1] on the device of `rows`; it multiplies to dequantize.
+        scale: fp32 on the device of `rows`, broadcasts to them; it multiplies to dequantize.
     """
     scaled = rows.to(torch.float32, copy=True).div_(scale)
     return scaled.clamp_(-E4M3FN.max, E4M3FN.max).to(torch.float8_e4m3fn)
@@ -28,9 +28,22 @@ def encode_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def encode_blocks(rows: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Encode as `encode_rows`, with a scale per block: [ceil(R / rows), ceil(C / columns)]."""
     num_rows, num_columns = block
+    if num_rows == 1 and rows.shape[1] % num_columns == 0:
+        groups = rows.unflatten(1, (-1, num_columns))
+        return encode_rows(groups, scale.unsqueeze(2)).flatten(1)
     spread = scale.repeat_interleave(num_columns, dim=1)[:, : rows.shape[1]]
     strips = zip(torch.split(rows, num_rows), spread, strict=True)
     return torch.cat([encode_rows(strip, columns) for strip, columns in strips])
+
+
+def encode_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Encode powers of two from 2^-127 to 2^127 as E8M0: uint8, the exponent plus 127."""
+    return (torch.frexp(scales).exponent + 126).to(torch.uint8)
+
+
+def decode_exponents(codes: torch.Tensor) -> torch.Tensor:
+    """Give the fp32 powers of two of E8M0 codes in uint8; 255 is NaN."""
+    return codes.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def decode_rows(codes: torch.Tensor) -> torch.Tensor:

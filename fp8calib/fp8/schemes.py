@@ -11,7 +11,9 @@ from fp8calib.errors import UsageError, suggest
 BLOCK = (128, 128)
 """Rows and columns of a weight that share a scale, in every block scheme that engines run."""
 GROUP_SIZE = 128
-"""Channels of a token that share a scale, in every group scheme that engines run."""
+"""Channels of a token that share a scale, in every group scheme but MXFP8."""
+MX_BLOCK = (1, 32)
+"""Rows and columns of a weight that share an exponent (OCP Microscaling Formats 1.0)."""
 
 WeightRounding = Literal["nearest", "gptq"]
 NEAREST: WeightRounding = "nearest"
@@ -28,7 +30,7 @@ class Granularity(StrEnum):
     TOKEN = "token"  # noqa: S105 -- of text
     """One row of inputs [..., channels]."""
     GROUP = "group"
-    """`GROUP_SIZE` consecutive channels of one token."""
+    """Consecutive channels of one token."""
     BLOCK = "block"
     """A rectangle of rows and columns of a weight."""
 
@@ -44,26 +46,38 @@ class InputScaling(StrEnum):
     """By a scale per token, computed while serving. Also what configs call dynamic per tensor:
     vLLM 0.32.0 runs both per token (`compressed_tensors_w8a8_fp8.py`, `fp8.py`)."""
     GROUP = "group"
-    """By a scale per token and `GROUP_SIZE` channels, computed while serving."""
+    """By a scale per token and `GROUP_SIZE` channels, or as many as MXFP8's blocks have, computed
+    while serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
-    """How the weights and inputs of linears are quantized."""
+class Scaling:
+    """What shares a scale, in the weight and the inputs of a linear."""
 
-    name: str
-    description: str
     weights: Granularity
     block: tuple[int, int] = BLOCK
     """Rows and columns that share a weight scale, where `weights` is `BLOCK`."""
     inputs: InputScaling
-    has_power_of_two_scales: bool = False
-    """Weight scales are rounded up to powers of two; only of blocks."""
+
+    @property
+    def is_mx(self) -> bool:
+        """Tell whether it is MXFP8: all scales are powers of two, stored as their exponents."""
+        return self.weights is Granularity.BLOCK and self.block == MX_BLOCK
 
     @property
     def has_static_inputs(self) -> bool:
         """Tell whether the scales of inputs come from calibration."""
         return self.inputs is InputScaling.STATIC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme(Scaling):
+    """How the weights and inputs of linears are quantized."""
+
+    name: str
+    description: str
+    has_power_of_two_scales: bool = False
+    """Weight scales are rounded up to powers of two; only of blocks."""
 
 
 SCHEMES = {
@@ -92,6 +106,22 @@ SCHEMES = {
             description="weights per block of 128 x 128, inputs per 128 channels, dynamic",
             weights=Granularity.BLOCK,
             inputs=InputScaling.GROUP,
+        ),
+        Scheme(
+            name="mxfp8",
+            description="weights and inputs per 32 channels, by powers of two, dynamic",
+            weights=Granularity.BLOCK,
+            block=MX_BLOCK,
+            inputs=InputScaling.GROUP,
+            has_power_of_two_scales=True,
+        ),
+        Scheme(
+            name="mxfp8-a16",
+            description="weights per 32 channels, by powers of two, inputs not quantized",
+            weights=Granularity.BLOCK,
+            block=MX_BLOCK,
+            inputs=InputScaling.NONE,
+            has_power_of_two_scales=True,
         ),
     )
 }
@@ -122,24 +152,27 @@ def choose_block_scales(scheme: Scheme, rounding: str, power_of_two: bool | None
     vLLM's DeepGEMM rounds the weights of other scales again, to nearest, which undoes a part of
     what GPTQ gains; engines that take scales as they are lose almost nothing (docs/results.md).
     """
-    if scheme.weights is not Granularity.BLOCK:
+    if scheme.weights is not Granularity.BLOCK or scheme.is_mx:
         return scheme
     chosen = rounding == GPTQ if power_of_two is None else power_of_two
     return replace(scheme, has_power_of_two_scales=chosen)
 
 
-def find_nearest(weights: Granularity, inputs: InputScaling) -> Scheme:
+def find_nearest(stored: Scaling) -> Scheme:
     """Give the scheme that engines treat most like a linear of a checkpoint.
 
-    Engines choose their code by whether inputs are quantized, then by whether weights have blocks,
-    then by whether inputs are static; the exact granularities decide between what remains.
+    Engines choose their code by whether it is MXFP8, then by whether inputs are quantized, then by
+    whether weights have blocks, then by whether inputs are static; the exact granularities decide
+    between what remains.
     """
+    weights, inputs = stored.weights, stored.inputs
 
     def agreement(scheme: Scheme) -> tuple[bool, ...]:
         return (
+            scheme.is_mx is stored.is_mx,
             (scheme.inputs is InputScaling.NONE) is (inputs is InputScaling.NONE),
             (scheme.weights is Granularity.BLOCK) is (weights is Granularity.BLOCK),
-            scheme.has_static_inputs is (inputs is InputScaling.STATIC),
+            scheme.has_static_inputs is stored.has_static_inputs,
             scheme.inputs is inputs,
             scheme.weights is weights,
         )

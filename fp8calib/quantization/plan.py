@@ -19,7 +19,8 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
-from fp8calib.fp8.schemes import NEAREST, Scheme
+from fp8calib.errors import ModelError
+from fp8calib.fp8.schemes import MX_BLOCK, NEAREST, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_path
 from fp8calib.quantization.shard_layout import (
@@ -34,6 +35,7 @@ from fp8calib.quantization.shard_layout import (
 )
 from fp8calib.selection.layer_schemes import LayerSchemes, check_layer_schemes
 from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -146,11 +148,34 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
 
     Raises:
         UsageError: a pattern names no linear, or divides what engines load as one weight.
-        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
+        ModelError: there is nothing to quantize, the layout of a weight is unknown, or a weight
+            cannot be divided into blocks of MXFP8.
     """
     selection = select(checkpoint, ignore=settings.ignore)
     check_layer_schemes(settings.schemes, selection)
+    _refuse_partial_blocks(settings.schemes, selection)
     return selection
+
+
+def _refuse_partial_blocks(schemes: LayerSchemes, selection: Selection) -> None:
+    """Refuse inputs that are not whole blocks of MXFP8, for which engines have no scale.
+
+    vLLM 0.32.0 `quantization/modelopt.py` (ValueError).
+    """
+    size = MX_BLOCK[1]
+    partial = [
+        matrix
+        for matrix in selection.quantized
+        if matrix.shape[1] % size and schemes.of(matrix.module).is_mx
+    ]
+    if partial:
+        first, names = partial[0], (span_layers(matrix.module) for matrix in partial)
+        raise ModelError(
+            f"{first.module} has {first.shape[1]} inputs, no multiple of {size}: MXFP8 has no "
+            "smaller blocks",
+            hint=f"leave it unquantized with {spell_options(dict.fromkeys(names))}, or choose "
+            "another --scheme",
+        )
 
 
 def make_plan(
@@ -320,7 +345,7 @@ def _quantized_tensors(
     )
     yield OutputTensor(
         name=f"{matrix.module}.{dialect.name_scale(scheme.weights)}",
-        dtype="F32",
+        dtype="U8" if scheme.is_mx else "F32",
         shape=dialect.shape_scale(matrix.shape, scheme),
         content=WeightScale(matrix),
     )

@@ -25,7 +25,7 @@ from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.machine.threads import one_thread
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.rounded_codes import RoundedCodes
+from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.quantization.weight_reader import CHUNK_BYTES, PINNED_BYTES, WeightReader
@@ -54,7 +54,7 @@ def quantize(
     resume: bool = False,
     force: bool = False,
     inputs: Collection[Path] = (),
-    rounded: RoundedCodes | None = None,
+    rounded: WeightCodes | None = None,
 ) -> Written:
     """Write the checkpoint that `plan` describes.
 

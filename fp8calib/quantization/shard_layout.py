@@ -30,7 +30,7 @@ class Codes(_OfMatrix):
 
 
 class WeightScale(_OfMatrix):
-    """The scale of a quantized weight, fp32."""
+    """The scale of a quantized weight, fp32, or uint8 exponents of MXFP8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import torch
 from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
-from fp8calib.fp8.encode import encode_blocks, encode_rows
+from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.quantization.rounded_codes import RoundedCodes
+from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -69,7 +69,7 @@ class ShardWriter:
         reader: WeightReader,
         scales: WeightScales,
         schemes: LayerSchemes,
-        rounded: RoundedCodes | None = None,
+        rounded: WeightCodes | None = None,
     ) -> None:
         """Write a shard; weights without `rounded` codes are rounded to nearest."""
         self._shard = shard
@@ -214,7 +214,7 @@ class ShardWriter:
         self._put(start, values.contiguous().view(torch.uint8).cpu().numpy().data)
 
     def _put_scale(self, tensor: OutputTensor, scale: torch.Tensor) -> None:
-        self._put(self._shard.starts[tensor.name], scale.to(torch.float32).numpy().tobytes())
+        self._put(self._shard.starts[tensor.name], encode_scale(tensor, scale))
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:
         """Write all bytes at an offset of the file."""
@@ -226,6 +226,12 @@ class ShardWriter:
     def _note(self, all_zero: AllZeroWeight | None) -> None:
         if all_zero is not None:
             self._all_zero.append(all_zero)
+
+
+def encode_scale(tensor: OutputTensor, scale: torch.Tensor) -> bytes:
+    """Give the data of a scale in the dtype of its tensor: fp32, or exponents."""
+    stored = encode_exponents(scale) if tensor.dtype == "U8" else scale.to(torch.float32)
+    return stored.contiguous().numpy().tobytes()
 
 
 def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) -> None:

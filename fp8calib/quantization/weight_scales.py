@@ -15,7 +15,12 @@ from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.scales.scale_table import (
+    SMALLEST_EXPONENT,
+    SMALLEST_SCALE,
+    power_of_two_scale_of,
+    scale_of,
+)
 from fp8calib.selection.matrices import Matrix
 
 
@@ -34,7 +39,7 @@ class WeightScales:
 
     A row or block of zeros takes the largest scale of its weight. A weight of zeros takes the scale
     of its group; else the largest scale of the same projection in other experts; else the largest
-    scale of its layer; else 1.
+    scale of its layer; else 1. In MXFP8, zeros have the smallest exponent, as ModelOpt writes them.
     """
 
     def __init__(
@@ -65,8 +70,8 @@ class WeightScales:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
         all_zero = _count_zeros(matrix, amax)
         scales = scale_parts(amax, self._scheme_of(matrix))
-        if all_zero is None:
-            return scales, None
+        if all_zero is None or self._scheme_of(matrix).is_mx:
+            return scales, all_zero
         is_whole = all_zero.count == all_zero.total
         substitute = self._substitute(matrix) if is_whole else scales[amax > 0].max()
         return torch.where(amax > 0, scales, substitute), all_zero
@@ -93,11 +98,10 @@ class WeightScales:
 
 def scale_parts(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Compute the scales of rows or blocks from their largest magnitudes: fp32, the same shape."""
-    scales = scale_of(amax, E4M3FN)
     if not scheme.has_power_of_two_scales:
-        return scales
-    mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+        return scale_of(amax, E4M3FN)
+    smallest = SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE
+    return power_of_two_scale_of(amax, E4M3FN, smallest=smallest)
 
 
 def spread_scales(scales: torch.Tensor, shape: tuple[int, ...], scheme: Scheme) -> torch.Tensor:

@@ -44,8 +44,14 @@ TARGETS: Mapping[str, tuple[float, float, float]] = {
     "fp8-dynamic": (0.65, 0.80, 0.97),
     "fp8-static": (0.80, 0.90, 0.97),
     "fp8-block": (0.65, 0.85, 0.97),
+    "mxfp8-a16": (0.45, 0.70, 0.95),
+    "mxfp8": (0.75, 0.85, 0.97),
 }
 """The largest ratio of the KL divergences: to nearest in domain and out of domain, to a peer's."""
+SAME_CODES = {"fp8-dynamic": "w8a16", "mxfp8": "mxfp8-a16"}
+"""A scheme, and the one that rounds its weights in the same way."""
+ENGINES = {"mxfp8-a16": "reference"}
+"""Who is emulated instead of vLLM, which quantizes the inputs of all MXFP8 weights."""
 TIMES = {"calibrate": 2.5, "llm-compressor": 0.5}
 """The most processor time of `quantize --rounding gptq`, as a multiple of what is named."""
 MODELS = {"demo": "", "off its grid": "off-grid", "widened": "widened"}
@@ -195,7 +201,7 @@ def write_runs(options: Namespace, title: str, schemes: Sequence[str]) -> Iterat
 
 
 def write_run(options: Namespace, title: str, scheme: str, sample: str) -> Run:
-    """Write the checkpoints of a scheme; `fp8-dynamic` has the codes of `w8a16`."""
+    """Write the checkpoints of a scheme."""
     model = make_model(options, title)
     folder = WORK / title.replace(" ", "-") / sample
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,8 +219,8 @@ def write_run(options: Namespace, title: str, scheme: str, sample: str) -> Run:
         call(*made, "--stats", stats / "stats.safetensors", "--out", nearest)
     else:
         call(*made, "--out", nearest)
-        weights = folder / "w8a16-gptq"
-        if scheme == "fp8-dynamic" and weights.exists():
+        weights = folder / f"{SAME_CODES.get(scheme, scheme)}-gptq"
+        if weights.exists():
             shutil.copytree(weights, gptq)
             shutil.copy(nearest / "config.json", gptq)
         else:
@@ -240,12 +246,17 @@ def write_run(options: Namespace, title: str, scheme: str, sample: str) -> Run:
 
 def score(options: Namespace, title: str, runs: Sequence[Run]) -> Mapping[str, Mapping[str, Sums]]:
     """Score all checkpoints of a model: text -> checkpoint -> sums."""
-    paths = [path for run in runs for path in (run.nearest, run.gptq, run.peer) if path]
-    texts = map(name_rows, SCORED)
-    out = WORK / "scores.json"
-    job = (make_model(options, title), options.dtype, out)
-    call(*worker("workers.divergences", *job, "--texts", *texts, "--checkpoints", *paths))
-    found: Mapping[str, Mapping[str, Sums]] = json.loads(out.read_text())
+    texts = list(map(name_rows, SCORED))
+    found: dict[str, dict[str, Sums]] = {text: {} for text in SCORED}
+    engines = {run.scheme: ENGINES.get(run.scheme, "vllm") for run in runs}
+    for engine in dict.fromkeys(engines.values()):
+        own = [run for run in runs if engines[run.scheme] == engine]
+        paths = [path for run in own for path in (run.nearest, run.gptq, run.peer) if path]
+        out = WORK / "scores.json"
+        job = (make_model(options, title), options.dtype, out, "--engine", engine)
+        call(*worker("workers.divergences", *job, "--texts", *texts, "--checkpoints", *paths))
+        for text, scores in json.loads(out.read_text()).items():
+            found[text] |= scores
     return found
 
 

@@ -41,6 +41,9 @@ NO_KV_SCALES: Mapping[str, str] = {
     "llmcompressor-fp8-dynamic-float32": "llama",
     "llmcompressor-fp8-block-float32": "llama",
     "modelopt-fp8-float32": "llama",
+    "llmcompressor-mxfp8": "llama",
+    "llmcompressor-mxfp8-a16": "llama",
+    "modelopt-mxfp8": "llama",
     "llmcompressor-gpt2-kv": "gpt2",
 }
 """The model of each folder. The config of the last one claims KV scales."""

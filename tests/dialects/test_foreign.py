@@ -34,6 +34,9 @@ WEIGHTS: Mapping[str, tuple[str, InputScaling, int]] = {
     "llmcompressor-fp8-dynamic-float32": ("compressed-tensors", InputScaling.TOKEN, 14),
     "llmcompressor-fp8-block-float32": ("compressed-tensors", InputScaling.GROUP, 14),
     "modelopt-fp8-float32": ("modelopt", InputScaling.STATIC, 14),
+    "llmcompressor-mxfp8": ("compressed-tensors", InputScaling.GROUP, 14),
+    "llmcompressor-mxfp8-a16": ("compressed-tensors", InputScaling.NONE, 14),
+    "modelopt-mxfp8": ("modelopt", InputScaling.GROUP, 14),
     "llmcompressor-mixtral-fp8-static-kv": ("compressed-tensors", InputScaling.STATIC, 32),
     "modelopt-fp8-kv": ("modelopt", InputScaling.STATIC, 14),
     "modelopt-fp8-channel-kv": ("modelopt", InputScaling.TOKEN, 14),
@@ -97,10 +100,12 @@ def test_what_has_no_kv_scales_is_refused(name: str) -> None:
 
 
 def _dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply out a scale per tensor, per row or per block of 128 x 128, in fp32."""
+    """Multiply out a scale per tensor, per row, per block, or the exponents of MXFP8, in fp32."""
     rows, columns = codes.shape
     factors = scale.float()
-    if scale.numel() > 1 and scale.dim() == 2 and scale.shape[0] < rows:
+    if scale.dtype is torch.uint8:
+        factors = torch.exp2(factors - 127).repeat_interleave(32, 1)
+    elif scale.numel() > 1 and scale.dim() == 2 and scale.shape[0] < rows:
         factors = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
     elif scale.dim() == 1 and scale.numel() > 1:
         factors = factors.unsqueeze(1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import find_written
-from fp8calib.fp8.schemes import find_scheme
+from fp8calib.fp8.schemes import NEAREST, choose_block_scales, find_scheme
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -134,7 +134,7 @@ def run(
     **settings: Any,
 ) -> Run:
     """Quantize a checkpoint."""
-    found = replace(find_scheme(scheme), has_power_of_two_scales=power_of_two)
+    found = choose_block_scales(find_scheme(scheme), NEAREST, power_of_two)
     others = tuple((pattern, find_scheme(name)) for pattern, name in layer_schemes.items())
     asked = PlanSettings(
         schemes=LayerSchemes(found, others), dialect=find_written(form, found), **settings

@@ -37,6 +37,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_mxfp4,
     compressed_tensors_w4a4_nvfp4,
     compressed_tensors_w8a8_fp8,
+    compressed_tensors_w8a8_mxfp8,
     compressed_tensors_w8a16_fp8,
 )
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
@@ -52,11 +53,11 @@ REFUSED = ".refused"
 """Suffix of what is written in place of the result where vLLM does not load a model."""
 KERNELS = (
     *("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel"),
-    *("init_nvfp4_linear_kernel", "init_mxfp4_linear_kernel"),
+    *("init_nvfp4_linear_kernel", "init_mxfp4_linear_kernel", "init_mxfp8_linear_kernel"),
 )
 MODULES = (
     *(fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8),
-    *(compressed_tensors_w4a4_nvfp4, compressed_tensors_w4a4_mxfp4),
+    *(compressed_tensors_w4a4_nvfp4, compressed_tensors_w4a4_mxfp4, compressed_tensors_w8a8_mxfp8),
 )
 TIMEOUT_S = 120
 PACKAGE = str(Path(vllm.__file__).parent)

@@ -251,6 +251,18 @@ def cast_blocks(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(strips, 0)
 
 
+def cast_mx(x: torch.Tensor) -> torch.Tensor:
+    """Quantize 32 channels at a time by powers of two: MXFP8, exponents found by counting."""
+    pieces = []
+    for piece in x.split(32, -1):
+        scales = [
+            2.0 ** max(ceil_log2(value / 448), -126)
+            for value in piece.abs().amax(-1).double().flatten().tolist()
+        ]
+        pieces.append(cast(piece, torch.tensor(scales).reshape(*piece.shape[:-1], 1)))
+    return torch.cat(pieces, -1)
+
+
 def ceil_log2(x: float) -> int:
     """Find the smallest power of two that is not less, by counting."""
     exponent = -200

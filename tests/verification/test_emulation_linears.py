@@ -25,6 +25,7 @@ from tests.verification.by_hand import (
     cast,
     cast_blocks,
     cast_groups,
+    cast_mx,
     cast_rows,
     emulate,
     emulate_scheme,
@@ -52,6 +53,8 @@ RECIPES = {
     "fp8-dynamic": Recipe(lambda weight, _: cast_rows(weight), lambda _: cast_rows),
     "w8a16": Recipe(lambda weight, _: cast_rows(weight)),
     "fp8-block": Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups),
+    "mxfp8": Recipe(lambda weight, _: cast_mx(weight), lambda _: cast_mx),
+    "mxfp8-a16": Recipe(lambda weight, _: cast_mx(weight)),
 }
 
 
@@ -136,7 +139,7 @@ def largest_inputs(model: PreTrainedModel, batch: Any) -> dict[str, float]:
 STATIC_WEIGHTS = replace(SCHEMES["fp8-static"], inputs=InputScaling.NONE)
 
 
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16", "fp8-block", "fp8-static"])
+@pytest.mark.parametrize("scheme", [*RECIPES, "fp8-static"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
 def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_path: Path) -> None:
     """Larger than a block of 128 each way, the last one cut; at zero tolerance."""

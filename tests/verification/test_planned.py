@@ -102,6 +102,24 @@ def test_a_scheme_has_the_divergence_of_its_checkpoint(
     family: str, scheme: str, tmp_path: Path
 ) -> None:
     families.save(family, MODELS[family], tmp_path / "m")
+    compare_divergences(scheme, tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8-a16"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "granitemoe", "llama4_text"])
+def test_mxfp8_has_the_divergence_of_its_checkpoint(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    """Its inputs are whole blocks of 32; experts are stored apart, or in stacks (the last two)."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    more = {"llama4_text": {"intermediate_size_mlp": 96}}.get(family, {})
+    changes = {**families.FAMILIES.get(family, {}), **sizes, **more}
+    families.save(family, changes, tmp_path / "m")
+    compare_divergences(scheme, tmp_path)
+
+
+def compare_divergences(scheme: str, tmp_path: Path) -> None:
+    """Verify a scheme of the model in `m`, and its checkpoint."""
     succeed(
         "quantize",
         tmp_path / "m",

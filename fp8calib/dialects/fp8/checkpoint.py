@@ -27,7 +27,9 @@ from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spr
 from fp8calib.dialects.kv.validate import check_scales
 from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import refusal
+from fp8calib.fp8.encode import decode_exponents
 from fp8calib.fp8.schemes import Granularity
+from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 
 class Fp8Checkpoint:
@@ -141,6 +143,10 @@ class Fp8Checkpoint:
         stored = self._checkpoint.read_rows(name, start, stop)
         return self._dequantize(name, stored, start) if name in self.quantized else stored
 
+    def read_codes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of an FP8 weight as stored."""
+        return self._checkpoint.read_rows(self._find(name).name, start, stop)
+
     def dtype(self, name: str) -> torch.dtype:
         """Give the dtype of what `read` returns."""
         self._require(name)
@@ -161,13 +167,14 @@ class Fp8Checkpoint:
             fp32, of the shape of these rows.
         """
         weight = self._find(name)
-        stored = TORCH_DTYPES[self._checkpoint.tensors[weight.scale_name].dtype]
         scale = spread_scale(weight, self._read_scale(weight.scale_name))
         scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
         columns = weight.shape[-1]
         if scale.shape[-1] not in (1, columns):
             scale = scale.repeat_interleave(weight.scheme.block[1], -1)[..., :columns]
-        limits = scale * (self.fmt.max * (1 + max(torch.finfo(stored).eps, 2.0**-20)))
+        stored = TORCH_DTYPES[self._checkpoint.tensors[weight.scale_name].dtype]
+        error = 0.0 if weight.scheme.is_mx else torch.finfo(stored).eps
+        limits = scale * (self.fmt.max * (1 + max(error, 2.0**-20)))
         return limits.expand(scale.shape[0], *weight.shape[1:])
 
     def granularity(self, name: str) -> Granularity:
@@ -195,6 +202,7 @@ class Fp8Checkpoint:
         scheme = self._find(name).scheme
         return Activation(
             kind=scheme.inputs,
+            is_mx=scheme.is_mx,
             scale=self._input_scales.get(name),
             upper_bound=scheme.upper_bound,
         )
@@ -248,9 +256,12 @@ class Fp8Checkpoint:
 
     def _read_scale(self, name: str) -> torch.Tensor:
         """Read and check a scale: fp32, in its stored shape."""
-        values = self._checkpoint.read(name).to(torch.float32)
         stored = self._checkpoint.tensors[name].dtype
-        check_scales(self._checkpoint.file_of(name), name, values, stored=stored)
+        values = self._checkpoint.read(name)
+        values = decode_exponents(values) if stored == "U8" else values.to(torch.float32)
+        smallest = SMALLEST_EXPONENT if stored in ("U8", "F8_E8M0") else SMALLEST_SCALE
+        path = self._checkpoint.file_of(name)
+        check_scales(path, name, values, stored=stored, smallest=smallest)
         return values
 
     def _load_tensor_scales(self) -> dict[str, float]:

@@ -23,11 +23,16 @@ from fp8calib.dialects.fp8.quantization_config import (
 from fp8calib.dialects.fp8.targets import make_targets
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ExportError
-from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, Scheme
+from fp8calib.fp8.schemes import GROUP_SIZE, MX_BLOCK, Granularity, InputScaling, Scheme
 from fp8calib.geometry.module_paths import name_fused_path, split_expert
 
-FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+MX_FORMAT = "mxfp8-quantized"
+FORMATS = (
+    *("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized"),
+    MX_FORMAT,
+)
 """The formats for which vLLM creates schemes of 8 bits."""
+_EXPONENT_DTYPES = ("torch.uint8", "uint8")
 _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
 
 
@@ -136,6 +141,7 @@ def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
         dynamic=bool(dynamic),
         group_size=size if type(size) is int else None,
         block=None if block is None else read_block(path, "block_structure", block),
+        has_exponents=fields.get("scale_dtype") in _EXPONENT_DTYPES,
     )
 
 
@@ -144,7 +150,14 @@ def _make_quantizer(strategy: str, *, dynamic: bool = False, **sizes: object) ->
     return {**NUMBER, "strategy": strategy, **sizes, "symmetric": True, "dynamic": dynamic}
 
 
+def _make_mx_quantizer(*, dynamic: bool) -> Config:
+    sizes: Config = {"group_size": MX_BLOCK[1], "scale_dtype": "torch.uint8"}
+    return _make_quantizer("group", dynamic=dynamic, **sizes)
+
+
 def _make_weight_quantizer(scheme: Scheme) -> Config:
+    if scheme.is_mx:
+        return _make_mx_quantizer(dynamic=False)
     has_blocks = scheme.weights is Granularity.BLOCK
     sizes: Config = {"block_structure": list(scheme.block)} if has_blocks else {}
     return _make_quantizer(scheme.weights.value, dynamic=False, **sizes)
@@ -155,12 +168,16 @@ def _make_input_quantizer(scheme: Scheme) -> Config | None:
         return None
     if scheme.has_static_inputs:
         return _make_quantizer("tensor")
+    if scheme.is_mx:
+        return _make_mx_quantizer(dynamic=True)
     has_groups = scheme.inputs is InputScaling.GROUP
     sizes: Config = {"group_size": GROUP_SIZE} if has_groups else {}
     return _make_quantizer(scheme.inputs.value, dynamic=True, **sizes)
 
 
 def _name_format(scheme: Scheme) -> str:
+    if scheme.is_mx:
+        return MX_FORMAT
     return "naive-quantized" if scheme.inputs is InputScaling.NONE else "float-quantized"
 
 

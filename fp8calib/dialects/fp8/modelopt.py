@@ -19,7 +19,11 @@ from fp8calib.dialects.fp8.quantization_config import (
 from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import SCHEMES
 
-_ALGORITHMS = {"fp8-static": "FP8", "fp8-dynamic": "FP8_PER_CHANNEL_PER_TOKEN"}
+_ALGORITHMS = {
+    "fp8-static": "FP8",
+    "fp8-dynamic": "FP8_PER_CHANNEL_PER_TOKEN",
+    "mxfp8": "MXFP8",
+}
 OLD_BLOCK_ALGORITHM = "FP8_BLOCK_SCALES"
 """An older name of `FP8_PB_WO`: vLLM 0.32.0 (`modelopt.py`) and SGLang 0.5.23 accept it only in
 mixed precision, vLLM only for experts."""

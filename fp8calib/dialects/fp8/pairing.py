@@ -28,6 +28,7 @@ from fp8calib.fp8.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
+_EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
 _NO_SCALE_HINT = "the weights cannot be used without it; the download or the export is incomplete"
 
 
@@ -114,7 +115,8 @@ def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
 def _pair_weight(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> Fp8Weight:
-    scale_name = _find_one(checkpoint, name, names.scales)
+    dtypes = _EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
+    scale_name = _find_one(checkpoint, name, names.scales, dtypes)
     if scale_name is None:
         fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
         raise refusal(
@@ -131,7 +133,12 @@ def _pair_weight(
     )
 
 
-def _find_one(checkpoint: Checkpoint, name: str, candidates: Collection[str]) -> str | None:
+def _find_one(
+    checkpoint: Checkpoint,
+    name: str,
+    candidates: Collection[str],
+    dtypes: Collection[str] = _SCALE_DTYPES,
+) -> str | None:
     """Find the one of several names that exists; None if there is none."""
     found = [candidate for candidate in candidates if candidate in checkpoint]
     if len(found) > 1:
@@ -140,11 +147,12 @@ def _find_one(checkpoint: Checkpoint, name: str, candidates: Collection[str]) ->
     if not found:
         return None
     dtype = checkpoint.tensors[found[0]].dtype
-    if dtype not in _SCALE_DTYPES:
+    if dtype not in dtypes:
         fault = f"{found[0]} is of dtype {dtype}"
-        raise refusal(
-            checkpoint.file_of(found[0]), fault, hint="scales of FP8 weights must be floats"
-        )
+        hint = "scales of FP8 weights must be floats"
+        if dtypes is _EXPONENT_DTYPES:
+            hint = "scales of MXFP8 must be exponents: uint8 or e8m0"
+        raise refusal(checkpoint.file_of(found[0]), fault, hint=hint)
     return found[0]
 
 

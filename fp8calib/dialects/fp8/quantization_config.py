@@ -13,7 +13,14 @@ from pathlib import Path
 
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
+from fp8calib.fp8.schemes import (
+    BLOCK,
+    GROUP_SIZE,
+    MX_BLOCK,
+    Granularity,
+    InputScaling,
+    Scaling,
+)
 from fp8calib.geometry.module_paths import matches_expression, refuse_costly
 
 Fields = Mapping[str, object]
@@ -26,6 +33,8 @@ class Activation:
     """How the input of one linear is quantized."""
 
     kind: InputScaling
+    is_mx: bool = False
+    """The weight is MXFP8, and groups are as long as its blocks."""
     scale: float | None = None
     """Multiplies to dequantize; None unless the kind is `STATIC`."""
     upper_bound: float | None = None
@@ -33,12 +42,9 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredScheme:
+class StoredScheme(Scaling):
     """The scheme of one linear, as its checkpoint's config describes it."""
 
-    weights: Granularity
-    block: tuple[int, int] = BLOCK
-    inputs: InputScaling
     upper_bound: float | None = None
 
 
@@ -54,6 +60,13 @@ class Arguments:
     dynamic: bool
     group_size: int | None
     block: tuple[int, int] | None
+    has_exponents: bool = False
+    """Scales are stored as exponents of two (`scale_dtype` uint8)."""
+
+    @property
+    def is_mx(self) -> bool:
+        """Tell whether this is MXFP8: groups of 32 channels, each with an exponent."""
+        return (self.strategy, self.group_size) == ("group", MX_BLOCK[1]) and self.has_exponents
 
 
 class ContradictionError(ModelError):
@@ -128,6 +141,11 @@ def make_scheme(
     Raises:
         ModelError: FP8 weights are not served with these quantizers.
     """
+    if weights.is_mx and not weights.dynamic:
+        if inputs is not None and not (inputs.is_mx and inputs.dynamic):
+            raise refusal(path, f"{module}: MXFP8 weights with inputs in another format")
+        scaling = InputScaling.NONE if inputs is None else InputScaling.GROUP
+        return StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=scaling)
     if weights.dynamic or weights.strategy not in _WEIGHT_GRANULARITIES:
         how = "dynamic weights" if weights.dynamic else "weights"
         raise refusal(path, f"{module}: {how} per {weights.strategy!a:.40} are not supported")

@@ -12,6 +12,7 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.fbgemm import FBGEMM
 from fp8calib.dialects.fp8.modelopt import MODELOPT
+from fp8calib.dialects.fp8.mxfp8 import MXFP8
 from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.fp8.quark import QUARK
 from fp8calib.dialects.refusals import refusal
@@ -20,7 +21,7 @@ from fp8calib.fp8.schemes import Granularity, Scheme
 
 FP8_DIALECTS: dict[str, Fp8Dialect] = {
     dialect.name: dialect
-    for dialect in (COMPRESSED_TENSORS, AUTOFP8, FINEGRAINED, MODELOPT, QUARK, FBGEMM)
+    for dialect in (COMPRESSED_TENSORS, AUTOFP8, FINEGRAINED, MODELOPT, MXFP8, QUARK, FBGEMM)
 }
 """All dialects by name; of several with one method, `load_finder` gives the first."""
 

@@ -149,6 +149,9 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> 
     values = codes.to(torch.float32)
     if scale.shape[-1] in (1, values.shape[-1]):
         return values.mul_(scale)
+    if values.shape[-1] == scale.shape[-1] * block_columns:
+        values.unflatten(-1, (-1, block_columns)).mul_(scale.unsqueeze(-1))
+        return values
     for block in range(scale.shape[-1]):
         columns = slice(block * block_columns, (block + 1) * block_columns)
         values[..., columns].mul_(scale[..., block : block + 1])

@@ -30,12 +30,19 @@ def check_model_type(path: Path, model_type: object, geometry: ModelGeometry) ->
         raise refusal(path, fault, hint=OTHER_MODEL)
 
 
-def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = "") -> None:
-    """Refuse scales that are not finite, positive and normal numbers of fp32.
+def check_scales(
+    path: Path,
+    where: str,
+    values: torch.Tensor,
+    *,
+    stored: str = "",
+    smallest: float = SMALLEST_SCALE,
+) -> None:
+    """Refuse scales that are not finite numbers of at least `smallest`.
 
     `stored` is the dtype in the file, as safetensors spells it.
     """
-    bad = values[~(values.isfinite() & (values >= SMALLEST_SCALE))]
+    bad = values[~(values.isfinite() & (values >= smallest))]
     if not bad.numel():
         return
     first = float(bad.flatten()[0])

@@ -120,6 +120,24 @@ _WEIGHT_RULES = (
         why="it runs no FP8 experts whose inputs are not quantized",
         source="SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
     ),
+    *(
+        WeightRule(
+            dialect=dialect,
+            schemes=("mxfp8",),
+            model_types=("llama", "mistral", "ministral3", "phi3", "internlm3", "teleflm"),
+            status=Status.MISREAD,
+            why="its Llama classes look for their scales under a name that MXFP8 linears do not "
+            "have, and leave them 0 with a warning",
+            source="SGLang 0.5.23 srt/models/llama.py (_legacy_load_weights), read",
+        )
+        for dialect in ("modelopt", "mxfp8")
+    ),
+    WeightRule(
+        schemes=("mxfp8",),
+        status=Status.USED,
+        why="it runs MXFP8 on Blackwell and gfx95x; on MI300 it converts it to blocks of 128",
+        source="SGLang 0.5.23 srt/layers/quantization/fp8.py (Fp8Config.get_min_capability)",
+    ),
     WeightRule(
         model_types=("olmo",),
         endings=tuple(f".self_attn.{name}_proj" for name in "qkvo"),

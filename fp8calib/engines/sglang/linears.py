@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from fp8calib.dialects.fp8.compressed_tensors import FORMATS
+from fp8calib.dialects.fp8.compressed_tensors import FORMATS, MX_FORMAT
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
@@ -73,7 +73,7 @@ class SglangSchemes(GroupSchemes):
         unlisted: the names of what the model's class joins without saying of which projections.
     """
 
-    formats = (*FORMATS, "pack-quantized")
+    formats = (*(each for each in FORMATS if each != MX_FORMAT), "pack-quantized")
 
     def __init__(
         self, section: Section, config: Section, release: Release, unlisted: Collection[str]
@@ -81,6 +81,10 @@ class SglangSchemes(GroupSchemes):
         self._release = release
         self._unlisted = unlisted
         super().__init__(section, config)
+        algorithm = str(self.section.get("quant_algo")).upper()
+        self._is_mx = self.method == "mxfp8" or algorithm == "MXFP8"
+        if self._is_mx:
+            self.excluded = self._read_mx_exclusions(self.section)
 
     def find(self, group: LinearGroup) -> Found:
         """Find a group's scheme."""
@@ -88,12 +92,19 @@ class SglangSchemes(GroupSchemes):
         is_head = group.kind is GroupKind.HEAD
         if is_head and is_compressed and not self._release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
-        found = super().find(group)
+        found = self.find_fp8(group) if self._is_mx else super().find(group)
         has_blocks = getattr(found, "weights", None) is Granularity.BLOCK
         if is_head and is_compressed and has_blocks:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
+
+    def _read_mx_exclusions(self, section: Section) -> list[str]:
+        """Read the list of MXFP8, which has ModelOpt's name in its config (`model_config.py`)."""
+        if self.method == "mxfp8":
+            return self.read_ignored_layers(section)
+        key = "exclude_modules" if "exclude_modules" in section else "ignore"
+        return self.read_ignored_layers({"ignored_layers": list_strings(section, key)})
 
     def find_own_format(self, group: Section) -> object:
         """Find the format of a config group, which older releases do not read."""
@@ -101,6 +112,9 @@ class SglangSchemes(GroupSchemes):
 
     def read_group(self, group: Section) -> Found:
         """Read a config group, for which older releases have fewer schemes."""
+        if (super().find_own_format(group) or self.section.get("format")) == MX_FORMAT:
+            why = "it has no scheme for MXFP8 of compressed-tensors (NotImplementedError)"
+            raise Refusal(why, fix="write it as modelopt or mxfp8")
         scheme = super().read_group(group)
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
@@ -118,7 +132,7 @@ class SglangSchemes(GroupSchemes):
 
     def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Check whether a list covers a group; its projections count in some classes alone."""
-        if self.method == "fp8":
+        if self.method == "fp8" or self._is_mx:
             return self._skips_group(group, matches)
         is_named = any(path in self.excluded for path in self.spell(group.path))
         is_linear = group.kind is not GroupKind.EXPERTS

@@ -150,7 +150,7 @@ def _find_config_fault(quantization: Mapping[str, object] | None, release: Relea
         return _find_scheme_fault(quantization.get("kv_cache_scheme"))
     if method.startswith("modelopt"):
         return _find_modelopt_fault(quantization)
-    if method in ("fp8", "quark"):
+    if method in ("fp8", "quark", "mxfp8"):
         return ""
     return f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
 

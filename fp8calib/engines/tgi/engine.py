@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.status import Status
 from fp8calib.engines.tgi.numerics import NUMERICS
-from fp8calib.engines.weights.weight_rule import NameRules, Opened, WeightRule
+from fp8calib.engines.weights.weight_rule import MX_UNREAD, NameRules, Opened, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -31,6 +31,7 @@ def _make_reader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
 
 
 _WEIGHT_RULES = (
+    MX_UNREAD,
     WeightRule(
         dialect="compressed-tensors",
         schemes=("fp8-block",),

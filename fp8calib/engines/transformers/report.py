@@ -15,6 +15,7 @@ import torch
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.dialects.fp8.registry import list_input_scale_names
 from fp8calib.dialects.fp8.weights import (
     WEIGHT_FORMATS,
@@ -226,9 +227,12 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
         return ""
     stored = TORCH_DTYPES[entry.dtype]
     scheme = getattr(_find_module(loaded, name), "quantization_scheme", None)
-    is_float = getattr(getattr(scheme, "weights", None), "type", "float") == "float"
-    if not stored.is_floating_point and is_float:
-        return f"{shorten(name)} is {entry.dtype}: transformers takes its values for floats"
+    weights = getattr(scheme, "weights", None)
+    is_float = getattr(weights, "type", "float") == "float"
+    has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
+    if is_float and has_exponents is stored.is_floating_point:
+        kind = "exponents" if has_exponents else "floats"
+        return f"{shorten(name)} is {entry.dtype}: transformers takes its values for {kind}"
     if stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
         return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
     if parameter.dtype is not torch.float8_e4m3fn or stored is parameter.dtype:

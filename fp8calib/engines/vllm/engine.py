@@ -71,8 +71,7 @@ _WEIGHT_RULES = (
     _BLOOM_RESHAPES,
     replace(
         _BLOOM_RESHAPES,
-        schemes=(),
-        has_blocks=True,
+        schemes=("fp8-block",),
         model_types=("falcon",),
         fix="quantize with one scale per tensor or per channel",
         source="vLLM 0.32.0 models/falcon.py (load_weights), tried",
@@ -127,6 +126,29 @@ _WEIGHT_RULES = (
         why="it reorders the rows of q and k, across the borders of blocks",
         ignore=("*.self_attn.[qkv]_proj",),
         source="vLLM 0.32.0 models/llama4.py (permute_qk_weight_for_rotary)",
+    ),
+    WeightRule(
+        dialect="mxfp8",
+        except_model_types=(*RENAMING_TYPES, "minimax_m3_vl", "minimax_m3_vl_text"),
+        status=Status.REFUSED,
+        why="only its MiniMax M3 and Mistral 3 take scales named weight_scale_inv for MXFP8; this "
+        "model has weight_scale (ValueError)",
+        fix="write it as modelopt or compressed-tensors: the bytes of the tensors are the same",
+        source="vLLM 0.32.0 quantization/modelopt.py (ModelOptMxFp8Config), run; "
+        "models/minimax_m3, read",
+    ),
+    WeightRule(
+        schemes=("mxfp8-a16",),
+        status=Status.USED,
+        why="it quantizes the inputs of MXFP8 weights although the config leaves them in 16 bits, "
+        "where the GPU multiplies MXFP8 (Blackwell, gfx95x)",
+        source="vLLM 0.32.0 compressed_tensors/compressed_tensors.py (_is_mxfp8)",
+    ),
+    WeightRule(
+        schemes=("mxfp8",),
+        status=Status.USED,
+        why="only Blackwell and gfx95x multiply MXFP8; on other GPUs inputs stay in 16 bits",
+        source="vLLM 0.32.0 kernels/linear/mxfp8 (is_supported)",
     ),
     WeightRule(
         dialect="finegrained",

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
+
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.model_types import (
     CREATED_LINEARS,
@@ -19,6 +22,7 @@ from fp8calib.engines.vllm.model_types import (
     UNPACKED_TYPES,
     UNQUANTIZED_LINEARS,
 )
+from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
 from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, find_exclusions, name_method
 from fp8calib.engines.weights.expected import Expected
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
@@ -47,6 +51,8 @@ class VllmReader(LinearReader):
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         section = section if name_method(section, release) else {}
         super().__init__(folder, VllmSchemes(section, folder.config, release))
+        if self.schemes.section.get("quant_algo") == "MXFP8":
+            _require_bfloat16(geometry, release)
         self._renames = geometry.model_type in RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
         self._is_separate = geometry.model_type in SEPARATE_TYPES
@@ -133,6 +139,11 @@ class VllmSchemes(GroupSchemes):
 
     def __init__(self, section: Section, config: Section, release: Release) -> None:
         self._release = release
+        if section.get("quant_method") == "mxfp8" and not section.get("quant_algo"):
+            # modelopt.py, ModelOptMxFp8Config.from_config
+            listed = {"exclude_modules": list_strings(section, "ignored_layers")}
+            nested = {"quant_algo": "MXFP8", **listed}
+            section = {"quant_method": "modelopt", "quantization": nested}
         super().__init__(section, config)
 
     def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
@@ -161,6 +172,20 @@ class VllmSchemes(GroupSchemes):
         what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
         is_mixed = str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
         return not is_mixed or algorithm in self._release.list_values(f"mixed precision {what}")
+
+
+def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:
+    """Refuse MXFP8 of ModelOpt in a model that is served in float16.
+
+    vLLM 0.32.0 quantization/modelopt.py (ModelOptMxFp8Config.get_supported_act_dtypes), run.
+
+    Raises:
+        Refusal: it is.
+    """
+    types = release.list_values(BFLOAT16_TYPES)
+    if find_served_dtype(geometry, bfloat16_types=types) is not torch.bfloat16:
+        why = "it runs ModelOpt's MXFP8 in bfloat16 alone, and the model is in float16 (ValueError)"
+        raise Refusal(why, fix="serve it with --dtype bfloat16, or write it as compressed-tensors")
 
 
 def _find_spelling(linear: StoredLinear, name: str) -> str:

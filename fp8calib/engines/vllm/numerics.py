@@ -47,6 +47,7 @@ _NUMERICS = Numerics(
     quantizes_query=True,
     query_by_reciprocal=True,
     probability_factor=256.0,
+    mx_inputs_always_quantized=True,
     input_by_reciprocal=True,
     token_by_reciprocal=True,
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
@@ -73,6 +74,9 @@ _NUMERICS = Numerics(
         "scaled_fp8_quant_kernel_strided_group_shape",
         "probability_factor": f"{FLASH_ATTENTION_3}; vLLM 0.32.0 "
         "v1/attention/ops/triton_unified_attention.py kernel_unified_attention (p_scale)",
+        "mx_inputs_always_quantized": "vLLM 0.32.0 model_executor/layers/quantization/"
+        "compressed_tensors/compressed_tensors.py _is_mxfp8, which looks at weights alone; on "
+        "Blackwell and gfx95x only: kernels/linear/mxfp8/",
         "input_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native; vllm-project/vllm 094be77 "
         "csrc/libtorch_stable/quantization/w8a8/fp8/common.cu "
         "scaled_fp8_quant_kernel_strided_group_shape",

@@ -27,7 +27,7 @@ _SOURCES = {
 _SOURCE_COPY = "vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)"
 _SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
 _MIN_FINER_BLOCK = 32
-_DIALECTS = ("compressed-tensors", "autofp8", "quark")
+_DIALECTS = ("compressed-tensors", "autofp8", "quark", "modelopt", "mxfp8")
 """The dialects whose block scales engines load in this way; TGI only `autofp8`."""
 _SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
 """The groups that SGLang fuses in every model; it fuses others only in some."""

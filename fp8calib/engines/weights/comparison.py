@@ -79,7 +79,7 @@ def _compare_scheme(
     wanted = (schemes.get(each.module) for each in group.members)
     other = next((each for each in wanted if each not in (None, created)), None)
     if isinstance(created, StoredScheme) and other is not None:
-        own, found = (find_nearest(each.weights, each.inputs).name for each in (other, created))
+        own, found = (find_nearest(each).name for each in (other, created))
         why = f"is {own} in the config, but the engine finds no such group for it: {found}"
         yield Finding(status=Status.USED, subject=group.path, why=why, fix=_CONFIG_FIX)
 

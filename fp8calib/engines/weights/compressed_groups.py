@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.verdicts import Unjudged
 from fp8calib.engines.weights.expected import OtherForm, OtherScheme
 from fp8calib.errors import shorten
-from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
+from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, MX_BLOCK, Granularity, InputScaling
 
 _PACKED_BITS = (4, 8)
 
@@ -67,6 +68,8 @@ def _read_fp8(scheme: Any, form: object, formats: Collection[str]) -> StoredSche
     weights = scheme.weights
     is_fp8 = (weights.type, weights.num_bits) == ("float", 8)
     inputs = _read_inputs(scheme.input_activations)
+    if is_fp8 and _is_static(weights) and form == MX_FORMAT:
+        return _read_mx(scheme) if MX_FORMAT in formats else None
     if not is_fp8 or not _is_static(weights) or form not in formats or inputs is None:
         return None
     if weights.strategy not in (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK):
@@ -76,6 +79,22 @@ def _read_fp8(scheme: Any, form: object, formats: Collection[str]) -> StoredSche
         return None
     block = (weights.block_structure[0], weights.block_structure[1]) if has_blocks else BLOCK
     return StoredScheme(weights=Granularity(str(weights.strategy)), block=block, inputs=inputs)
+
+
+def _read_mx(scheme: Any) -> StoredScheme | None:
+    """Read MXFP8; the config may leave the inputs in 16 bits."""
+    quantizers = (scheme.weights, scheme.input_activations)
+    is_mx = all(each is None or _is_mx(each) for each in quantizers)
+    if not is_mx or (quantizers[1] is not None and not quantizers[1].dynamic):
+        return None
+    inputs = InputScaling.NONE if quantizers[1] is None else InputScaling.GROUP
+    return StoredScheme(weights=Granularity.BLOCK, block=MX_BLOCK, inputs=inputs)
+
+
+def _is_mx(arguments: Any) -> bool:
+    how = (arguments.type, arguments.num_bits, arguments.strategy, arguments.group_size)
+    has_exponents = str(arguments.scale_dtype) == "torch.uint8"
+    return how == ("float", 8, "group", MX_BLOCK[1]) and has_exponents and arguments.symmetric
 
 
 def _is_static(weights: Any) -> bool:

@@ -22,6 +22,7 @@ PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes of weights that are not quantized."""
 _SCALE = "weight_scale"
 _SCALE_DTYPES = ("F32", "BF16", "F16")
+_EXPONENT_DTYPES = ("U8",)
 _CODES = ("F8_E4M3",)
 _NUMBER: tuple[Shape, ...] = ((), (1,))
 
@@ -57,11 +58,14 @@ class Expected:
     """The engine uses the largest of those of the linears that are joined with this one."""
     may_be_zero: bool = False
     """It may hold zeros, as the scales of groups of zeros do."""
+    has_exponents: bool = False
+    """It holds the exponents of powers of two."""
 
     @property
     def names_weight(self) -> bool:
         """Whether it is the weight."""
-        return self.dtypes != _SCALE_DTYPES and not self.may_be_zero
+        is_scale = self.dtypes == _SCALE_DTYPES or self.has_exponents
+        return not (is_scale or self.may_be_zero)
 
 
 def list_expected(
@@ -80,11 +84,13 @@ def list_expected(
     """
     if isinstance(scheme, OtherScheme):
         return _list_other(linear, scheme)
-    is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS
+    is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS and not scheme.is_mx
     expected = {
         WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
         dialect.name_scale(scheme.weights): Expected(
-            shapes=_shape_scale(linear, scheme, is_modelopt=is_modelopt)
+            shapes=_shape_scale(linear, scheme, is_modelopt=is_modelopt),
+            dtypes=_EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES,
+            has_exponents=scheme.is_mx,
         ),
     }
     if scheme.inputs is InputScaling.STATIC:

@@ -26,7 +26,7 @@ from fp8calib.engines.weights.compressed_groups import read_compressed_group
 from fp8calib.engines.weights.expected import OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup
 from fp8calib.errors import ModelError
-from fp8calib.fp8.schemes import Granularity, InputScaling
+from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.geometry.module_paths import name_fused_group
 
 Section = Mapping[str, object]
@@ -96,7 +96,7 @@ class GroupSchemes:
         if self.method == "compressed-tensors":
             return self._find_compressed(group)
         if self.method == "fp8":
-            return self._find_fp8(group)
+            return self.find_fp8(group)
         if self.method.startswith("modelopt"):
             return self._find_modelopt(group)
         if self.find_stored is None:
@@ -275,7 +275,8 @@ class GroupSchemes:
                 fix=_PART_FIX,
             )
 
-    def _find_fp8(self, group: LinearGroup) -> Found:
+    def find_fp8(self, group: LinearGroup) -> Found:
+        """Find a group's scheme by the rules of the `fp8` method."""
         if group.kind is GroupKind.HEAD:
             return Unquantized(why="the engine's fp8 method does not quantize the output layer")
         if group.kind is GroupKind.EXPERTS:
@@ -362,6 +363,9 @@ def _list_targets(section: Section) -> dict[str, Section]:
 
 def _read_fp8(section: Section) -> StoredScheme:
     block = section.get("weight_block_size")
+    names = (section.get("quant_method"), section.get("quant_algo"))
+    if "MXFP8" in (str(name).upper() for name in names):
+        block = list(MX_BLOCK)
     if block is None:
         is_static = section.get("activation_scheme") == "static"
         inputs = InputScaling.STATIC if is_static else InputScaling.TOKEN

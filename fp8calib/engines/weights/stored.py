@@ -15,9 +15,10 @@ from fp8calib.dialects.fp8.weights import is_linear_scale
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
+from fp8calib.fp8.encode import decode_exponents
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
-from fp8calib.scales.scale_table import SMALLEST_SCALE
+from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 _HEADS = ("lm_head", "embed_out")
 _TRANSPOSED_TYPES = ("gpt2",)
@@ -62,7 +63,11 @@ def read_scale_values(
             for name in names:
                 scale = opened.read(name)
                 values = (scale.real if scale.is_complex() else scale).to(torch.float32)
-                if what := _describe_bad(values):
+                has_exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+                if scale.dtype is torch.uint8:
+                    values = decode_exponents(scale)
+                smallest = SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE
+                if what := _describe_bad(values, smallest):
                     bad[name] = what
                 else:
                     largest[name] = values.max().item()
@@ -71,7 +76,7 @@ def read_scale_values(
     return ScaleValues(bad=bad, numbers=numbers, largest=largest)
 
 
-def _describe_bad(values: torch.Tensor) -> str:
+def _describe_bad(values: torch.Tensor, smallest: float) -> str:
     """Say what a scale holds that no scale may hold; empty where it has none of these.
 
     Kernels on GPUs may take a subnormal number for 0, and its reciprocal is infinite.
@@ -84,7 +89,7 @@ def _describe_bad(values: torch.Tensor) -> str:
         return "a negative number"
     if bool((values == 0).any()):
         return "0"
-    return f"a number under {SMALLEST_SCALE:.4g}" if bool((values < SMALLEST_SCALE).any()) else ""
+    return f"a number under {smallest:.4g}" if bool((values < smallest).any()) else ""
 
 
 def list_groups(

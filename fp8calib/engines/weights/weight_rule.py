@@ -38,6 +38,14 @@ class WeightRule:
     fix: str = ""
 
 
+MX_UNREAD = WeightRule(
+    schemes=("mxfp8", "mxfp8-a16"),
+    status=Status.UNKNOWN,
+    why="what it does with MXFP8 has not been read",
+    source="",
+)
+
+
 class Opened(StrEnum):
     """The files of a folder that an engine opens."""
 

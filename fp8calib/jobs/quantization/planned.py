@@ -38,9 +38,9 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.rounded_codes import RoundedCodes
+from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.quantization.sources.decoded import open_dequantized
+from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.select import Selection
@@ -78,6 +78,8 @@ class Planned:
     """On its scales."""
     unchecked: str = ""
     """Why it is not known whether an engine can load it; empty where it is."""
+    kept_codes: WeightCodes | None = None
+    """The codes that are not computed again; those of MXFP8 that stays MXFP8."""
 
     def finish(
         self,
@@ -215,7 +217,14 @@ def open_planned(
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
-        yield Planned(checkpoint=checkpoint, plan=plan, notes=scales.notes, unchecked=unchecked)
+        is_decoded = isinstance(checkpoint, DecodedCheckpoint)
+        yield Planned(
+            checkpoint=checkpoint,
+            plan=plan,
+            notes=scales.notes,
+            unchecked=unchecked,
+            kept_codes=checkpoint.keep_codes(asked.schemes) if is_decoded else None,
+        )
 
 
 def write_planned(
@@ -227,7 +236,7 @@ def write_planned(
     force: bool,
     inputs: Sequence[Path],
     progress: Progress,
-    rounded: RoundedCodes | None = None,
+    rounded: WeightCodes | None = None,
 ) -> writing.Written:
     """Write the planned checkpoint; codes in `rounded` are not computed again.
 

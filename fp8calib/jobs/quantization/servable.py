@@ -20,6 +20,7 @@ from fp8calib.errors import ExportError, ModelError, shorten
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import Constant, ShardLayout, WeightScale
+from fp8calib.quantization.shard_writer import encode_scale
 
 _CONFIG_HINT = "use the config.json that its weights were saved with"
 _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
@@ -106,7 +107,7 @@ def _write_shard(shard: ShardLayout, folder: Path) -> None:
             else:
                 continue
             file.seek(shard.starts[tensor.name])
-            file.write(values.contiguous().numpy().tobytes())
+            file.write(encode_scale(tensor, values))
         file.truncate(shard.size_bytes)
 
 

@@ -24,9 +24,12 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.errors import ModelError, shorten
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.fp4 import find_fp4
 from fp8calib.quantization.sources.integers import find_integers
+from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.selection.matrices import Matrix
 
 FP8 = "FP8"
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -172,6 +175,10 @@ class DecodedCheckpoint(Checkpoint):
                 f"{self.folder}: {fault}", hint=f"{_READ}; or name the unquantized model"
             )
 
+    def keep_codes(self, schemes: LayerSchemes) -> StoredCodes | None:
+        """Give the codes that these schemes keep; None if no weight is FP8."""
+        return None if self._fp8 is None else StoredCodes(self._fp8, schemes)
+
     @property
     def stored(self) -> Checkpoint:
         """The checkpoint as it is on disk, with its codes and scales."""
@@ -240,6 +247,27 @@ class DecodedCheckpoint(Checkpoint):
         super().close()
         if self._fp8 is not None:
             self._fp8.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCodes:
+    """The codes of MXFP8 weights that stay MXFP8: another dialect stores them unchanged."""
+
+    fp8: Fp8Checkpoint
+    schemes: LayerSchemes
+
+    def __contains__(self, matrix: Matrix) -> bool:
+        name = matrix.tensor
+        is_kept = self.fp8.fmt is E4M3FN and self.schemes.of(matrix.module).is_mx
+        return is_kept and name in self.fp8.quantized and self.fp8.activation(name).is_mx
+
+    def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
+        """Read the codes of consecutive rows: float8_e4m3fn."""
+        return self.fp8.read_codes(matrix.tensor, rows.start, rows.stop)
+
+    def read_scales(self, matrix: Matrix) -> torch.Tensor:
+        """Read the scales of a weight: fp32, one per block."""
+        return self.fp8.weight_scale(matrix.tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import torch
 from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import Fp8Format, Rounding
-from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
+from fp8calib.fp8.schemes import BLOCK, Granularity
 from fp8calib.geometry.sites import Site
 from fp8calib.kv_types.cache_types import RoundTrip
-from fp8calib.scales.scale_table import SMALLEST_SCALE, scale_of
+from fp8calib.scales.scale_table import SMALLEST_SCALE, power_of_two_scale_of, scale_of
 
 AT_THE_EDGE = 1 + 2.0**-20
 """amax / scale, both rounded to fp32, may exceed fmt.max by this factor."""
@@ -49,7 +49,8 @@ class Quantizer:
     scale: torch.Tensor | Granularity
     """Static: fp32 that broadcasts to the tensor. Dynamic: what shares a scale."""
     block: tuple[int, int] = BLOCK
-    """Rows and columns that share a dynamic scale, where the granularity is `BLOCK`."""
+    """Rows and columns that share a dynamic scale, where the granularity is `BLOCK`; of `GROUP`
+    the columns are the group's."""
     rounding: Rounding = Rounding.NEAREST_EVEN
     smallest_scale: float = SMALLEST_SCALE
     """Lower bound of dynamic scales."""
@@ -149,8 +150,8 @@ class Quantizer:
         amax = _broadcast_amax(x.detach(), self.scale, self.block)
         if self.largest_amax is not None:
             amax = amax.clamp(max=self.largest_amax)
-        scale = scale_of(amax, self.fmt, smallest=self.smallest_scale)
-        return torch.exp2(scale.log2().ceil()) if self.power_of_two else scale
+        rule = power_of_two_scale_of if self.power_of_two else scale_of
+        return rule(amax, self.fmt, smallest=self.smallest_scale)
 
     def divide(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Compute x / scale as the engine does: a new fp32 tensor."""
@@ -167,7 +168,8 @@ def _broadcast_amax(
     if granularity is Granularity.TENSOR:
         return tensor_amax(x)
     if granularity is Granularity.GROUP:
-        return group_amax(x, GROUP_SIZE).repeat_interleave(GROUP_SIZE, -1)[..., : x.shape[-1]]
+        size = block[1]
+        return group_amax(x, size).repeat_interleave(size, -1)[..., : x.shape[-1]]
     if granularity is Granularity.BLOCK:
         rows, columns = block
         spread = block_amax(x, block).repeat_interleave(columns, -1).repeat_interleave(rows, -2)

@@ -10,7 +10,7 @@ import torch
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import Granularity, InputScaling
+from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.scale_table import SMALLEST_SCALE
@@ -43,7 +43,9 @@ def emulate_linears(
     quantizers: dict[Site, Quantizer] = {}
     for linear in linears:
         weights, inputs = linear.weights, linear.inputs
-        has_groups = any(each.kind is InputScaling.GROUP for each in inputs.values())
+        has_groups = any(
+            each.kind is InputScaling.GROUP and not each.is_mx for each in inputs.values()
+        )
         rounds_blocks = has_groups and is_rounded(weights.parameters[0].name)
         changes.append(weights.loaded_by(numerics, rounds_blocks=rounds_blocks))
         for parameter in weights.parameters:
@@ -66,6 +68,10 @@ def _quantize_inputs(
 ) -> Quantizer | None:
     """Quantize inputs as the engine does; by token if it ignores static scales."""
     kind = activation.kind
+    if activation.is_mx:
+        is_quantized = kind is InputScaling.GROUP or numerics.mx_inputs_always_quantized
+        mx = Quantizer(fmt=fmt, scale=Granularity.GROUP, block=MX_BLOCK, power_of_two=True)
+        return mx if is_quantized else None
     if kind is InputScaling.NONE and not numerics.inputs_always_quantized:
         return None
     if kind is InputScaling.STATIC and not numerics.static_inputs_ignored:

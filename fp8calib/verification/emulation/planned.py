@@ -17,6 +17,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -111,11 +112,13 @@ def _plan_group(
                 scale=scheme.weights,
                 block=scheme.block,
                 power_of_two=scheme.has_power_of_two_scales,
+                smallest_scale=SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE,
             ),
         ),
         inputs={
             parameter.name: Activation(
                 kind=scheme.inputs,
+                is_mx=scheme.is_mx,
                 scale=scale_inputs(parameter) if scheme.has_static_inputs else None,
             )
             for parameter in group

@@ -141,8 +141,8 @@ class _Matched:
             )
         scales = [each.scale for each in found if each.scale is not None]
         bounds = [each.upper_bound for each in found if each.upper_bound is not None]
-        return Activation(
-            kind=kinds.pop(),
+        return replace(
+            next(iter(found)),
             scale=max(scales, default=None),
             upper_bound=max(bounds, default=None),
         )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 _BLOCK = 128
+_MX = 32
+_NAN_EXPONENT = 255
 _CLOSE = 0.1
 """Larger than what rounding to e4m3 does to a matrix (0.03), smaller than what a damage does."""
 _CLOSE_ROW = 0.5
@@ -91,7 +93,13 @@ def dequantize(tensors: Tensors, *, is_transposed: bool = False) -> dict[str, to
     for name, tensor in tensors.items():
         scale = next((tensors[n] for n in _name_scales(name) if n in tensors), None)
         if tensor.dtype in FP8_DTYPES and scale is not None:
-            spread = _spread(scale.float(), tensor.shape, is_transposed=is_transposed)
+            if scale.dtype is torch.uint8:  # MXFP8, whose kernels want no other layout
+                powers = torch.exp2(scale.float() - 127)
+                powers[scale == _NAN_EXPONENT] = torch.nan
+                spread = powers.repeat_interleave(_MX, -1)
+                spread = spread if spread.shape == tensor.shape else None
+            else:
+                spread = _spread(scale.float(), tensor.shape, is_transposed=is_transposed)
             found[name] = tensor.float() if spread is None else tensor.float() * spread
     return found
 

@@ -23,6 +23,7 @@ from tests.real_engines.fuzz.draft import Draft, UnfitError
 _CT = "compressed-tensors"
 _SPLIT = ("q_proj", "k_proj", "v_proj")
 _GROUP = "config_groups.group_0"
+_NAN_EXPONENT = 255
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -64,7 +65,9 @@ def _all(matches: Callable[[str], bool], edit: Edit) -> Change:
 def _fill(value: float) -> Edit:
     def edit(scale: torch.Tensor) -> torch.Tensor:
         changed = scale.clone()
-        changed.view(-1)[0] = value
+        if scale.dtype is torch.uint8 and not math.isnan(value):
+            raise UnfitError("an exponent cannot say it")
+        changed.view(-1)[0] = _NAN_EXPONENT if scale.dtype is torch.uint8 else value
         return changed
 
     return edit
@@ -92,9 +95,12 @@ def _restore(draft: Draft, module: str, *, keep_scales: bool = False) -> None:
     """Store a linear in 16 bits, with the numbers that its codes stood for before any damage."""
     codes = draft.undamaged[f"{module}.weight"].float()
     beside = (name for name in draft.undamaged if name.startswith(f"{module}."))
-    scales = (draft.undamaged[name].float() for name in beside if _is_scale(name))
-    scale = next(scales, torch.ones(1))
-    if (scale.dim() == 2 and scale.shape[1] != 1) or scale.numel() not in {1, codes.shape[0]}:
+    scales = (draft.undamaged[name] for name in beside if _is_scale(name))
+    stored = next(scales, torch.ones(1))
+    scale = stored.float()
+    if stored.dtype is torch.uint8:
+        scale = torch.exp2(scale - 127).repeat_interleave(32, 1)
+    elif (scale.dim() == 2 and scale.shape[1] != 1) or scale.numel() not in {1, codes.shape[0]}:
         rows, columns = (torch.arange(size) // 128 for size in codes.shape)
         scale = scale[rows][:, columns]
     else:
@@ -164,7 +170,11 @@ def _quantize_head(draft: Draft) -> None:
             if scale.shape[:1] == (draft[f"{module}.weight"].shape[0],)
             else scale.shape
         )
-        draft.put(f"lm_head.{name.rpartition('.')[2]}", torch.full(list(shape), 0.01))
+        filled = torch.full(list(shape), 0.01)
+        if scale.dtype is torch.uint8:
+            blocks = [head.shape[0], head.shape[1] // 32]
+            filled = torch.full(blocks, 120, dtype=torch.uint8)
+        draft.put(f"lm_head.{name.rpartition('.')[2]}", filled)
     draft.put("lm_head.weight", (head.float() * 100).to(torch.float8_e4m3fn))
     _forget(draft, "lm_head")
 
@@ -203,12 +213,25 @@ def _store_in_e5m2(draft: Draft) -> None:
         codes = draft[f"{module}.weight"].float() * factor
         draft.put(f"{module}.weight", codes.to(torch.float8_e5m2))
         for name in filter(_is_scale, draft.companions(module)):
-            draft.put(name, draft[name] / factor)
+            scale = draft[name]
+            is_power = scale.dtype is torch.uint8
+            draft.put(name, scale - round(math.log2(factor)) if is_power else scale / factor)
 
 
 def _drop_formats(draft: Draft) -> None:
     for key in ("format", f"{_GROUP}.format"):
         drop_key(key)(draft)
+
+
+def _swizzle(scale: torch.Tensor) -> torch.Tensor:
+    """Lay out exponents as kernels of Blackwell read them: tiles of 128 x 4."""
+    rows, columns = (
+        -(-size // step) * step for size, step in zip(scale.shape, (128, 4), strict=True)
+    )
+    padded = scale.new_zeros(rows, columns)
+    padded[: scale.shape[0], : scale.shape[1]] = scale
+    tiles = padded.reshape(rows // 128, 4, 32, columns // 4, 4)
+    return tiles.transpose(1, 3).reshape(rows, columns).contiguous()
 
 
 def _flatten(scale: torch.Tensor) -> torch.Tensor:
@@ -226,7 +249,7 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
     },
     "extra-input_scale": (
         _add("input_scale", to_all=True),
-        has_scheme("fp8-dynamic", "fp8-block", "w8a16"),
+        has_scheme("fp8-dynamic", "fp8-block", "w8a16", "mxfp8", "mxfp8-a16"),
     ),
     "all-16-bit": (_restore_all(), has_fp8),
     "all-16-bit-with-scales": (_restore_all(keep_scales=True), has_fp8),
@@ -240,7 +263,7 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
     "input-missing": (_drop_one(_is_input), has_scheme("fp8-static")),
     "all-inputs-missing": (_drop_all(_is_input), has_scheme("fp8-static")),
     "weight_scale_inv": (_rename(_is_scale, "weight_scale_inv"), has_fp8),
-    "weight_scale": (_rename(_is_scale, "weight_scale"), has_scheme("fp8-block")),
+    "weight_scale": (_rename(_is_scale, "weight_scale"), has_scheme("fp8-block", "mxfp8")),
     "named-scale": (_rename(_is_scale, "scale"), has_fp8),
     "activation_scale": (_rename(_is_input, "activation_scale"), has_scheme("fp8-static")),
     "stray-output_scale": (_add("output_scale"), has_fp8),
@@ -258,8 +281,21 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
     ),
     "scale-short": (
         _one(_is_scale, lambda s: s[:-1].clone()),
-        has_scheme("fp8-dynamic", "w8a16", "fp8-block"),
+        has_scheme("fp8-dynamic", "w8a16", "fp8-block", "mxfp8", "mxfp8-a16"),
     ),
+    **{
+        f"exponents-{name}": (_all(_is_scale, edit), has_scheme("mxfp8", "mxfp8-a16"))
+        for name, edit in {
+            "e8m0": lambda s: s.view(torch.float8_e8m0fnu),
+            "float": lambda s: torch.exp2(s.float() - 127),
+            "int8": lambda s: s.view(torch.int8),
+            "transposed": lambda s: s.T.contiguous(),
+            "swizzled": _swizzle,
+            "blocks-16": lambda s: s.repeat_interleave(2, 1),
+            "blocks-64": lambda s: s[:, ::2].contiguous(),
+            "nan": lambda s: torch.full_like(s, _NAN_EXPONENT),
+        }.items()
+    },
     "scale-bfloat16": (_all(_is_scale, lambda s: s.bfloat16()), has_fp8),
     "scale-float16": (_all(_is_scale, lambda s: s.half()), has_fp8),
     "weight-short": (_shorten_weight, has_fp8),
@@ -276,7 +312,7 @@ _CONFIG: dict[str, tuple[Change, Fits]] = {
     "both-formats-missing": (_drop_formats, has_method(_CT, scheme=True)),
     "inputs-null": (
         set_key(f"{_GROUP}.input_activations", None),
-        has_scheme("fp8-static", "fp8-dynamic", "fp8-block", method=_CT),
+        has_scheme("fp8-static", "fp8-dynamic", "fp8-block", "mxfp8", method=_CT),
     ),
     "inputs-dynamic": (
         set_key(f"{_GROUP}.input_activations.dynamic", True),
@@ -308,7 +344,20 @@ _CONFIG: dict[str, tuple[Change, Fits]] = {
         set_key("weight_block_size", [64, 64]),
         has_scheme("fp8-block", method="fp8"),
     ),
-    "ignored_layers-null": (set_key("ignored_layers", None), has_method("fp8", scheme=True)),
+    "ignored_layers-null": (
+        set_key("ignored_layers", None),
+        has_method("fp8", "mxfp8", scheme=True),
+    ),
+    **{
+        f"mx-{name}": (set_key(f"{_GROUP}.weights.{key}", value), fits)
+        for fits in [has_scheme("mxfp8", "mxfp8-a16", method=_CT)]
+        for name, key, value in (
+            ("groups-64", "group_size", 64),
+            ("no-exponents", "scale_dtype", None),
+            ("channel", "strategy", "channel"),
+        )
+    },
+    "mx-method-fp8": (set_key("quant_method", "fp8"), has_method("mxfp8", scheme=True)),
     "algorithm-other": (
         set_key("quant_algo", "FP8_PB_WO"),
         has_method("modelopt", scheme=True),

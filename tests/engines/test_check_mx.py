@@ -1,0 +1,129 @@
+"""What `check` says of MXFP8, whole and damaged, in its three dialects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS
+from fp8calib.engines.status import Status
+from tests import zoo
+from tests.dialects.foreign import FOLDER
+from tests.engines.test_check_weights import ask
+from tests.quantization.by_hand import LAYER, run
+
+FORMS = ("compressed-tensors", "modelopt", "mxfp8")
+LOADS = {
+    ("vllm", "compressed-tensors"): "",
+    ("vllm", "modelopt"): "",
+    ("vllm", "mxfp8"): "only its MiniMax M3 and Mistral 3",
+    ("sglang", "compressed-tensors"): "no scheme for MXFP8 of compressed-tensors",
+    ("sglang", "modelopt"): "leave them 0 with a warning",
+    ("sglang", "mxfp8"): "leave them 0 with a warning",
+    ("transformers", "compressed-tensors"): "",
+    ("transformers", "modelopt"): "uses its codes as the weight",
+    ("transformers", "mxfp8"): "",
+}
+"""Engine and form -> why the weights of a llama cannot be used."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mx")
+    return {form: run(FOLDER / "llama", folder / form, "mxfp8", form).out for form in FORMS}
+
+
+@pytest.mark.parametrize(("engine", "form"), LOADS)
+def test_who_loads_which_dialect(engine: str, form: str, written: dict[str, Path]) -> None:
+    report = ask(written[form], engine)
+    assert not report.unknown
+    why = LOADS[engine, form]
+    if why:
+        assert report.weights is not None
+        assert why in report.weights.why
+    else:
+        assert report.weights is None
+
+
+def test_another_class_than_llamas_finds_the_scales_in_sglang(tmp_path: Path) -> None:
+    zoo.save("qwen2", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    for form in ("modelopt", "mxfp8"):
+        report = ask(run(tmp_path / "model", tmp_path / form, "mxfp8", form).out, "sglang")
+        assert report.weights is None
+        assert not report.unknown
+
+
+@pytest.mark.parametrize(
+    "name", ["llmcompressor-mxfp8", "llmcompressor-mxfp8-a16", "modelopt-mxfp8"]
+)
+def test_foreign_files_load_in_vllm(name: str) -> None:
+    report = ask(FOLDER / name, "vllm")
+    assert (report.weights, report.unknown) == (None, ())
+    notes = " ".join(report.problems)
+    assert ("although the config leaves them in 16 bits" in notes) is name.endswith("a16")
+    assert ("on other GPUs inputs stay in 16 bits" in notes) is not name.endswith("a16")
+
+
+def change(source: Path, out: Path, scale: torch.Tensor | None, dtype: str = "bfloat16") -> Path:
+    """Copy a checkpoint with another scale of one linear."""
+    out.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    tensors = load_file(source / "model.safetensors")
+    name = next(each for each in tensors if each.startswith(f"{LAYER}.mlp.down_proj.weight_s"))
+    del tensors[name]
+    if scale is not None:
+        tensors[name] = scale
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+BYTES = torch.full((32, 5), 120, dtype=torch.uint8)
+DAMAGED = {
+    "missing": (None, Status.MISREAD, "is missing: the engine uses uninitialised memory"),
+    "NaN": (torch.full_like(BYTES, 255), Status.MISREAD, "holds NaN"),
+    "transposed": (BYTES.T.contiguous(), Status.UNKNOWN, r"has shape [5, 32]"),
+    "float": (BYTES.float(), Status.UNKNOWN, "is F32, and the config means U8"),
+    "e8m0": (
+        BYTES.view(torch.float8_e8m0fnu),
+        Status.UNKNOWN,
+        "is F8_E8M0, and the config means U8",
+    ),
+    "blocks of 16": (BYTES.repeat(1, 2), Status.UNKNOWN, r"has shape [32, 10]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_damaged_exponents(
+    form: str, damage: str, written: dict[str, Path], tmp_path: Path
+) -> None:
+    scale, status, why = DAMAGED[damage]
+    report = ask(change(written[form], tmp_path / "out", scale), "vllm")
+    if status is Status.UNKNOWN:
+        assert why in " ".join(report.unknown)
+        return
+    assert report.weights is not None
+    assert (report.weights.status, why in report.weights.why) == (status, True)
+
+
+def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_path: Path) -> None:
+    for form, is_refused in (("modelopt", True), ("compressed-tensors", False)):
+        found = ask(change(written[form], tmp_path / form, BYTES, dtype="float16"), "vllm")
+        assert (found.weights is not None) is is_refused
+
+
+def test_blocks_that_ranks_divide_are_refused(written: dict[str, Path]) -> None:
+    """160 inputs are 5 blocks of 32, of which 2 ranks cannot have a half each."""
+    report = ask(written["compressed-tensors"], "vllm", tp=2)
+    assert report.weights is not None
+    assert "80 inputs on each of 2 ranks, no multiple of 32" in report.weights.why
+
+
+def test_engines_that_were_not_read_are_unknown(written: dict[str, Path]) -> None:
+    assert "has not been read" in " ".join(ask(written["modelopt"], "tgi").unknown)
+    assert FP8_DIALECTS["mxfp8"].schemes == ["mxfp8"]

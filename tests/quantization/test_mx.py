@@ -1,0 +1,278 @@
+"""MXFP8 checkpoints: bytes against llm-compressor's and ModelOpt's own, reading, conversion."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.registry import list_written
+from fp8calib.errors import ModelError
+from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
+from tests.dialects.foreign import FOLDER, load_tensors
+from tests.quantization.by_hand import LAYER, random, run, save
+
+FORMS = {
+    "compressed-tensors": "weight_scale",
+    "modelopt": "weight_scale",
+    "mxfp8": "weight_scale_inv",
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def test_these_are_the_forms_that_can_express_it() -> None:
+    pairs = [(form.name, name) for form in list_written() for name in form.schemes]
+    mx = [pair for pair in pairs if SCHEMES[pair[1]].is_mx]
+    assert mx == [("compressed-tensors", "mxfp8"), ("compressed-tensors", "mxfp8-a16")] + [
+        (form, "mxfp8") for form in ("modelopt", "mxfp8")
+    ]
+
+
+def load(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def list_linears(tensors: Tensors) -> list[str]:
+    return [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.dtype is torch.float8_e4m3fn
+    ]
+
+
+def decode(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Multiply each 32 codes by their power of two, in float64."""
+    powers = torch.exp2(exponents.double() - 127).repeat_interleave(32, -1)
+    return codes.double() * powers[..., : codes.shape[-1]]
+
+
+def test_every_tensor_is_modelopts_byte_for_byte(tmp_path: Path) -> None:
+    written = load(run(FOLDER / "llama", tmp_path / "out", "mxfp8", "modelopt").out)
+    theirs = load_tensors("modelopt-mxfp8")
+    assert written.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8-a16"])
+def test_every_block_is_llm_compressors_but_for_the_edge(scheme: str, tmp_path: Path) -> None:
+    """llm-compressor gives blocks with an amax of 1.75 times a power of two the next exponent."""
+    out = run(FOLDER / "llama", tmp_path / "out", scheme).out
+    written, theirs = load(out), load_tensors(f"llmcompressor-{scheme}")
+    source = load_file(FOLDER / "llama" / "model.safetensors")
+    assert written.keys() == theirs.keys()
+    count = 0
+    for linear in list_linears(theirs):
+        amax = source[f"{linear}.weight"].float().unflatten(-1, (-1, 32)).abs().amax(-1)
+        at_edge = torch.frexp(amax).mantissa == 0.875
+        raised = written[f"{linear}.weight_scale"] + at_edge.to(torch.uint8)
+        assert torch.equal(raised, theirs[f"{linear}.weight_scale"])
+        own, other = (
+            each[f"{linear}.weight"].view(torch.uint8).unflatten(-1, (-1, 32))[~at_edge]
+            for each in (written, theirs)
+        )
+        assert torch.equal(own, other)
+        count += int(at_edge.sum())
+    assert 0 < count < 20
+    ours, known = (
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+        for folder in (out, FOLDER / f"llmcompressor-{scheme}")
+    )
+    assert ours["format"] == known["format"] == "mxfp8-quantized"
+    assert set(known["ignore"]) <= set(ours["ignore"])
+    group, theirs_too = (each["config_groups"]["group_0"] for each in (ours, known))
+    for part in ("weights", "input_activations"):
+        if theirs_too[part] is None:
+            assert group[part] is None
+        else:
+            assert group[part].items() <= theirs_too[part].items()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_written_checkpoint_is_read_as_codes_times_powers_of_two(
+    form: str, tmp_path: Path
+) -> None:
+    out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
+    tensors = load(out)
+    assert {tensors[f"{each}.{FORMS[form]}"].dtype for each in list_linears(tensors)} == {
+        torch.uint8
+    }
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        assert found.dialect.name == form
+        for linear in list_linears(tensors):
+            name = f"{linear}.weight"
+            exact = decode(tensors[name], tensors[f"{linear}.{FORMS[form]}"])
+            assert torch.equal(found.read(name).double(), exact)
+            assert torch.equal(found.read_rows(name, 3, 9).double(), exact[3:9])
+            activation = found.activation(name)
+            assert (activation.kind, activation.is_mx) == (InputScaling.GROUP, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["llmcompressor-mxfp8", "llmcompressor-mxfp8-a16", "modelopt-mxfp8"]
+)
+def test_foreign_checkpoints_are_read_as_codes_times_powers_of_two(name: str) -> None:
+    tensors = load_tensors(name)
+    with Fp8Checkpoint.open(FOLDER / name, fuse=True) as found:
+        for linear in list_linears(tensors):
+            exact = decode(tensors[f"{linear}.weight"], tensors[f"{linear}.weight_scale"])
+            assert torch.equal(found.read(f"{linear}.weight").double(), exact)
+            kind = InputScaling.NONE if name.endswith("a16") else InputScaling.GROUP
+            assert found.activation(f"{linear}.weight").kind is kind
+            assert found.granularity(f"{linear}.weight") is Granularity.BLOCK
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"), [("mxfp8", "mxfp8"), ("compressed-tensors", "mxfp8-a16")]
+)
+def test_transformers_loads_the_same_weights_bit_for_bit(
+    form: str, scheme: str, tmp_path: Path
+) -> None:
+    out = run(FOLDER / "llama", tmp_path / "out", scheme, form).out
+    tensors = load(out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 9).unsqueeze(0))  # compressed-tensors decodes now
+    loaded = model.state_dict()
+    for linear in list_linears(tensors):
+        exact = decode(tensors[f"{linear}.weight"], tensors[f"{linear}.{FORMS[form]}"])
+        assert torch.equal(loaded[f"{linear}.weight"].double(), exact), linear
+
+
+def make_damaged(folder: Path, form: str, **changes: torch.Tensor | None) -> Path:
+    """Write a checkpoint with other tensors beside the weight of one linear."""
+    out = run(FOLDER / "llama", folder / "out", "mxfp8", form).out
+    tensors = load(out)
+    for leaf, value in changes.items():
+        name = f"{LAYER}.mlp.down_proj.{leaf}"
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+ONES = torch.full((32, 5), 120, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [
+        (None, "is FP8, but there is no"),
+        (ONES.float(), "is of dtype F32"),
+        (ONES.T.contiguous(), r"has shape \[5, 32\]"),
+        (torch.full((32, 10), 120, dtype=torch.uint8), r"has shape \[32, 10\]"),
+        (torch.full((32, 5), 255, dtype=torch.uint8), "nan is not a scale"),
+    ],
+    ids=["missing", "float", "transposed", "blocks of 16", "NaN"],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_damaged_scales_are_refused(
+    form: str, scale: torch.Tensor | None, told: str, tmp_path: Path
+) -> None:
+    out = make_damaged(tmp_path, form, **{FORMS[form]: scale})
+    with pytest.raises(ModelError, match=told):
+        Fp8Checkpoint.open(out, fuse=True)
+
+
+def test_scales_in_torchs_own_dtype_of_exponents_are_read(tmp_path: Path) -> None:
+    scale = ONES.view(torch.float8_e8m0fnu)
+    out = make_damaged(tmp_path, "mxfp8", weight_scale_inv=scale)
+    name = f"{LAYER}.mlp.down_proj.weight"
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        assert torch.equal(found.read(name).double(), decode(load(out)[name], ONES))
+
+
+def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_path: Path) -> None:
+    tensors = load_file(FOLDER / "llama" / "model.safetensors")
+    name = f"{LAYER}.mlp.down_proj.weight"
+    tensors[name][:, 32:64] = 0
+    tensors[name][1] = 0
+    source = shutil.copytree(FOLDER / "llama", tmp_path / "model")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    out = run(source, tmp_path / "out", "mxfp8").out
+    scales = load(out)[f"{name}_scale"]
+    assert scales[:, 1].tolist() == [0] * 32
+    assert scales[1].tolist() == [0] * 5
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        assert not found.read(name)[:, 32:64].any()
+
+
+def test_inputs_that_are_no_multiple_of_32_are_refused_by_name(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", {f"{LAYER}.mlp.down_proj.weight": random(64, 200, seed=1)})
+    with pytest.raises(
+        ModelError, match=r"mlp[.]down_proj has 200 inputs, no multiple of 32"
+    ) as told:
+        run(source, tmp_path / "out", "mxfp8")
+    assert "--ignore" in (told.value.hint or "")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mx_blocks_are_one_row_high(form: str, tmp_path: Path) -> None:
+    out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
+    with Fp8Checkpoint.open(out, fuse=False) as found:
+        assert {weight.scheme.block for weight in found._weights.values()} == {MX_BLOCK}
+
+
+@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize("target", FORMS)
+def test_another_dialect_stores_the_same_codes_and_exponents(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    """Those of OCP's rule, too, which the program does not write itself."""
+    first = run(FOLDER / "llama", tmp_path / "first", "mxfp8", source).out
+    tensors = load(first)
+    for linear in list_linears(tensors):
+        tensors[f"{linear}.{FORMS[source]}"][::2] += 3
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8", "--format", target)
+    succeed(*made, "--allow-unservable", "--out", tmp_path / "second")
+    second = load(tmp_path / "second")
+    for linear in list_linears(tensors):
+        assert torch.equal(
+            second[f"{linear}.weight"].view(torch.uint8),
+            tensors[f"{linear}.weight"].view(torch.uint8),
+        )
+        found, expected = second[f"{linear}.{FORMS[target]}"], tensors[f"{linear}.{FORMS[source]}"]
+        assert found.dtype is torch.uint8
+        assert torch.equal(found, expected)
+
+
+def test_layers_may_have_it_beside_other_schemes(tmp_path: Path) -> None:
+    choice = {"*.down_proj": "mxfp8", "*.layers.1.self_attn": "mxfp8-a16"}
+    out = run(FOLDER / "llama", tmp_path / "out", "fp8-dynamic", layer_schemes=choice).out
+    with Fp8Checkpoint.open(out, fuse=True) as found:
+        kinds = {name: found.activation(name) for name in found.quantized}
+    mx = {name for name, each in kinds.items() if each.is_mx}
+    assert mx == {name for name in kinds if "down_proj" in name or "layers.1.self_attn" in name}
+    alone = {name for name, each in kinds.items() if each.kind is InputScaling.NONE}
+    assert alone == {name for name in kinds if "layers.1.self_attn" in name}
+
+
+def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
+    rows = [{"input_ids": row} for row in drawn]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    made = ("quantize", FOLDER / "llama", "--scheme", "mxfp8-a16", "--rounding", "gptq")
+    text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
+    succeed(*made, *text, "--out", tmp_path / "gptq")
+    nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)
+    found, source = load(tmp_path / "gptq"), load(FOLDER / "llama")
+    changed = 0
+    for linear in list_linears(nearest):
+        name = f"{linear}.weight"
+        assert torch.equal(found[f"{name}_scale"], nearest[f"{name}_scale"])
+        changed += not torch.equal(found[name].view(torch.uint8), nearest[name].view(torch.uint8))
+        error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
+        assert error.norm() < 0.06 * source[name].double().norm()
+    assert changed == 14

@@ -1,0 +1,61 @@
+"""MXFP8 in vLLM for CPUs, with its emulation kernel, which its build looks for on GPUs alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from tests.cli.program import run as run_program
+from tests.dialects.foreign import FOLDER
+from tests.quantization.by_hand import run
+from tests.real_engines.vllm_job import VllmServer
+
+SEQUENCES = [[(3 * i + j * j) % 60 + 3 for j in range(24)] for i in range(4)]
+
+
+def save_decoded(quantized: Path, out: Path) -> Path:
+    """Write the model that the codes and exponents stand for; bfloat16 holds it exactly."""
+    shutil.copytree(FOLDER / "llama", out)
+    tensors = load_file(out / "model.safetensors")
+    with Fp8Checkpoint.open(quantized, fuse=False) as found:
+        for name in found.quantized:
+            exact = found.read(name)
+            tensors[name] = exact.bfloat16()
+            assert torch.equal(tensors[name].float(), exact)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_log_probabilities_are_those_of_the_decoded_model(
+    form: str, vllm: VllmServer, tmp_path: Path
+) -> None:
+    """The kernel leaves inputs in 16 bits, which `check` says of GPUs before Blackwell."""
+    quantized = run(FOLDER / "llama", tmp_path / "mxfp8", "mxfp8", form).out
+    decoded = save_decoded(quantized, tmp_path / "decoded")
+    answers = {
+        path: vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES)
+        for path in (quantized, decoded, FOLDER / "llama")
+    }
+    assert not any(answer.error for answer in answers.values())
+    found, expected, original = (torch.tensor(each.logprobs) for each in answers.values())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert float((expected - original).abs().max()) > 1e-3
+
+
+def test_models_other_than_those_it_names_are_refused_in_the_dialect_of_releases(
+    vllm: VllmServer, tmp_path: Path
+) -> None:
+    quantized = run(FOLDER / "llama", tmp_path / "mxfp8", "mxfp8", "mxfp8").out
+    answer = vllm(quantized, kv_cache_dtype="auto")
+    assert "weight_scale_inv" in answer.error
+    report = run_program("check", quantized, "--engine", "vllm==0.32", "--json")
+    found = json.loads(report.out)["engines"]["vllm==0.32"]
+    assert found["weights"]["status"] == "refused"
+    assert "weight_scale_inv" in found["weights"]["why"]
