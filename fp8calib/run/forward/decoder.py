@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 
 _OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",
@@ -54,6 +54,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         check_runnable(model)
         self._decoder: Any = find_text_decoder(model)[1]
+        self._cache_argument = name_cache_argument(self._decoder)
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
         self._growing = [m for m in self._decoder.modules() if _grows_with_length(m)]
@@ -81,8 +82,8 @@ class Decoder:
                 attention_mask=None
                 if mask is None
                 else mask.long().to(self.device, non_blocking=True),
-                past_key_values=cache,
                 use_cache=True,
+                **{self._cache_argument: cache},
             )
         except Fp8CalibError:
             raise
