@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 from fp8calib.observe.hooks import TensorHooks, find_attention, own_attentions
 
 
@@ -62,18 +62,19 @@ class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is 
 def _always_cached(model: PreTrainedModel) -> Iterator[None]:
     """Give every call of the decoder a cache: without one, K and V would bypass the hooks."""
     decoder: nn.Module = find_text_decoder(model)[1]
+    argument = name_cache_argument(decoder)
     config = model.config.get_text_config(decoder=True)
 
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(argument)
         if cache is None:
             is_requested = kwargs.get("use_cache") is not False
             cache = (DynamicCache if is_requested else _UnrequestedCache)(config=config)
-        return args, {**kwargs, "past_key_values": cache, "use_cache": True}
+        return args, {**kwargs, argument: cache, "use_cache": True}
 
     def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(getattr(output, "past_key_values", None), _UnrequestedCache):
-            output.past_key_values = None
+        if isinstance(getattr(output, argument, None), _UnrequestedCache):
+            setattr(output, argument, None)
 
     with ExitStack() as stack:
         stack.callback(decoder.register_forward_pre_hook(supply, with_kwargs=True).remove)

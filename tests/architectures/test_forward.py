@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
+import fp8calib
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
@@ -38,6 +40,27 @@ def spy_on_decoders(seen: list[torch.Tensor]) -> Any:
         return output
 
     return patch.object(nn.Module, "__call__", call)
+
+
+class _Renamed(LlamaModel):
+    """A decoder as in transformers 5.24, which renamed the argument of the cache."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, **others: Any) -> Any:
+        assert "past_key_values" not in others
+        output = super().forward(input_ids, past_key_values=cache, **others)
+        output.cache = output.past_key_values
+        return output
+
+
+def test_the_cache_goes_where_the_decoder_takes_it() -> None:
+    rows = [{"input_ids": sequence.tolist()} for sequence in draw([20, 20])]
+    model = zoo.build("llama")
+    expected = fp8calib.calibrate(model, rows).stats.sites
+    model.model.__class__ = _Renamed
+    found = fp8calib.calibrate(model, rows).stats.sites
+    assert {site: each.amax.tolist() for site, each in found.items()} == {
+        site: each.amax.tolist() for site, each in expected.items()
+    }
 
 
 @pytest.mark.parametrize("family", sorted(zoo.ZOO))

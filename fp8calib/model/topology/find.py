@@ -7,6 +7,7 @@ weights. Anything ambiguous is a ModelError that names the class and what was se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,15 @@ def _without_head(decoder: nn.Module) -> nn.Module:
     inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
     has_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
     return inner[0] if has_head and len(inner) == 1 else decoder
+
+
+def name_cache_argument(decoder: nn.Module) -> str:
+    """Name the argument of a forward pass that takes the cache; the output has it by that name.
+
+    Transformers 5.24 renamed `past_key_values`, which it still takes, with a warning.
+    """
+    parameters = signature(decoder.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def find_geometry(

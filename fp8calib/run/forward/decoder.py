@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
-from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 
 _OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",
@@ -59,6 +59,7 @@ class Decoder:
         self._called, self._options = self._decoder, dict[str, int]()
         if isinstance(model, FSDPModule):
             self._called, self._options = model, {"logits_to_keep": 1}
+        self._cache_argument = name_cache_argument(self._decoder)
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
         self._growing = [m for m in self._decoder.modules() if _grows_with_length(m)]
@@ -86,9 +87,9 @@ class Decoder:
                 attention_mask=None
                 if mask is None
                 else mask.long().to(self.device, non_blocking=True),
-                past_key_values=cache,
                 use_cache=True,
                 **self._options,
+                **{self._cache_argument: cache},
             )
         except Fp8CalibError:
             raise

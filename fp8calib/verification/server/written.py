@@ -9,6 +9,7 @@ import torch
 from fp8calib.errors import VerificationError
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
+from fp8calib.model.topology.find import name_cache_argument
 
 NUM_GIVEN = 16
 """Tokens of every sequence that begin the text."""
@@ -55,10 +56,11 @@ def _continue(
 ) -> torch.Tensor:
     """Continue ids [B, L] to `length` tokens."""
     cache, new = None, ids.to(model.device)
+    argument = name_cache_argument(model)
     while ids.shape[1] < length:
         with torch.inference_mode():
-            output = model(input_ids=new, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+            output = model(input_ids=new, use_cache=True, **{argument: cache})
+        cache = getattr(output, argument)
         weights = torch.softmax(output.logits[:, -1].float(), -1).cpu()
         if not bool(weights.isfinite().all()):
             raise VerificationError(
