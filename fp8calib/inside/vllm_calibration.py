@@ -59,7 +59,6 @@ _OWN = {
     "kv_cache_dtype": "a quantized cache changes what later layers see",
     "calculate_kv_scales": "a quantized cache changes what later layers see",
     "quantization": "quantized weights change what is measured",
-    "speculative_config": "drafted tokens would be counted, and drafters are not observed",
     "worker_extension_cls": "it is what observes",
 }
 """Arguments of vLLM that are set here, because others would falsify the statistics."""
@@ -83,7 +82,14 @@ class EngineSettings:
         from vllm.version import __version__  # noqa: PLC0415
 
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
-        return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}"
+        drafter = f", drafter {self.drafter.get('method')}" if self.drafter else ""
+        return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}{drafter}"
+
+    @property
+    def drafter(self) -> Mapping[str, Any]:
+        """The drafter, which drafts one token: its layers then see every token once."""
+        config = self.options.get("speculative_config")
+        return {**config, "num_speculative_tokens": 1} if config else {}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -108,6 +114,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             )
         if name in _OWN:
             raise UsageError(f"--engine-option {name}: cannot be chosen: {_OWN[name]}")
+        if name == "speculative_config" and not isinstance(value, Mapping):
+            raise UsageError("--engine-option speculative_config: write {method: ..., model: ...}")
         if name == "load_format" and value == "dummy":
             raise UsageError("--engine-option load_format=dummy: random weights")
 
@@ -136,7 +144,8 @@ def observe_in_vllm(
     progress.stage("vLLM loads the model", None)
     with _engine(checkpoint.folder, settings, longest) as llm:
         run = _Run(llm, prepared, recipe)
-        run.start(checkpoint.stored)
+        with _open_drafter(settings, checkpoint) as drafter:
+            run.start(checkpoint.stored, drafter)
         _refuse_unseen(run.matched, settings)
         progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
         _run_all(run, todo, progress, share)
@@ -188,11 +197,10 @@ class _Run:
         self.is_settled = True
         """Whether vLLM has run all sequences that it was given."""
 
-    def start(self, stored: Checkpoint) -> None:
+    def start(self, stored: Checkpoint, drafter: Checkpoint | None) -> None:
         """Ask the ranks what they have, and let them observe the sites."""
-        entries = stored.tensors.items()
-        tensors = [(name, entry.dtype, list(entry.shape)) for name, entry in entries]
-        answers = self._call("fp8calib_describe", tensors)
+        of_drafter = [] if drafter is None else _list_tensors(drafter)
+        answers = self._call("fp8calib_describe", _list_tensors(stored), of_drafter)
         self._ranks = [Rank.parse(answer) for answer in answers]
         self.matched = match_modules(self._ranks, self._prepared, self._observe)
         if len({rank.pp for rank in self._ranks}) > 1:
@@ -283,6 +291,22 @@ class _Run:
         )
 
 
+def _list_tensors(checkpoint: Checkpoint) -> list[tuple[str, str, list[int]]]:
+    entries = checkpoint.tensors.items()
+    return [(name, entry.dtype, list(entry.shape)) for name, entry in entries]
+
+
+@contextmanager
+def _open_drafter(settings: EngineSettings, checkpoint: Checkpoint) -> Iterator[Checkpoint | None]:
+    """Open the checkpoint of a drafter: a folder of its own, or that of the model (MTP)."""
+    folder = settings.drafter.get("model")
+    if folder is None:
+        yield checkpoint.stored if settings.drafter else None
+        return
+    with Checkpoint.open(Path(folder)) as opened:
+        yield opened
+
+
 def _shorten(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -348,7 +372,7 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
             max_num_batched_tokens=longest + 1,
             language_model_only=True,
             worker_extension_cls=WORKER,
-            **settings.options,
+            **{**settings.options, "speculative_config": dict(settings.drafter) or None},
         )
     except Exception as error:
         raise CalibrationError(

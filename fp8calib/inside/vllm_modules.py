@@ -100,6 +100,7 @@ def match_modules(ranks: Sequence[Rank], prepared: PreparedModel, observe: Obser
         attentions = dict(_match_attentions(geometry, known, layers))
         problem = next((rank.problem for rank in ranks if rank.problem), "")
         _check_complete(geometry, attentions.values(), problem)
+        attentions |= _list_drafters(geometry, known, ranks[0].tp[1])
     shown = {name: each for name, each in attentions.items() if each.module not in prepared.ignored}
     return Matched(linears=linears, attentions=shown, unseen=unseen)
 
@@ -147,12 +148,35 @@ def _match_attentions(
 ) -> Iterator[tuple[str, Attention]]:
     by_index = {layer.index: layer for layer in geometry.layers}
     for name, module in known.items():
-        if module["kind"] not in ("heads", "latent"):
+        if module["kind"] not in ("heads", "latent") or "site" in module:
             continue
         around = next((layers[above] for above in _list_ancestors(name) if above in layers), set())
         found = [by_index[index] for index in around]
         if len(found) == 1 and found[0].attention is not None:
             yield name, found[0].attention
+
+
+def _list_drafters(
+    geometry: ModelGeometry, known: Mapping[str, Mapping[str, Any]], tp: int
+) -> Iterator[tuple[str, Attention]]:
+    """List the attention of a drafter, which the model's geometry lacks."""
+    own = {attention.module for _, attention in geometry.attentions()}
+    for name, module in known.items():
+        if "site" not in module:
+            continue
+        site = f"drafter.{module['site']}" if module["site"] in own else module["site"]
+        yield (
+            name,
+            Attention(
+                module=site,
+                checkpoint_module=module["site"],
+                kind=module["kind"],
+                num_heads=module["num_heads"] * tp,
+                num_kv_heads=module["num_kv_heads_whole"],
+                k_head_dim=module["head_size"],
+                v_head_dim=module["head_size"],
+            ),
+        )
 
 
 def _check_complete(geometry: ModelGeometry, found: Iterable[Attention], problem: str) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import nn
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.batch_view import view_batch
 from fp8calib.observe.recorder import Recorder
@@ -28,20 +29,21 @@ from fp8calib.observe.reductions import observe_expert_input, observe_heads, obs
 class Observer:
     """The methods of a worker that observe its part of the model."""
 
-    def fp8calib_describe(self, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> str:
+    def fp8calib_describe(self, tensors: Tensors, drafted: Tensors) -> str:
         """Describe this rank and its modules, and where the loader puts each tensor.
 
         Args:
             tensors: of the checkpoint: name, dtype as safetensors spells it, and shape.
+            drafted: those of the drafter's checkpoint.
 
         Returns:
             JSON: the ranks, `modules` by name, and `loads`: tensors by the parameter that they
-            fill.
+            fill. A drafter's attention names its own `site`.
         """
         from vllm.distributed import get_pp_group, get_tp_group  # noqa: PLC0415
         from vllm.version import __version__  # noqa: PLC0415
 
-        model = _find_model(self)
+        model = _find_models(self)[""]
         loads, problem = _trace_loader(model, tensors)
         if problem:  # methods of quantization replace parameters after loading
             loads, problem = _trace_loader(_build_unloaded(self), tensors)
@@ -54,7 +56,8 @@ class Observer:
                     name: found
                     for name, module in model.named_modules()
                     if (found := _describe_module(module)) is not None
-                },
+                }
+                | dict(_describe_drafter(self, drafted)),
                 "loads": loads,
                 "problem": problem,
             }
@@ -62,16 +65,20 @@ class Observer:
 
     def fp8calib_observe(self, modules: Sequence[str]) -> None:
         """Observe those of these modules that this rank has."""
-        vars(self)["_fp8calib"] = _Observation(_find_model(self), set(modules))
+        vars(self)["_fp8calib"] = [
+            _Observation(model, prefix, set(modules))
+            for prefix, model in _find_models(self).items()
+        ]
 
     def fp8calib_expect(self, sequences: Sequence[tuple[int, int, int, int]]) -> None:
         """Expect sequences in this order: global index, quarter, length, checksum of the ids."""
-        vars(self)["_fp8calib"].expected.extend(map(tuple, sequences))
+        for observation in vars(self)["_fp8calib"]:
+            observation.expected.extend(map(tuple, sequences))
 
     def fp8calib_collect(self) -> bytes:
         """Give all statistics so far, as a safetensors file; its metadata has counts and faults."""
         with torch.inference_mode():
-            return bytes(vars(self)["_fp8calib"].collect())
+            return _collect(vars(self)["_fp8calib"])
 
 
 def checksum(ids: torch.Tensor) -> int:
@@ -79,9 +86,34 @@ def checksum(ids: torch.Tensor) -> int:
     return zlib.crc32(ids.to("cpu", torch.int64).numpy().tobytes())
 
 
-def _find_model(worker: Any) -> nn.Module:
-    model: nn.Module = worker.model_runner.get_model()
-    return model
+Tensors = Sequence[tuple[str, str, Sequence[int]]]
+_DRAFTER = "drafter."
+
+
+def _find_models(worker: Any) -> dict[str, nn.Module]:
+    """Give the model, and the drafter if this rank has one, by the prefix of modules' names."""
+    drafter = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+    found = {_DRAFTER: drafter} if isinstance(drafter, nn.Module) else {}
+    return {"": worker.model_runner.get_model(), **found}
+
+
+def _describe_drafter(worker: Any, tensors: Tensors) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Describe a drafter's attention, and name it as its checkpoint does."""
+    model = _find_models(worker).get(_DRAFTER)
+    if model is None:
+        return
+    loads = _trace_loader(model, tensors)[0]
+    config = worker.vllm_config.speculative_config.draft_model_config
+    for name, module in model.named_modules():
+        found = _describe_module(module)
+        if found is not None and found["kind"] in ("heads", "latent"):
+            around = f"{name.rpartition('.')[0]}."
+            names = (each for path in loads if path.startswith(around) for each in loads[path])
+            shared = set[str].intersection(*({*list_paths(each)} for each in names))
+            site = max(shared, key=len)
+            whole = 1 if found["kind"] == "latent" else config.get_total_num_kv_heads()
+            more = {"num_kv_heads_whole": whole, "head_size": module.head_size}
+            yield _DRAFTER + name, {**found, "site": site, **more}
 
 
 def _build_unloaded(worker: Any) -> nn.Module:
@@ -235,13 +267,15 @@ def _wrap(
 class _Observation:
     """What one worker observes: one sequence a step of the engine."""
 
-    def __init__(self, model: nn.Module, observed: set[str]) -> None:
+    def __init__(self, model: nn.Module, prefix: str, observed: set[str]) -> None:
+        self._is_drafter = bool(prefix)
         self.expected = deque[tuple[int, int, int, int]]()
         self.faults: list[str] = []
-        self._recorder = Recorder()
+        self.recorder = Recorder()
         self._has_batch = False
         _wrap(model, self._begin, self._end)
-        for name, module in model.named_modules():
+        for path, module in model.named_modules():
+            name = prefix + path
             if name not in observed:
                 continue
             found = _describe_module(module)
@@ -257,24 +291,6 @@ class _Observation:
                 "linear": self._see_input,
             }
             _wrap(module, partial(self._see, partial(see[kind], name, module)))
-
-    def collect(self) -> bytes:
-        """Give the statistics so far."""
-        bad = self._recorder.check_finite()
-        found = self._recorder.stats()
-        metadata = {
-            "counts": json.dumps({str(site): stats.count for site, stats in found.items()}),
-            "sequences": json.dumps(self._recorder.sequences),
-            "faults": json.dumps(self.faults),
-            "nonfinite": "" if bad is None else str(bad),
-        }
-        tensors = {
-            f"{site}/{name}": tensor.contiguous()
-            for site, stats in found.items()
-            for name, tensor in stats.tensors.items()
-        }
-        saved: bytes = save(tensors, metadata)
-        return saved
 
     def _begin(self, *_: Any, **kwargs: Any) -> None:
         from vllm.forward_context import get_forward_context  # noqa: PLC0415
@@ -295,15 +311,16 @@ class _Observation:
                 f"that begins at position {int(positions[0])}"
             )
             return
-        if ids is not None and checksum(ids) != digest:
+        # a drafter gets each token's successor
+        if ids is not None and not self._is_drafter and checksum(ids) != digest:
             self.faults.append(f"sequence {first}: the engine ran other tokens")
             return
-        self._recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
+        self.recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
         self._has_batch = True
 
     def _end(self) -> None:
         if self._has_batch:
-            self._recorder.end_batch()
+            self.recorder.end_batch()
             self._has_batch = False
 
     def _see(self, see: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -341,19 +358,42 @@ class _Observation:
 
     def _record_heads(self, name: str, role: Role, x: torch.Tensor, num_heads: int) -> None:
         heads = x.reshape(len(x), num_heads, -1).transpose(0, 1).unsqueeze(0)
-        seen = observe_heads(self._recorder.batch, role, heads, num_heads)
-        self._recorder.record(Site(name, role), seen)
+        seen = observe_heads(self.recorder.batch, role, heads, num_heads)
+        self.recorder.record(Site(name, role), seen)
 
     def _see_input(self, name: str, _module: nn.Module, x: torch.Tensor, *_: Any) -> None:
         site = Site(name, Role.INPUT)
-        self._recorder.record(site, observe_input(self._recorder.batch, site, x))
+        self.recorder.record(site, observe_input(self.recorder.batch, site, x))
 
     def _see_experts(self, name: str, routing: _Routing) -> None:
         hidden, index = routing.find()
         seen = observe_expert_input(
-            self._recorder.batch, hidden, index, routing.module.moe_config.num_experts
+            self.recorder.batch, hidden, index, routing.module.moe_config.num_experts
         )
-        self._recorder.record(Site(name, Role.INPUT), seen)
+        self.recorder.record(Site(name, Role.INPUT), seen)
+
+
+def _collect(observations: Sequence[_Observation]) -> bytes:
+    """Give the statistics so far, of the model and a drafter."""
+    recorders = [each.recorder for each in observations]
+    bad = [str(site) for each in recorders if (site := each.check_finite()) is not None]
+    faults = [fault for each in observations for fault in each.faults]
+    if any(each.sequences != recorders[0].sequences for each in recorders):
+        faults.append("its drafter ran other sequences")
+    found = {site: stats for each in recorders for site, stats in each.stats().items()}
+    metadata = {
+        "counts": json.dumps({str(site): stats.count for site, stats in found.items()}),
+        "sequences": json.dumps(recorders[0].sequences),
+        "faults": json.dumps(faults),
+        "nonfinite": "".join(bad[:1]),
+    }
+    tensors = {
+        f"{site}/{name}": tensor.contiguous()
+        for site, stats in found.items()
+        for name, tensor in stats.tensors.items()
+    }
+    saved: bytes = save(tensors, metadata)
+    return saved
 
 
 class _Routing:

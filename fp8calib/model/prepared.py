@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import group_by_pattern
+from fp8calib.geometry.module_paths import group_by_pattern, list_paths
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.stored_parameters import (
@@ -102,7 +102,9 @@ def list_skipped(
     skipped += _between_layers(prepared)
     skipped += _applied_by_modules(prepared)
     weights = prepared.weights
-    skipped += [Skipped(site=name, why=_UNUSED) for name in weights.unused]
+    drafters = {path for site in observed for path in list_paths(site.module)}
+    unused = (name for name in weights.unused if name not in drafters)
+    skipped += [Skipped(site=name, why=_UNUSED) for name in unused]
     leftovers = list_leftovers(prepared.model, weights)
     skipped += [Skipped(site=name, why=_LEFTOVER) for name in leftovers]
     absent = list_absent(prepared.model, weights)

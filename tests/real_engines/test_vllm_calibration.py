@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,6 +19,7 @@ from fp8calib.cli import main_inner
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
+from tests.cli.quantized_children import save_fp4, save_int
 from tests.inside.recorded import read_golden
 from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, WIDTH, make_rows
 from tests.real_engines.exports import LATENT
@@ -57,6 +62,19 @@ REFUSED = {
     "mpt": "not supported anymore",
 }
 """Families that vLLM 0.32 for CPU does not run in float32, with what it says."""
+QUANTIZED: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
+    "INT4": (lambda base, folder: save_int(folder, 4, group=32, base=base), ""),
+    "INT8": (lambda base, folder: save_int(folder, 8, base=base), ""),
+    "NVFP4": (
+        lambda base, folder: save_fp4(folder, "nvfp4", base=base),
+        "Marlin FP4 not available",
+    ),
+    "MXFP4": (
+        lambda base, folder: save_fp4(folder, "mxfp4", base=base),
+        "Failed to find a kernel that can implement the MXFP4 linear layer",
+    ),
+}
+"""Quantized checkpoints, and why vLLM 0.32 for CPU refuses to start with one."""
 SIZES_SERVED = {"hidden_size": 128, "head_dim": 32}
 """vLLM's CPU kernels want heads of a multiple of 32 elements."""
 
@@ -151,6 +169,65 @@ def test_every_site_is_what_transformers_computes(
         torch.testing.assert_close(
             found.sites[site].amax, own.sites[site].amax, rtol=1e-5, atol=1e-7, msg=str(site)
         )
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_a_quantized_checkpoint_is_calibrated_as_vllm_runs_it(
+    calibrate: Calibrator, data: Path, tmp_path: Path, form: str
+) -> None:
+    write, refusal = QUANTIZED[form]
+    zoo.save("llama", tmp_path / "base", hidden_size=128, intermediate_size=128)
+    model = write(tmp_path / "base", tmp_path / "model")
+    # the longest text that the model takes
+    options = ["--data", data, "--seq-len", 128, "--dtype", "bfloat16", "--format", "kv-scales"]
+
+    code, printed = calibrate(model, tmp_path / "engine", *options)
+
+    if refusal:
+        assert code != 0
+        assert f"vLLM cannot start with this model: ValueError: {refusal}" in printed
+        return
+    assert code == 0, printed
+    main_inner(["calibrate", str(model), "--out", str(tmp_path / "own"), *map(str, options)])
+    own, found = (load_stats(tmp_path / name) for name in ("own", "engine"))
+    assert found.header.measured_quantized == f"{form} weights (compressed-tensors)"
+    assert found.sites.keys() == own.sites.keys()
+    for site in (site for site in own.sites if site.role in ("k", "v", "q")):
+        torch.testing.assert_close(
+            found.sites[site].amax, own.sites[site].amax, rtol=2**-6, atol=0.0, msg=str(site)
+        )
+
+
+def test_a_rank_that_dies_is_named_and_the_run_is_resumed(
+    calibrate: Calibrator, tmp_path: Path
+) -> None:
+    case = CASES["llama-tp2"]
+    model, out = case.save_model(tmp_path / "model"), tmp_path / "out"
+    rows = [json.dumps(row) for row in make_rows()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows * 300))
+    options = ["--data", tmp_path / "rows.jsonl", "--seq-len", SEQ_LEN, "--samples", 9 * 300]
+    options += ["--no-pack", "--dtype", "float32", "--tensor-parallel-size", case.tp]
+
+    killer = threading.Thread(target=kill_rank, args=(tmp_path / "out.partial",))
+    killer.start()
+    code, printed = calibrate(model, out, *options, ranks=case.tp)
+    killer.join()
+
+    assert code != 0
+    assert "vLLM stopped: its process Worker_TP1 died" in printed
+    code, printed = calibrate(model, out, *options, "--resume", ranks=case.tp)
+    assert code == 0, printed
+    assert "of 2700 sequences are done, continuing" in printed
+    assert sum(stats.count for stats in load_stats(out).sites.values()) > 0
+
+
+def kill_rank(partial: Path) -> None:
+    """Kill a worker of vLLM once statistics are saved."""
+    while not list(partial.glob("checkpoint-*")):
+        time.sleep(0.1)
+    for process in psutil.Process().children(recursive=True):
+        if process.cmdline()[:1] == ["VLLM::Worker_TP1"]:
+            process.send_signal(signal.SIGKILL)
 
 
 def test_shards_in_engines_of_their_own_merge_to_the_bytes_of_one_run(
