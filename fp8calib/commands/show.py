@@ -17,6 +17,7 @@ from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
 from fp8calib.dialects.read import refuse_result
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.fp8.encode import decode_scale
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.shown_stats import show_stats
@@ -108,7 +109,7 @@ def _list_tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
         if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
             yield name, f"{entry.dtype} of shape {list(entry.shape)}"
         else:
-            yield name, file.read(name).float().flatten().tolist()
+            yield name, decode_scale(file.read(name)).flatten().tolist()
 
 
 def _list_json_rows(path: Path) -> Iterator[ScaleRow]:

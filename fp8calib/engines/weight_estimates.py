@@ -16,6 +16,7 @@ from fp8calib.engines.reach import Reach
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.errors import format_ranges
+from fp8calib.fp8.encode import decode_scale
 from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.machine.threads import one_thread
@@ -180,7 +181,7 @@ class _Weights:
         file = self._located[name]
         if file not in self._files:
             self._files[file] = TensorFile(self._folder.path / file)
-        return self._files[file].read(name).float()
+        return decode_scale(self._files[file].read(name))
 
     def read_bias(self, name: str, length: int) -> torch.Tensor | None:
         """Read a bias; zeros where the model has none, None for another shape or dtype."""

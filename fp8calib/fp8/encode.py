@@ -46,6 +46,13 @@ def decode_exponents(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
+def decode_scale(stored: torch.Tensor) -> torch.Tensor:
+    """Give the scales that a checkpoint stores, in fp32: numbers, or the exponents of MXFP8."""
+    if stored.dtype is torch.uint8:
+        return decode_exponents(stored)
+    return (stored.real if stored.is_complex() else stored).to(torch.float32)
+
+
 def decode_rows(codes: torch.Tensor) -> torch.Tensor:
     """Give the fp32 value of float8_e4m3fn codes that are no NaN.
 

@@ -19,7 +19,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
-from fp8calib.errors import ModelError
+from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import MX_BLOCK, NEAREST, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_path
@@ -148,8 +148,8 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
 
     Raises:
         UsageError: a pattern names no linear, or divides what engines load as one weight.
-        ModelError: there is nothing to quantize, the layout of a weight is unknown, or a weight
-            cannot be divided into blocks of MXFP8.
+        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
+        ExportError: a weight cannot be divided into blocks of MXFP8.
     """
     selection = select(checkpoint, ignore=settings.ignore)
     check_layer_schemes(settings.schemes, selection)
@@ -170,7 +170,7 @@ def _refuse_partial_blocks(schemes: LayerSchemes, selection: Selection) -> None:
     ]
     if partial:
         first, names = partial[0], (span_layers(matrix.module) for matrix in partial)
-        raise ModelError(
+        raise ExportError(
             f"{first.module} has {first.shape[1]} inputs, no multiple of {size}: MXFP8 has no "
             "smaller blocks",
             hint=f"leave it unquantized with {spell_options(dict.fromkeys(names))}, or choose "

@@ -27,7 +27,7 @@ from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spr
 from fp8calib.dialects.kv.validate import check_scales
 from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.encode import decode_exponents
+from fp8calib.fp8.encode import decode_scale
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
 
@@ -257,8 +257,7 @@ class Fp8Checkpoint:
     def _read_scale(self, name: str) -> torch.Tensor:
         """Read and check a scale: fp32, in its stored shape."""
         stored = self._checkpoint.tensors[name].dtype
-        values = self._checkpoint.read(name)
-        values = decode_exponents(values) if stored == "U8" else values.to(torch.float32)
+        values = decode_scale(self._checkpoint.read(name))
         smallest = SMALLEST_EXPONENT if stored in ("U8", "F8_E8M0") else SMALLEST_SCALE
         path = self._checkpoint.file_of(name)
         check_scales(path, name, values, stored=stored, smallest=smallest)

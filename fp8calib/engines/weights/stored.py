@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.weights import is_linear_scale
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.fp8.encode import decode_exponents
+from fp8calib.fp8.encode import decode_scale
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
@@ -62,10 +62,8 @@ def read_scale_values(
         with TensorFile(folder.path / file) as opened:
             for name in names:
                 scale = opened.read(name)
-                values = (scale.real if scale.is_complex() else scale).to(torch.float32)
+                values = decode_scale(scale)
                 has_exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
-                if scale.dtype is torch.uint8:
-                    values = decode_exponents(scale)
                 smallest = SMALLEST_EXPONENT if has_exponents else SMALLEST_SCALE
                 if what := _describe_bad(values, smallest):
                     bad[name] = what
