@@ -1,0 +1,48 @@
+"""Ask transformers once what it does with checkpoints that are the same to it.
+
+Nearly every command asks it, for a tenth of a second each, and most tests write the same few tiny
+checkpoints. What it answers depends on files and the model's geometry alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.transformers import report
+from fp8calib.engines.weights.stored import read_scale_values
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+_ask = report.report_transformers
+_ANSWERS: dict[tuple[object, ...], Any] = {}
+
+
+def ask_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Any:
+    """Report what transformers does with a folder, which is loaded only if it is a new one."""
+    key = (json.dumps(folder.config), *map(repr, _list_seen(folder)), repr(geometry))
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _ask(folder, geometry, tp)
+    return _ANSWERS[key]
+
+
+def _list_seen(folder: ScaleFolder) -> Iterator[object]:
+    """List what transformers and the replay see of a folder: all but the values of weights."""
+    yield from (folder.tensors, folder.scales, folder.faults, folder.index, folder.recorded)
+    yield from (folder.modelopt, folder.unread, folder.preferred, folder.is_on_disk)
+    for path in sorted(folder.path.iterdir()) if folder.is_on_disk else ():
+        if path.suffix != ".safetensors":
+            is_config = path.name.endswith("config.json") and path.is_file()
+            yield path.name, path.read_bytes() if is_config else b""
+        elif path.name in folder.tensors:
+            yield _read_header(path)
+    if folder.is_on_disk:
+        places = {n: (file, e) for file, held in folder.tensors.items() for n, e in held.items()}
+        yield sorted(read_scale_values(folder, places).bad.items())
+
+
+def _read_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
