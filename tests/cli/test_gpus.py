@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -42,7 +41,7 @@ FIGURES = (
 )
 """How a model runs, and what is verified."""
 HAS_MINUTES = HAS_GPU or "FP8CALIB_TEST_ENGINES" in os.environ
-ON_SIMULATED_GPUS = (sys.executable, "-m", "tests.cli.program_on_simulated_gpus")
+ON_SIMULATED_GPUS = "tests.cli.program_on_simulated_gpus"
 
 pytestmark = pytest.mark.skipif(
     not HAS_GPU and shutil.which("g++") is None, reason="simulated GPUs are compiled by g++"
