@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fp8calib.engines.transformers import report
-from tests.kit.answers import ask_transformers
+from fp8calib.model import geometry_from_config
+from tests.kit.answers import ask_transformers, build_skeleton
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,4 +30,5 @@ def _no_garbage_of_imports() -> None:
 def _one_answer_of_transformers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "report_transformers", ask_transformers)
+        patch.setattr(geometry_from_config, "_build", build_skeleton)
         yield

@@ -1,7 +1,8 @@
-"""Ask transformers once what it does with checkpoints that are the same to it.
+"""Ask transformers once about what is the same to it: checkpoints, and configs.
 
 Nearly every command asks it, for a tenth of a second each, and most tests write the same few tiny
-checkpoints. What it answers depends on files and the model's geometry alone.
+checkpoints. What it answers depends on files and the model's geometry alone, and the model on the
+meta device, of which a geometry is read, on the config.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.transformers import report
 from fp8calib.engines.weights.stored import read_scale_values
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model import geometry_from_config
+from fp8calib.model.load import LoadedModel, ModelSource
 
 _ask = report.report_transformers
+_build = geometry_from_config._build
 _ANSWERS: dict[tuple[object, ...], Any] = {}
+_SKELETONS: dict[str, LoadedModel] = {}
+_MOST_SKELETONS = 16
+"""More would be scanned by the garbage collector for longer than they take to build."""
 
 
 def ask_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Any:
@@ -26,6 +33,16 @@ def ask_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> A
     if key not in _ANSWERS:
         _ANSWERS[key] = _ask(folder, geometry, tp)
     return _ANSWERS[key]
+
+
+def build_skeleton(source: ModelSource) -> LoadedModel:
+    """Build a model on the meta device; the reader of its geometry changes nothing in it."""
+    key = json.dumps(source.raw_config, default=str)
+    if key not in _SKELETONS:
+        if len(_SKELETONS) == _MOST_SKELETONS:
+            _SKELETONS.clear()
+        _SKELETONS[key] = _build(source)
+    return _SKELETONS[key]
 
 
 def _list_seen(folder: ScaleFolder) -> Iterator[object]:
