@@ -48,6 +48,12 @@ def plant(folder: Path, change: Callable[[Any], None]) -> tuple[Path, Path]:
     return folder / "model", write_rows(folder / "text.jsonl", rows)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Give such a model that needs nothing, and its text."""
+    return plant(tmp_path_factory.mktemp("plain"), lambda _model: None)
+
+
 def need_query_scales(model: PreTrainedModel) -> None:
     for layer in model.model.layers[1:]:
         layer.self_attn.q_proj.weight.div_(2048)
@@ -137,9 +143,9 @@ def test_nothing_is_claimed_where_nothing_passes(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = plant(tmp_path, lambda _model: None)
+    model, text = plain
     failing = candidate("kv-overlay", 0.5, Verdict.FAIL)
     monkeypatch.setattr("fp8calib.jobs.auto.measure.Measured.read_back", lambda *_: failing)
     out = tmp_path / "out"
@@ -184,10 +190,10 @@ def test_a_cache_that_fails_is_left_in_16_bits_in_the_fewest_layers(tmp_path: Pa
 
 
 def test_what_fails_as_a_whole_is_followed_by_the_next_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part passes alone: the first whole that passes when it is read back is kept."""
-    model, text = plant(tmp_path, lambda _model: None)
+    model, text = plain
     read_back = iter([Verdict.WARN, Verdict.CANNOT_TELL, Verdict.PASS])
 
     def verify(*_: object) -> CandidateResult:
@@ -208,9 +214,9 @@ def test_what_fails_as_a_whole_is_followed_by_the_next_best(
 
 
 def test_an_interrupted_run_continues_with_its_statistics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = plant(tmp_path, lambda _model: None)
+    model, text = plain
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
@@ -235,8 +241,8 @@ def test_an_interrupted_run_continues_with_its_statistics(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_the_plan_of_a_run_has_its_steps(tmp_path: Path) -> None:
-    model, text = plant(tmp_path, lambda _model: None)
+def test_the_plan_of_a_run_has_its_steps(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    model, text = plain
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--out", out, "--dry-run")
     plan = succeed(*command, "--json").json["plan"]
@@ -504,11 +510,8 @@ def test_q_gets_scales_unless_they_change_nothing() -> None:
         assert decide.choose_kv(report, {}).decisions[0].answer == told
 
 
-def test_samples_count_the_text_that_is_held_out(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    zoo.build("llama").save_pretrained(model)
-    save_tokenizer(model)
-    command = ("auto", model, "--gate", "kv", *QUICK, "--out", tmp_path / "out")
+def test_samples_count_the_text_that_is_held_out(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    command = ("auto", plain[0], "--gate", "kv", *QUICK, "--out", tmp_path / "out")
     outcome = run(*command, "--samples", 10, "--json")
     assert outcome.json["calibration_tokens"] == 8 * LENGTH
     assert outcome.json["sequences"] == 2

@@ -97,7 +97,7 @@ def test_a_failing_run_leaves_the_model_as_it_was() -> None:
     assert_unchanged(model, before)
 
 
-def test_every_one_of_100_refits_gives_the_scales_of_its_step() -> None:
+def test_every_one_of_many_refits_gives_the_scales_of_its_step() -> None:
     model = zoo.build("llama")
     rows = token_rows(2, LENGTH)
     seen: dict[int, float] = {}
@@ -109,7 +109,7 @@ def test_every_one_of_100_refits_gives_the_scales_of_its_step() -> None:
     names = {f"model.layers.{i}.self_attn.{r}_scale" for i in range(len(layers)) for r in "kv"}
     previous: set[float] = set()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for _ in range(100):
+    for _ in range(25):
         tokens = torch.stack(rows)
         model(tokens, labels=tokens).loss.backward()
         optimizer.step()

@@ -1,6 +1,6 @@
 """Broken scales files of every tool, through every command that reads them.
 
-A few hundred cases by default, the same ones every time. `FP8CALIB_FUZZ_SECONDS=600` goes on with
+Some eighty cases by default, the same ones every time. `FP8CALIB_FUZZ_SECONDS=600` goes on with
 new ones for so long; `FP8CALIB_FUZZ_SEED=N` begins at another one (scripts/fuzz does both).
 """
 
@@ -41,7 +41,7 @@ from tests.cli import quantized_sources as sources
 from tests.cli.program import Outcome, run
 from tests.mutations import break_file, break_folder
 
-CASES_BY_DEFAULT = 8
+CASES_BY_DEFAULT = 4
 SECONDS = float(os.environ.get("FP8CALIB_FUZZ_SECONDS", "0"))
 FIRST_SEED = int(os.environ.get("FP8CALIB_FUZZ_SEED", "0"))
 REFUSALS = (UsageError, ModelError, DataError, ExportError, VerificationError)

@@ -101,14 +101,19 @@ def test_a_plan_is_of_what_this_process_runs(wide: Path, data: Path, tmp_path: P
     assert re.search(r"^shard +1 of 4 ", text, re.MULTILINE)
 
 
+def find_smallest_cap(text: str) -> str:
+    """Find the cap that the refusal of a smaller one names."""
+    found = re.search(r"the smallest --memory that works is (\S+);", text)
+    assert found is not None
+    return found.group(1)
+
+
 def test_a_cap_under_two_layers_names_the_smallest_that_works(
     wide: Path, data: Path, tmp_path: Path
 ) -> None:
     command = ("calibrate", wide, "--data", data, *QUICK, "--format", "kv-scales")
-    text = fail(2, *command, "--out", tmp_path / "out", "--memory", 0.01)
-    found = re.search(r"the smallest --memory that works is (\S+);", text)
-    assert found is not None
-    succeed(*command, "--out", tmp_path / "out", "--memory", found.group(1))
+    cap = find_smallest_cap(fail(2, *command, "--out", tmp_path / "out", "--memory", 0.01))
+    succeed(*command, "--out", tmp_path / "out", "--memory", cap)
 
 
 def test_long_sequences_take_no_memory_for_a_mask(tmp_path: Path) -> None:
@@ -160,15 +165,6 @@ def _candidates(wide: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     return [folder / "kv" / "stats.safetensors", folder / "fp8"]
 
 
-def smallest_cap(*command: object) -> str:
-    """Ask with a cap that is too small for one that is not."""
-    code, _, err = run_apart(*command, "--memory", 0.01)
-    assert code == 2, err
-    found = re.search(r"the smallest --memory that works is (\S+);", err)
-    assert found is not None
-    return found.group(1)
-
-
 def run_apart(*command: object) -> tuple[int, str, str]:
     """Run in a process of its own: what others of these tests have left in memory counts too."""
     process = start(*PROGRAM, *command)
@@ -182,7 +178,9 @@ def test_a_streamed_verification_gives_the_same_numbers(
     scales = [part for path in candidates for part in ("--scales", path)]
     command = ("verify", wide, "--data", data, *QUICK, *scales, "--sensitivity")
     whole = succeed(*command, "--dump", tmp_path / "whole", "--json")
-    cap = smallest_cap(*command)
+    code, _, err = run_apart(*command, "--memory", 0.01)
+    assert code == 2, err
+    cap = find_smallest_cap(err)
     streamed = ("--dump", tmp_path / "streamed", "--memory", cap, "--json")
     code, out, err = run_apart(*command, *streamed)
     assert code == 0, err
@@ -199,9 +197,8 @@ def test_a_streamed_verification_gives_the_same_numbers(
 
 def test_a_dry_run_of_verify_shows_the_plan_alone(wide: Path, data: Path) -> None:
     command = ("verify", wide, "--data", data, *QUICK)
-    code, out, err = run_apart(*command, "--memory", smallest_cap(*command), "--dry-run", "--json")
-    assert code == 0, err
-    plan = json.loads(out)["plan"]
+    cap = find_smallest_cap(fail(2, *command, "--memory", 0.01))
+    plan = succeed(*command, "--memory", cap, "--dry-run", "--json").json["plan"]
     assert plan["streamed"]
     assert plan["candidates"] == ["scale-1.0"]
     assert plan["expected_s"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -13,58 +14,72 @@ from fp8calib.verification.judge.gates import GATES
 from tests.cli.program import succeed
 
 _PROGRAM = """
-import sys
+import contextlib, io, json, sys
 from fp8calib.cli.program import main
-try:
-    main(sys.argv[1:])
-finally:
-    print("torch" in sys.modules)
+for command in json.load(sys.stdin):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        try:
+            main(command.split())
+        except SystemExit as leaving:
+            code = leaving.code
+    print(json.dumps([code, "torch" in sys.modules, told.getvalue()]))
 """
+REFUSALS = [
+    ("verify x --scheme fp8", "--scheme fp8: unknown scheme", "fp8-static, fp8-dynamic or"),
+    ("quantize x --out o --scheme FP8-dynamc", "unknown scheme", "fp8-dynamic?"),
+    ("quantize x --out o --scheme w8a16 --format modelop", "unknown format", "modelopt?"),
+    (
+        "quantize x --out o --scheme w8a16 --format autofp8",
+        "--format autofp8 cannot express --scheme w8a16",
+        "w8a16 can be written as compressed-tensors",
+    ),
+    ("quantize x --out o --scheme w8a16 --rounding gpt", "must be nearest or gptq", "gptq?"),
+    (
+        "quantize x --out o --scheme w8a16 --layer-scheme a=fp8_block",
+        "--layer-scheme fp8_block: unknown scheme",
+        "fp8-block?",
+    ),
+    ("calibrate x --format rfc,kvoverlay", "--format kvoverlay: unknown", "kv-overlay?"),
+    ("calibrate x --rule percentil:99", "--rule: unknown rule", "did you mean percentile?"),
+    ("calibrate x --fp8-dtype e4m3", "must be e4m3fn or e4m3fnuz", "e4m3fn?"),
+    ("calibrate x --fallback layermax", "must be layer-max, one or refuse", "layer-max?"),
+    ("export x --format rfc --out o --fp8-dtype e5m2", "must be e4m3fn or e4m3fnuz", ""),
+    ("extract-kv-scales --quantized-model x --model x --save-path o --source-dtype fnuz",
+     "--source-dtype fnuz: must be", "e4m3fnuz?"),
+    ("check x --engine vllm --engine sglan", "--engine sglan: unknown engine", "sglang?"),
+    ("check x --engine vllm==9.x", "--engine vllm==9.x: unknown version", "known versions"),
+    ("verify x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
+    ("verify x --rules amax,ms", "unknown rule 'ms'", "did you mean mse?"),
+    ("verify x --fp8-dtype e4m3", "must be e4m3fn, e4m3fnuz or e5m2", "e4m3fn?"),
+    ("verify x --gate w8a", "--gate w8a: neither a gate (kv, w8a8) nor a file", "w8a8?"),
+    ("auto x --gate w8a", "--gate w8a: neither a gate", "w8a8?"),
+    ("auto x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
+]  # fmt: skip
+"""Commands, and what their messages and hints say."""
 
 
-@pytest.mark.parametrize(
-    ("command", "message", "hint"),
-    [
-        ("verify x --scheme fp8", "--scheme fp8: unknown scheme", "fp8-static, fp8-dynamic or"),
-        ("quantize x --out o --scheme FP8-dynamc", "unknown scheme", "fp8-dynamic?"),
-        ("quantize x --out o --scheme w8a16 --format modelop", "unknown format", "modelopt?"),
-        (
-            "quantize x --out o --scheme w8a16 --format autofp8",
-            "--format autofp8 cannot express --scheme w8a16",
-            "w8a16 can be written as compressed-tensors",
-        ),
-        ("quantize x --out o --scheme w8a16 --rounding gpt", "must be nearest or gptq", "gptq?"),
-        (
-            "quantize x --out o --scheme w8a16 --layer-scheme a=fp8_block",
-            "--layer-scheme fp8_block: unknown scheme",
-            "fp8-block?",
-        ),
-        ("calibrate x --format rfc,kvoverlay", "--format kvoverlay: unknown", "kv-overlay?"),
-        ("calibrate x --rule percentil:99", "--rule: unknown rule", "did you mean percentile?"),
-        ("calibrate x --fp8-dtype e4m3", "must be e4m3fn or e4m3fnuz", "e4m3fn?"),
-        ("calibrate x --fallback layermax", "must be layer-max, one or refuse", "layer-max?"),
-        ("export x --format rfc --out o --fp8-dtype e5m2", "must be e4m3fn or e4m3fnuz", ""),
-        ("extract-kv-scales --quantized-model x --model x --save-path o --source-dtype fnuz",
-         "--source-dtype fnuz: must be", "e4m3fnuz?"),
-        ("check x --engine vllm --engine sglan", "--engine sglan: unknown engine", "sglang?"),
-        ("check x --engine vllm==9.x", "--engine vllm==9.x: unknown version", "known versions"),
-        ("verify x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
-        ("verify x --rules amax,ms", "unknown rule 'ms'", "did you mean mse?"),
-        ("verify x --fp8-dtype e4m3", "must be e4m3fn, e4m3fnuz or e5m2", "e4m3fn?"),
-        ("verify x --gate w8a", "--gate w8a: neither a gate (kv, w8a8) nor a file", "w8a8?"),
-        ("auto x --gate w8a", "--gate w8a: neither a gate", "w8a8?"),
-        ("auto x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
-    ],
-)  # fmt: skip
-def test_a_name_is_refused_before_torch_is_imported(command: str, message: str, hint: str) -> None:
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[object]]:
+    """Give the exit code of every command, whether torch was imported by then, and the message."""
+    commands = [command for command, _, _ in REFUSALS]
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *command.split()],
+        [sys.executable, "-c", _PROGRAM],
+        input=json.dumps(commands),
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    assert (done.returncode, done.stdout) == (2, "False\n")
-    error, hinted = done.stderr.splitlines()
+    return dict(zip(commands, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("command", "message", "hint"), REFUSALS)
+def test_a_name_is_refused_before_torch_is_imported(
+    refusals: dict[str, list[object]], command: str, message: str, hint: str
+) -> None:
+    code, has_torch, told = refusals[command]
+    assert (code, has_torch) == (2, False)
+    error, hinted = str(told).splitlines()
     assert message in error
     assert hint in hinted
 

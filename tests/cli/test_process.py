@@ -17,10 +17,10 @@ import pytest
 from fp8calib import __version__
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import snapshot
+from tests.kit.forks import start_fork
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")
-PAUSED = (sys.executable, "-m", "tests.cli.program_paused")
 ENVIRONMENT = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",
@@ -32,13 +32,13 @@ HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy")
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
 
 
-def start(*command: object) -> subprocess.Popen[str]:
+def start(*command: object, **variables: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(part) for part in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **{name: str(value) for name, value in variables.items()}},
         # A shell starts what it sends into the background with SIGINT ignored, and so its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
@@ -66,7 +66,7 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path: Path)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * 128}] * 2000)
     before = snapshot(tmp_path)
     options = ("--samples", 2000, "--seq-len", 128, "--dump", tmp_path / "out", "--json")
-    process = start(*PROGRAM, "verify", model, "--data", rows, *options)
+    process = start_fork("fp8calib", "verify", model, "--data", rows, *options)
     assert process.stderr is not None
     talk = next((line for line in process.stderr if "computing in" in line), "")
     assert talk, "ended before it began to compute"
@@ -103,7 +103,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> N
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_leaves_early_does_not_change_the_exit_code(model: Path, stream: str) -> None:
     """A refused checkpoint must fail `check MODEL | head -1` under `set -o pipefail`."""
-    process = start(*PROGRAM, "check", model, "--require-kv")
+    process = start_fork("fp8calib", "check", model, "--require-kv")
     closed = getattr(process, stream)
     assert closed is not None
     closed.close()

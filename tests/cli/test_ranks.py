@@ -19,8 +19,9 @@ from torch.distributed import TCPStore
 from fp8calib.run.distributed import rendezvous
 from tests import zoo
 from tests.cli.conftest import write_rows
-from tests.cli.program import succeed
-from tests.cli.test_process import ENVIRONMENT, PAUSED, PROGRAM, ROOT
+from tests.cli.program import fail, succeed
+from tests.cli.test_process import PROGRAM, start
+from tests.kit.forks import start_fork
 
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 
@@ -38,17 +39,6 @@ def make_rows(path: Path, count: int) -> Path:
     return write_rows(path, [{"input_ids": row} for row in rows])
 
 
-def start(variables: dict[str, object], *command: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**ENVIRONMENT, **{name: str(value) for name, value in variables.items()}},
-    )
-
-
 def find_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -57,18 +47,17 @@ def find_port() -> int:
 
 
 def start_ranks(
-    count: int,
-    *arguments: object,
-    program: tuple[str, ...] = PROGRAM,
-    last: tuple[str, ...] | None = None,
+    count: int, *arguments: object, program: str = "fp8calib", last: str = ""
 ) -> list[subprocess.Popen[str]]:
     """Start the processes of a run one by one; the last may run another program."""
-    port = find_port()
-    shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     programs = [program] * (count - 1) + [last or program]
-    return [
-        start({**shared, "RANK": rank}, *each[1:], *arguments) for rank, each in enumerate(programs)
-    ]
+    shared = share(count)
+    return [start_fork(each, *arguments, **shared, RANK=rank) for rank, each in enumerate(programs)]
+
+
+def share(count: int) -> dict[str, Any]:
+    """Give the variables that all processes of a run have."""
+    return {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -81,8 +70,8 @@ def test_any_number_of_processes_writes_the_same_file(mixtral: Path, tmp_path: P
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--recipe", "w8a8-static", "--json")
     command = (*command, "--format", "kv-scales")
     alone = succeed(*command, "--out", tmp_path / "alone").json
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "fp8calib")
-    two = start({}, *torchrun, *command, "--out", tmp_path / "two")
+    torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "-m", "fp8calib")
+    two = start(sys.executable, "-m", *torchrun, *command, "--out", tmp_path / "two")
     four = start_ranks(4, *command, "--out", tmp_path / "four")
     code, out, err = finish(two)
     assert code == 0, err
@@ -109,7 +98,8 @@ def test_a_process_that_dies_ends_all_and_the_run_can_be_resumed(
 ) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--format", "kv-scales")
-    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=PAUSED)
+    paused = "tests.cli.program_paused"
+    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=paused)
     partial = tmp_path / "out.partial"
     while not list(partial.glob("checkpoint-0*")):
         assert second.poll() is None, "ended before it had kept anything"
@@ -132,10 +122,11 @@ def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_p
     """The third one never comes; the second one is killed while it waits for it."""
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
-    port = find_port()
-    shared = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, second = (start({**shared, "RANK": rank}, *PROGRAM[1:], *command) for rank in (0, 1))
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    shared = share(3)
+    first, second = (start_fork("fp8calib", *command, **shared, RANK=rank) for rank in (0, 1))
+    store = TCPStore(
+        "127.0.0.1", shared["MASTER_PORT"], is_master=False, timeout=timedelta(seconds=60)
+    )
     store.wait(["fp8calib/process/1"])
     killed = time.monotonic()
     second.kill()
@@ -149,9 +140,7 @@ def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_p
 def test_a_process_that_is_blocked_inside_torch_ends_too(mixtral: Path, tmp_path: Path) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
-    first, second = start_ranks(
-        2, *command, program=(sys.executable, "-m", "tests.cli.program_blocked")
-    )
+    first, second = start_ranks(2, *command, program="tests.cli.program_blocked")
     for process in (first, second):
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
@@ -175,28 +164,31 @@ def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -
     rows = write_rows(tmp_path / "rows.jsonl", [*short, {"input_ids": [99, 99]}])
     size = ("--samples", 8, "--seq-len", 4, "--no-pack", "--dtype", "float32", "--recipe", blind)
     command = ("calibrate", tmp_path / "model", "--data", rows, *size, "--json")
-    alone = start({}, "-m", "fp8calib", *command, "--out", tmp_path / "alone")
-    ranks = start_ranks(2, *command, "--out", tmp_path / "out")
+    alone = start_fork("fp8calib", *command, "--out", tmp_path / "alone")
+    shared = share(2)
+    command = (*command, "--out", tmp_path / "out")
+    first = start_fork("fp8calib", *command, **shared, RANK=0)
+    # a process of its own: the environment silences torch only before it is imported
+    second = start(*PROGRAM, *command, **shared, RANK=1)
     code, out, err = finish(alone)
     assert code == 6, err
     message = json.loads(out)["error"]["message"]
     assert "at sample 7" in message
-    code, out, err = finish(ranks[0])
+    code, out, err = finish(first)
     assert code == 6, err
     error = json.loads(out)["error"]
     assert (error["kind"], error["message"]) == ("calibration", f"rank 1 of 2: {message}")
-    assert finish(ranks[1])[1:] == ("", "")
+    assert finish(second)[1:] == ("", "")
     assert not [path for name in ("out", "alone") for path in tmp_path.glob(f"*{name}*")]
 
 
-def test_other_commands_refuse_several_processes(tmp_path: Path) -> None:
-    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    process = start(
-        variables, "-m", "fp8calib", "quantize", tmp_path, "--scheme", "w8a16", "--out", "x"
-    )
-    code, _, err = finish(process)
-    assert code == 2
-    assert "error: quantize: 2 processes were started" in err
+def test_other_commands_refuse_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    told = fail(2, "quantize", tmp_path, "--scheme", "w8a16", "--out", "x")
+    assert told.startswith("quantize: 2 processes were started")
 
 
 def test_hessians_are_summed_over_processes(mixtral: Path, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from fp8calib.commands import calibrate as calibrate_run
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import fail, run, snapshot, succeed
-from tests.cli.test_process import PAUSED, start
+from tests.kit.forks import start_fork
 
+PAUSED = "tests.cli.program_paused"
 LONG = ("--samples", 40, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
 
 
@@ -50,7 +51,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
-    process = start(*PAUSED, *command)
+    process = start_fork(PAUSED, *command)
     partial = wait_for_checkpoint(process, out)
     process.kill()
     process.communicate(timeout=60)
@@ -76,7 +77,7 @@ def test_an_interrupted_run_prints_the_command_that_resumes(
     model: Path, rows: Path, whole: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = start(*PAUSED, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+    process = start_fork(PAUSED, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
     wait_for_checkpoint(process, out)
     process.send_signal(signal.SIGTERM)
     text, err = process.communicate(timeout=60)
