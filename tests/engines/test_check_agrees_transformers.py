@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.read import read_scales
@@ -192,6 +193,25 @@ def _load(folder: Path, *, runs: bool = False) -> tuple[list[Any], set[str]]:
 @pytest.mark.parametrize("name", HANDMADE)
 def test_what_is_made_by_hand(tmp_path: Path, name: str) -> None:
     _compare(_save(tmp_path / "model", *HANDMADE[name]), runs=True)
+
+
+def test_attention_that_calls_its_cache_otherwise_uses_no_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transformers 5.24, which renamed the argument; with 5.23 a line says so."""
+    folder = _save(tmp_path / "model", PER_TENSOR, PAIR)
+    assert any("transformers 5.24 uses no KV scale" in each for each in _compare(folder).problems)
+    original = LlamaAttention.forward
+
+    def forward(self: Any, *arguments: Any, cache: Any = None, **others: Any) -> Any:
+        del cache  # only its name counts
+        return original(self, *arguments, **others)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    report = _compare(folder)
+    assert {(layer.k.status, layer.v.status) for layer in report.layers} == {("dropped", "dropped")}
+    assert "finds no attention" in report.layers[0].k.why
+    assert not any("5.24" in each for each in report.problems)
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from inspect import signature
 
 import torch
 
@@ -51,6 +52,13 @@ _RENAMED_SCALES = ("scale", "qscale_weight")
 """What transformers 5.23 renames to weight_scale_inv (quantizers/quantizer_finegrained_fp8.py)."""
 _CONFIG_FIX = "write the quantization_config of kv-overlay"
 _WEIGHT_FIX = "complete the checkpoint, or serve it with another engine"
+_RENAMED = "compressed-tensors 0.20 finds no attention: its forward takes no past_key_values"
+"""compressed-tensors 0.20 `quantization/lifecycle/initialize.py`, run with transformers 5.24, whose
+classes call the argument `cache`."""
+_SINCE_RENAMED = (
+    "transformers 5.24 uses no KV scale: it renamed an argument by which compressed-tensors 0.20 "
+    "finds attention"
+)
 _UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
 _FNUZ = "compressed-tensors quantizes to e4m3fn, for which the scale is twice too large"
 _E5M2 = "compressed-tensors quantizes to e4m3fn with a scale that was made for e5m2"
@@ -80,6 +88,8 @@ def _report_loaded(
         _judge(context, loaded, layer.index, attention)
         for layer, attention in geometry.attentions()
     ]
+    if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
+        context.problems.append(_SINCE_RENAMED)
     note_unread(context, "reported as unexpected")
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
@@ -115,6 +125,8 @@ def _judge_role(
     parameter = _find_parameter(loaded, f"{attention.module}.{leaf}")
     if parameter is None:
         why = "reported as unexpected, and the cache is not quantized"
+        if _lacks_cache(loaded, attention.module):
+            why = f"{why}: {_RENAMED}"
         verdict = context.judge_absent(slot, why=why, fix=_CONFIG_FIX)
         return verdict.model_copy(update={"value": None})
     stored = _find_stored(context, loaded, attention, leaf)
@@ -130,6 +142,14 @@ def _judge_role(
         why = f"{stored}: kv_cache_scheme is not FP8"
         return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": _CONFIG_FIX})
     return verdict
+
+
+def _lacks_cache(loaded: LoadedModel, attention: str) -> bool:
+    """Check whether the forward pass of an attention lacks the argument of the cache."""
+    module = _find_module(loaded, f"{attention}.k_scale")
+    if module is None:
+        return False
+    return {"past_key_value", "past_key_values"}.isdisjoint(signature(module.forward).parameters)
 
 
 def _find_parameter(loaded: LoadedModel, name: str) -> torch.Tensor | None:
