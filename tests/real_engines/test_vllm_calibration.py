@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -99,21 +99,6 @@ def save_served(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def calibrate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrator]:
-    """Start the process that calibrates inside vLLM."""
-    with Calibrator(tmp_path_factory.mktemp("calibrator") / "log") as calibrator:
-        yield calibrator
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the rows of all runs."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in make_rows()))
-    return path
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_workers_answer_as_recorded(
     calibrate: Calibrator, data: Path, tmp_path: Path, name: str
@@ -185,7 +170,8 @@ def test_a_quantized_checkpoint_is_calibrated_as_vllm_runs_it(
 
     if refusal:
         assert code != 0
-        assert f"vLLM cannot start with this model: ValueError: {refusal}" in printed
+        assert "vLLM cannot start with this model" in printed
+        assert refusal in printed
         return
     assert code == 0, printed
     main_inner(["calibrate", str(model), "--out", str(tmp_path / "own"), *map(str, options)])
