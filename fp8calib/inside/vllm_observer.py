@@ -10,7 +10,7 @@ import json
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from copy import copy as copy_shallow
 from functools import partial
 from typing import Any
 
@@ -121,8 +121,8 @@ def _build_unloaded(worker: Any) -> nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
     from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
 
-    config = copy(worker.vllm_config)
-    config.compilation_config = copy(config.compilation_config)
+    config = copy_shallow(worker.vllm_config)
+    config.compilation_config = copy_shallow(config.compilation_config)
     # modules enter themselves by name, and refuse a name that is there already
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []

@@ -162,11 +162,28 @@ def test_the_engine_has_a_16_bit_cache_and_runs_one_sequence_a_step(
     assert arguments["gpu_memory_utilization"] == 0.5
 
 
+def test_a_drafter_drafts_one_token_and_is_named(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+    drafter = {"method": "mtp", "num_speculative_tokens": 3}
+    options = {**OPTIONS, "engine_option": {"speculative_config": drafter}}
+
+    found = fp8calib.calibrate(model_of("llama"), **options, engine="vllm").stats
+
+    asked = vllm.asked[-1]
+    assert asked.arguments["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 1}
+    assert found.header.engine.endswith(", drafter mtp")
+    (of_model, of_drafter), *_ = (args for name, args in asked.calls if "describe" in name)
+    assert of_drafter == of_model  # the layers for multi-token prediction are in it
+
+
 @pytest.mark.parametrize(
     ("option", "text"),
     [
         ({"kv_cache_dtype": "fp8"}, "quantized cache"),
         ({"load_format": "dummy"}, "random weights"),
+        ({"speculative_config": "eagle"}, "write {method: ..., model: ...}"),
         ({"gpu_memory_utilisation": 0.5}, "no such argument"),
     ],
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import transformers
 
+from tests.inside.vllm_cases import make_rows
 from tests.real_engines.exports import Exports
-from tests.real_engines.vllm_job import VllmServer
+from tests.real_engines.vllm_job import Calibrator, VllmServer
 
 collect_ignore_glob = [] if os.environ.get("FP8CALIB_TEST_ENGINES") else ["test_*"]
 
@@ -31,3 +34,18 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmServer:
 def demo_model() -> Path:
     """Return the model of `scripts/demo`."""
     return Path(__file__).parents[2] / "demo" / "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def calibrate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrator]:
+    """Start the process that calibrates inside vLLM."""
+    with Calibrator(tmp_path_factory.mktemp("calibrator") / "log") as calibrator:
+        yield calibrator
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the rows of all runs."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in make_rows()))
+    return path

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8calib.cli import main_inner
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
@@ -99,21 +100,6 @@ def save_served(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def calibrate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrator]:
-    """Start the process that calibrates inside vLLM."""
-    with Calibrator(tmp_path_factory.mktemp("calibrator") / "log") as calibrator:
-        yield calibrator
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the rows of all runs."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in make_rows()))
-    return path
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_workers_answer_as_recorded(
     calibrate: Calibrator, data: Path, tmp_path: Path, name: str
@@ -171,6 +157,57 @@ def test_every_site_is_what_transformers_computes(
         )
 
 
+def test_the_demo_model_is_as_near_as_its_arithmetic_allows(
+    calibrate: Calibrator, demo_model: Path, tmp_path: Path
+) -> None:
+    """One rank, three (it has nine heads) and two stages; `docs/large-models.md` has figures."""
+    (tmp_path / "observe.yaml").write_text(
+        "name: all\nobserve: {kv: true, query: true, inputs: true}\nformats: []\n"
+    )
+    options = ["--recipe", tmp_path / "observe.yaml", "--samples", 8, "--seq-len", 256]
+
+    def run_own(dtype: str) -> Amax:
+        out, command = tmp_path / f"own-{dtype}", [*options, "--dtype", dtype]
+        assert main_inner(["calibrate", *map(str, [demo_model, *command, "--out", out])]) == 0
+        return load_amax(out)
+
+    def run(dtype: str, tp: int, pp: int) -> Amax:
+        out, command = tmp_path / f"{dtype}-{tp}-{pp}", [*options, "--dtype", dtype]
+        command += ["--tensor-parallel-size", tp, "--pipeline-parallel-size", pp]
+        code, printed = calibrate(demo_model, out, *command, ranks=tp * pp)
+        assert code == 0, printed
+        return load_amax(out)
+
+    own, one = run_own("float32"), run("float32", 1, 1)
+    for found in (one, run("float32", 3, 1)):
+        assert measure(found, own, KV) < 1e-5
+        # oneDNN sums in another order: our own run is itself 1.5e-5 from one in float64
+        assert measure(found, own, [Role.INPUT]) < 7e-5
+    stages = run("float32", 1, 2)
+    assert all(torch.equal(stages[site], amax) for site, amax in one.items())
+    rounded = measure(run_own("bfloat16"), own, KV)
+    assert measure(run("bfloat16", 1, 1), own, KV) < 2 * rounded < 2**-5
+
+
+Amax = dict[Site, torch.Tensor]
+KV = (Role.K, Role.V, Role.Q)
+
+
+def load_amax(out: Path) -> Amax:
+    return {
+        site: stats.amax
+        for site, stats in load_stats(out).sites.items()
+        if site.role is not Role.WEIGHT
+    }
+
+
+def measure(found: Amax, expected: Amax, roles: Sequence[Role]) -> float:
+    """Give the largest relative difference at sites of some roles."""
+    assert found.keys() == expected.keys()
+    sites = (site for site in expected if site.role in roles)
+    return max(float((found[s] / expected[s] - 1).abs().max()) for s in sites)
+
+
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_a_quantized_checkpoint_is_calibrated_as_vllm_runs_it(
     calibrate: Calibrator, data: Path, tmp_path: Path, form: str
@@ -185,7 +222,8 @@ def test_a_quantized_checkpoint_is_calibrated_as_vllm_runs_it(
 
     if refusal:
         assert code != 0
-        assert f"vLLM cannot start with this model: ValueError: {refusal}" in printed
+        assert "vLLM cannot start with this model" in printed
+        assert refusal in printed
         return
     assert code == 0, printed
     main_inner(["calibrate", str(model), "--out", str(tmp_path / "own"), *map(str, options)])

@@ -194,7 +194,7 @@ class Calibrator(ForkServer):
             result=result,
         )
         printed, _, code = result.read_text().rpartition("exit code ")
-        return int(code or 71), printed
+        return int([*code.split(), 71][0]), printed
 
 
 def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:

@@ -56,7 +56,8 @@ class Decoder:
         check_runnable(model)
         self._decoder: Any = find_text_decoder(model)[1]
         # FSDP2 gathers weights where its outermost module is called; the lm_head gets one token.
-        self._called, self._options = self._decoder, dict[str, int]()
+        self._called: Any = self._decoder
+        self._options: dict[str, int] = {}
         if isinstance(model, FSDPModule):
             self._called, self._options = model, {"logits_to_keep": 1}
         self._cache_argument = name_cache_argument(self._decoder)

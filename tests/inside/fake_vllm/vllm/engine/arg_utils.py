@@ -11,3 +11,4 @@ class EngineArgs:
     kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     load_format: str = "auto"
+    speculative_config: object = None
