@@ -217,13 +217,15 @@ def open_planned(
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
-        is_decoded = isinstance(checkpoint, DecodedCheckpoint)
+        kept = None
+        if isinstance(checkpoint, DecodedCheckpoint):
+            kept = checkpoint.keep_codes(asked.schemes)
         yield Planned(
             checkpoint=checkpoint,
             plan=plan,
             notes=scales.notes,
             unchecked=unchecked,
-            kept_codes=checkpoint.keep_codes(asked.schemes) if is_decoded else None,
+            kept_codes=kept,
         )
 
 
