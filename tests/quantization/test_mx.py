@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -321,3 +322,23 @@ def test_what_engines_quantize_of_the_inputs_is_emulated(tmp_path: Path) -> None
     both = measure("mxfp8", "vllm")
     assert both == measure("mxfp8-a16", "vllm") == measure("mxfp8", "reference")
     assert measure("mxfp8-a16", "reference") < both
+
+
+def test_a_second_rounding_is_measured(tmp_path: Path) -> None:
+    first = run(FOLDER / "llama", tmp_path / "first", "fp8-dynamic").out
+    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8-a16", "--json")
+    report = succeed(*made, "--out", tmp_path / "second").json
+    (told,) = [text for text in report["notes"] if "a second time" in text]
+    with (
+        Fp8Checkpoint.open(first, fuse=False) as before,
+        Fp8Checkpoint.open(tmp_path / "second", fuse=False) as after,
+    ):
+        names = sorted(before.quantized)
+        ratios = [
+            float((after.read(n) - before.read(n)).norm() / before.read(n).norm()) for n in names
+        ]
+    shown = float(re.search(r"time: ([0-9.]+) %", told)[1])  # type: ignore[index]
+    assert 100 * min(ratios) - 0.1 <= shown <= 100 * max(ratios) + 0.1
+    again = ("quantize", tmp_path / "second", "--dequantize", "--scheme", "mxfp8", "--json")
+    kept = succeed(*again, "--format", "modelopt", "--out", tmp_path / "third").json
+    assert not any("a second time" in text for text in kept["notes"])
