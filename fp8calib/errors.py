@@ -55,7 +55,8 @@ def cut_list(items: Collection[object], most: int = 8) -> str:
 def suggest(name: str, known: Collection[str], *, what: str = "") -> str:
     """Make the hint for an unknown name: the most similar known ones and, with `what`, all."""
     plain = {each.lower(): each for each in known}
-    like = get_close_matches(name.lower(), plain, n=1)
+    like = [each for each in plain if name and each.startswith(f"{name.lower()}-")]
+    like = like or get_close_matches(name.lower(), plain, n=1)
     like = like or [each for each in plain if name and name.lower() in each]
     meant = f"did you mean {join_or([plain[each] for each in like])}?" if like else ""
     return " ".join(filter(None, (meant, f"known {what}: {', '.join(known)}" if what else "")))

@@ -21,7 +21,7 @@ from fp8calib.engines.registry import (
     list_emulated_and_replayed,
 )
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.fp8.schemes import CONSIDERED, SCHEMES
 from fp8calib.jobs.auto import decide
 from fp8calib.jobs.auto.decide import Combination, KvChoice
 from fp8calib.jobs.auto.measure import (
@@ -161,7 +161,7 @@ def _plan(task: AutoRequest) -> RunPlan:
         job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
         mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
         pass_s = None if mode.plan is None else mode.plan.expected_s
-        candidates = 1 + (len(SCHEMES) if task.gate == "w8a8" else 0)
+        candidates = 1 + (len(CONSIDERED) if task.gate == "w8a8" else 0)
         compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1
         tokens, steps = opened.calibration.num_tokens, _count_steps(task)
         left = _count_left_tokens(task, opened)
@@ -304,7 +304,7 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     task, model, reporter = measured.task, measured.model, measured.reporter
     unused = find_unused_kv(task, model)
     stats = drop_kv(measured.stats) if unused else measured.stats
-    refused = dict(list_refused(task, model, stats, SCHEMES)) if task.gate == "w8a8" else {}
+    refused = dict(list_refused(task, model, stats, CONSIDERED)) if task.gate == "w8a8" else {}
     steps = _count_steps(task)
     reporter.say(
         f"step 2 of {steps}: compare candidates on {measured.held_out.num_tokens:,} tokens"

@@ -29,7 +29,7 @@ def encode_blocks(rows: torch.Tensor, scale: torch.Tensor, block: tuple[int, int
     """Encode as `encode_rows`, with a scale per block: [ceil(R / rows), ceil(C / columns)]."""
     num_rows, num_columns = block
     if num_rows == 1 and rows.shape[1] % num_columns == 0:
-        groups = rows.unflatten(1, (-1, num_columns))
+        groups = rows.reshape(len(rows), -1, num_columns)
         return encode_rows(groups, scale.unsqueeze(2)).flatten(1)
     spread = scale.repeat_interleave(num_columns, dim=1)[:, : rows.shape[1]]
     strips = zip(torch.split(rows, num_rows), spread, strict=True)

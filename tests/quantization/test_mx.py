@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -276,3 +277,68 @@ def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
         error = decode(found[name], found[f"{name}_scale"]) - source[name].double()
         assert error.norm() < 0.06 * source[name].double().norm()
     assert changed == 14
+
+
+KV_KEYS = {
+    "compressed-tensors": ("kv_cache_scheme", "num_bits"),
+    "modelopt": ("kv_cache_scheme", "num_bits"),
+    "mxfp8": ("kv_cache_quant_algo", "FP8"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_commands_read_it_and_add_kv_scales(form: str, tmp_path: Path) -> None:
+    out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
+    drawn = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(1)).tolist()
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row} for row in drawn])
+    text = ("--data", data, "--seq-len", 48)
+    succeed("calibrate", out, *text, "--out", tmp_path / "measured")
+    stats = tmp_path / "measured" / "stats.safetensors"
+    graft = ("--format", "kv-overlay", "--model", out, "--out", tmp_path / "graft")
+    succeed("export", stats, *graft)
+    config = json.loads((tmp_path / "graft" / "kv-overlay" / "config.json").read_text())
+    key, value = KV_KEYS[form]
+    assert value in config["quantization_config"][key]
+    verified = succeed("verify", FOLDER / "llama", "--scales", out, *text, "--json").json
+    assert 0 < verified["candidates"][0]["kld_mean"] < 0.01
+    shown = succeed("show", out).out
+    assert "0.0002441 (" in shown  # 2^-12
+    succeed("card", out, "--base-model", "org/name", "--force")
+    assert "(mxfp8: weights and inputs per 32 channels" in (out / "README.md").read_text()
+
+
+def test_what_engines_quantize_of_the_inputs_is_emulated(tmp_path: Path) -> None:
+    """VLLM quantizes those of `mxfp8-a16` too."""
+    drawn = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(1)).tolist()
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row} for row in drawn])
+
+    def measure(scheme: str, engine: str) -> float:
+        asked = ("--scheme", scheme, "--engine", engine, "--data", data, "--seq-len", 48)
+        report = succeed("verify", FOLDER / "llama", *asked, "--json").json
+        found = report["candidates"][0]["kld_mean"]
+        assert isinstance(found, float)
+        return found
+
+    both = measure("mxfp8", "vllm")
+    assert both == measure("mxfp8-a16", "vllm") == measure("mxfp8", "reference")
+    assert measure("mxfp8-a16", "reference") < both
+
+
+def test_a_second_rounding_is_measured(tmp_path: Path) -> None:
+    first = run(FOLDER / "llama", tmp_path / "first", "fp8-dynamic").out
+    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8-a16", "--json")
+    report = succeed(*made, "--out", tmp_path / "second").json
+    (told,) = [text for text in report["notes"] if "a second time" in text]
+    with (
+        Fp8Checkpoint.open(first, fuse=False) as before,
+        Fp8Checkpoint.open(tmp_path / "second", fuse=False) as after,
+    ):
+        names = sorted(before.quantized)
+        ratios = [
+            float((after.read(n) - before.read(n)).norm() / before.read(n).norm()) for n in names
+        ]
+    shown = float(re.search(r"time: ([0-9.]+) %", told)[1])  # type: ignore[index]
+    assert 100 * min(ratios) - 0.1 <= shown <= 100 * max(ratios) + 0.1
+    again = ("quantize", tmp_path / "second", "--dequantize", "--scheme", "mxfp8", "--json")
+    kept = succeed(*again, "--format", "modelopt", "--out", tmp_path / "third").json
+    assert not any("a second time" in text for text in kept["notes"])

@@ -150,7 +150,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> 
     if scale.shape[-1] in (1, values.shape[-1]):
         return values.mul_(scale)
     if values.shape[-1] == scale.shape[-1] * block_columns:
-        values.unflatten(-1, (-1, block_columns)).mul_(scale.unsqueeze(-1))
+        values.view(*values.shape[:-1], -1, block_columns).mul_(scale.unsqueeze(-1))
         return values
     for block in range(scale.shape[-1]):
         columns = slice(block * block_columns, (block + 1) * block_columns)

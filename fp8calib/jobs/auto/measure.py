@@ -21,7 +21,7 @@ from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES, find_scheme, list_without_calibration
+from fp8calib.fp8.schemes import CONSIDERED, find_scheme, list_without_calibration
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.jobs.auto import decide
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
@@ -162,7 +162,7 @@ def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> I
     queries = list_unfit_queries(measured.stats)
     for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
         yield _build_kv(measured, name, name)
-    for name in SCHEMES if measured.task.gate == "w8a8" else ():
+    for name in CONSIDERED if measured.task.gate == "w8a8" else ():
         yield _build_scheme(measured, name, name, (), model, target)
 
 

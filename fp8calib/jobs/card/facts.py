@@ -174,7 +174,8 @@ def _describe_weights(folder: Path) -> str:
 
 def _describe_scheme(stored: StoredScheme) -> str:
     for scheme in SCHEMES.values():
-        if (scheme.weights, scheme.inputs) == (stored.weights, stored.inputs):
+        found = (stored.weights, stored.inputs, stored.is_mx)
+        if (scheme.weights, scheme.inputs, scheme.is_mx) == found:
             return f"{scheme.name}: {scheme.description}"
     return f"weights per {stored.weights}, scales of inputs: {stored.inputs}"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -15,6 +16,7 @@ from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError
+from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import (
     GPTQ,
     NEAREST,
@@ -41,10 +43,16 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
+from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.requests.quantize import QuantizeRequest
+from fp8calib.scales.scale_table import SMALLEST_SCALE
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
+from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+_SAMPLED, _SAMPLED_ROWS = 8, 64
+"""The weights, and the rows of each, on which a second rounding is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,14 +225,45 @@ def open_planned(
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
-        is_decoded = isinstance(checkpoint, DecodedCheckpoint)
+        kept, notes = None, scales.notes
+        if isinstance(checkpoint, DecodedCheckpoint):
+            kept = checkpoint.keep_codes(asked.schemes)
+            others = [each for each in selection.quantized if kept is None or each not in kept]
+            notes = (*notes, *_note_second_rounding(checkpoint, others, asked.schemes))
         yield Planned(
             checkpoint=checkpoint,
             plan=plan,
-            notes=scales.notes,
+            notes=notes,
             unchecked=unchecked,
-            kept_codes=checkpoint.keep_codes(asked.schemes) if is_decoded else None,
+            kept_codes=kept,
         )
+
+
+def _note_second_rounding(
+    checkpoint: DecodedCheckpoint, matrices: Sequence[Matrix], schemes: LayerSchemes
+) -> Iterator[str]:
+    """Measure on a few weights what rounding FP8 codes to MXFP8 costs."""
+    again = [
+        each
+        for each in matrices
+        if each.tensor in checkpoint.weights and schemes.of(each.module).is_mx
+    ]
+    sample = again[:: max(1, len(again) // _SAMPLED)]
+    if not sample:
+        return
+    errors = []
+    for matrix in sample:
+        values = checkpoint.read_rows(matrix.tensor, 0, min(matrix.shape[0], _SAMPLED_ROWS)).float()
+        scheme = schemes.of(matrix.module)
+        scale = scale_parts(part_amax(values, scheme), scheme)
+        spread = spread_scales(scale, matrix.shape, scheme)[: len(values)]
+        rounded = decode_rows(encode_rows(values, spread)).mul_(spread)
+        errors.append(float((rounded - values).norm() / values.norm().clamp(min=SMALLEST_SCALE)))
+    loss = 100 * fmean(errors)
+    yield (
+        f"the weights are FP8 already, and MXFP8 rounds them a second time: {loss:.1f} % of their "
+        f"norm, measured on {len(sample)} linears; from the unquantized model it rounds once"
+    )
 
 
 def write_planned(

@@ -167,11 +167,18 @@ def decode(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, matrix in dequantize(tensors).items():
         scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
         is_coded = tensors[name].element_size() == 1
-        is_valid = scale is not None and bool(((scale > 0) & scale.isfinite()).all())
+        is_valid = scale is not None and is_scale_tensor(scale)
         is_scaled = not torch.equal(matrix.float(), tensors[name].float())
         if name.endswith(".weight") and (not is_coded or (is_valid and is_scaled)):
             found[name] = matrix
     return found
+
+
+def is_scale_tensor(scale: torch.Tensor) -> bool:
+    """Tell whether all values can be scales: positive numbers, or exponents but that of NaN."""
+    if scale.element_size() == 1:
+        return scale.dtype is torch.uint8 and bool((scale != 255).all())
+    return bool(((scale > 0) & scale.isfinite()).all())
 
 
 def has_effect(damage: Damage, plain: Draft) -> bool:

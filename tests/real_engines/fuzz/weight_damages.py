@@ -19,6 +19,7 @@ from tests.real_engines.fuzz.damage import (
     set_key,
 )
 from tests.real_engines.fuzz.draft import Draft, UnfitError
+from tests.real_engines.fuzz.forms import Form
 
 _CT = "compressed-tensors"
 _SPLIT = ("q_proj", "k_proj", "v_proj")
@@ -65,8 +66,6 @@ def _all(matches: Callable[[str], bool], edit: Edit) -> Change:
 def _fill(value: float) -> Edit:
     def edit(scale: torch.Tensor) -> torch.Tensor:
         changed = scale.clone()
-        if scale.dtype is torch.uint8 and not math.isnan(value):
-            raise UnfitError("an exponent cannot say it")
         changed.view(-1)[0] = _NAN_EXPONENT if scale.dtype is torch.uint8 else value
         return changed
 
@@ -173,9 +172,10 @@ def _quantize_head(draft: Draft) -> None:
         filled = torch.full(list(shape), 0.01)
         if scale.dtype is torch.uint8:
             blocks = [head.shape[0], head.shape[1] // 32]
-            filled = torch.full(blocks, 120, dtype=torch.uint8)
+            filled = torch.full(blocks, 127 - 7, dtype=torch.uint8)
         draft.put(f"lm_head.{name.rpartition('.')[2]}", filled)
-    draft.put("lm_head.weight", (head.float() * 100).to(torch.float8_e4m3fn))
+    factor = 2**7 if scale.dtype is torch.uint8 else 100
+    draft.put("lm_head.weight", (head.float() * factor).to(torch.float8_e4m3fn))
     _forget(draft, "lm_head")
 
 
@@ -223,24 +223,18 @@ def _drop_formats(draft: Draft) -> None:
         drop_key(key)(draft)
 
 
-def _swizzle(scale: torch.Tensor) -> torch.Tensor:
-    """Lay out exponents as kernels of Blackwell read them: tiles of 128 x 4."""
-    rows, columns = (
-        -(-size // step) * step for size, step in zip(scale.shape, (128, 4), strict=True)
-    )
-    padded = scale.new_zeros(rows, columns)
-    padded[: scale.shape[0], : scale.shape[1]] = scale
-    tiles = padded.reshape(rows // 128, 4, 32, columns // 4, 4)
-    return tiles.transpose(1, 3).reshape(rows, columns).contiguous()
-
-
 def _flatten(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(-1).clone()
 
 
+def _has_floats(form: Form) -> bool:
+    """Whether there are FP8 weights whose scales are no exponents."""
+    return has_fp8(form) and not form.scheme.startswith("mxfp8")
+
+
 _TENSORS: dict[str, tuple[Change, Fits]] = {
     **{
-        f"scale-{name}": (_one(_is_scale, _fill(value)), has_fp8)
+        f"scale-{name}": (_one(_is_scale, _fill(value)), has_fp8 if name == "nan" else _has_floats)
         for name, value in (("nan", math.nan), ("inf", math.inf), ("zero", 0.0), ("negative", -0.5))
     },
     **{
@@ -288,11 +282,8 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
         for name, edit in {
             "e8m0": lambda s: s.view(torch.float8_e8m0fnu),
             "float": lambda s: torch.exp2(s.float() - 127),
-            "int8": lambda s: s.view(torch.int8),
             "transposed": lambda s: s.T.contiguous(),
-            "swizzled": _swizzle,
             "blocks-16": lambda s: s.repeat_interleave(2, 1),
-            "blocks-64": lambda s: s[:, ::2].contiguous(),
             "nan": lambda s: torch.full_like(s, _NAN_EXPONENT),
         }.items()
     },
@@ -354,7 +345,6 @@ _CONFIG: dict[str, tuple[Change, Fits]] = {
         for name, key, value in (
             ("groups-64", "group_size", 64),
             ("no-exponents", "scale_dtype", None),
-            ("channel", "strategy", "channel"),
         )
     },
     "mx-method-fp8": (set_key("quant_method", "fp8"), has_method("mxfp8", scheme=True)),
