@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 from fp8calib.run.streaming import layer_journal
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
-from tests.cli.test_process import ROOT
 from tests.kit.checkpoints import change_config, change_tensors
+from tests.kit.forks import start_fork
 from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
 
@@ -338,8 +336,7 @@ def interrupt_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerRounding, "finish_layer", stop)
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "fp8-static"])
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize(("scheme", "saves"), [("w8a16", False), ("fp8-static", True)])
 def test_a_resumed_run_writes_the_same_bytes(
     scheme: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,27 +361,13 @@ def test_a_resumed_run_writes_the_same_bytes(
     assert succeed(*made, "--resume").code == 0  # finished already
 
 
-KILLED = """
-import os, signal, sys
-from fp8calib.cli import main
-from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.quantization.gptq.layer_rounding import LayerRounding
-finish = LayerRounding.finish_layer
-def stop(self, layer):
-    if layer.index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    finish(self, layer)
-LayerRounding.finish_layer = stop
-main(sys.argv[1:])
-"""
-
-
 def test_a_killed_run_can_be_resumed(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     succeed(*command(tmp_path / "model", tmp_path, out="whole"))
     made = command(tmp_path / "model", tmp_path, out="cut")
-    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, made)], check=False, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
+    killed = start_fork("tests.quantization.gptq.program_killed", *made)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "cut").exists()
     succeed(*made, "--resume")
     assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
