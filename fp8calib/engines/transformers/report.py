@@ -89,7 +89,7 @@ def _report_loaded(
         for layer, attention in geometry.attentions()
     ]
     if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
-        context.problems.append(_SINCE_RENAMED)
+        context.problems.insert(0, _SINCE_RENAMED)
     note_unread(context, "reported as unexpected")
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
