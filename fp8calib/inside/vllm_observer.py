@@ -10,6 +10,7 @@ import json
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy as copy_shallow
 from functools import partial
 from typing import Any
@@ -46,7 +47,9 @@ class Observer:
         model = _find_models(self)[""]
         loads, problem = _trace_loader(model, tensors)
         if problem:  # methods of quantization replace parameters after loading
-            loads, problem = _trace_loader(_build_unloaded(self), tensors)
+            with suppress(Exception):  # else the first answer stands
+                again, stopped = _trace_loader(_build_unloaded(self), tensors)
+                loads, problem = (loads, problem) if stopped else (again, "")
         return json.dumps(
             {
                 "version": __version__,
