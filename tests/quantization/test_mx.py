@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import list_written
-from fp8calib.errors import ModelError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
@@ -211,7 +211,7 @@ def test_blocks_of_zeros_have_the_smallest_exponent_as_modelopt_writes_them(tmp_
 def test_inputs_that_are_no_multiple_of_32_are_refused_by_name(tmp_path: Path) -> None:
     source = save(tmp_path / "model", {f"{LAYER}.mlp.down_proj.weight": random(64, 200, seed=1)})
     with pytest.raises(
-        ModelError, match=r"mlp[.]down_proj has 200 inputs, no multiple of 32"
+        ExportError, match=r"mlp[.]down_proj has 200 inputs, no multiple of 32"
     ) as told:
         run(source, tmp_path / "out", "mxfp8")
     assert "--ignore" in (told.value.hint or "")
