@@ -38,6 +38,10 @@ _COMMAND = re.compile(r"(`[^`]*`)")
 """What is between backticks is a command line: one of ours becomes a call, others stay."""
 
 
+_OF_AN_ENGINE = re.compile(r"--kv-cache-dtype (?:fp8|auto|says)\b")
+"""Where an option is an engine's: `verify` has one of that name, which compares with FP8."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Named:
     """The argument of an option."""
@@ -71,7 +75,7 @@ class _Spelling:
         if option == "help":
             return f"help({self.function})"
         argument = self.named.get(option)
-        if argument is None:
+        if argument is None or _OF_AN_ENGINE.match(found.string, found.start()):
             return found[0]
         name = argument.name
         if argument.is_flag:
