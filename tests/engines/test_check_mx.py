@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8calib.engines.status import Status
 from tests import zoo
 from tests.dialects.foreign import FOLDER
 from tests.engines.test_check_weights import ask
+from tests.kit.checkpoints import change_config, change_json
 from tests.quantization.by_hand import LAYER, run
 
 FORMS = ("compressed-tensors", "modelopt", "mxfp8")
@@ -109,6 +111,32 @@ def test_damaged_exponents(
         return
     assert report.weights is not None
     assert (report.weights.status, why in report.weights.why) == (status, True)
+
+
+def test_transformers_takes_floats_for_exponents(written: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers 5.23, run on a CPU, whose model has no parameter for them."""
+    assert ask(written["mxfp8"], "transformers").weights is None
+    damaged = change(written["mxfp8"], tmp_path / "out", BYTES.bfloat16())
+    found = ask(damaged, "transformers").weights
+    assert found is not None
+    assert found.status is Status.MISREAD
+    assert "is BF16: transformers takes its values for exponents" in found.why
+
+
+def test_tied_head_that_the_config_quantizes_is_unknown(tmp_path: Path) -> None:
+    """VLLM 0.32, run with starcoder2: its input_scale is what vLLM makes scales with."""
+    zoo.save("starcoder2", tmp_path / "m", tie_word_embeddings=True, hidden_size=128)
+    folder = run(tmp_path / "m", tmp_path / "out", "fp8-dynamic", "modelopt").out
+    assert ask(folder, "vllm").unknown == ()
+
+    def quantize_all(config: dict[str, Any]) -> None:
+        config["quantization_config"]["ignore"] = []
+
+    change_config(folder, quantize_all)
+    for each in folder.glob("hf_quant_config.json"):
+        change_json(each, lambda config: config["quantization"].update(exclude_modules=[]))
+    doubts = ask(folder, "vllm").unknown
+    assert any("the output layer, which is tied" in doubt for doubt in doubts)
 
 
 def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_python(path: Path, **answer: object) -> Path:
     """Write a program that answers as the script does in an environment with vLLM."""
     whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
-    whole |= {"runner": "generate", "missing": [], "scales": []} | answer
+    whole |= {"runner": "generate", "missing": [], "casts": [], "scales": []} | answer
     path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
@@ -287,8 +287,31 @@ def test_a_weight_that_is_filled_under_another_name_is_not_missing() -> None:
     assert list(_list_missing(model, loaded)) == ["experts.w13_weight", "up.weight"]
 
 
+def test_scales_that_nothing_filled_are_listed() -> None:
+    """The number that vLLM makes scales with."""
+    model = torch.nn.Module()
+    model.input_scale = torch.nn.Parameter(torch.tensor([0.5, torch.finfo(torch.float32).min]))
+    model.weight_scale = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+    assert list(_list_missing(model, set())) == ["input_scale"]
+
+
+def test_exponents_that_become_floats_are_noted(overlay: Path, tmp_path: Path) -> None:
+    casts: list[str] = []
+    with _make_mode(casts):
+        torch.empty(2).copy_(torch.tensor([127, 126], dtype=torch.uint8))
+        torch.empty(2).copy_(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    assert casts == ["torch.uint8 to torch.float32"]
+    python = make_python(tmp_path / "p", scales=hold("0.0005", "0.0005"), casts=casts)
+
+    found = fp8calib.check(overlay, engine="vllm", run=True, engine_python=python).engines["vllm"]
+
+    assert not found.ok
+    assert found.weights is not None
+    assert "takes stored integers for floats" in found.weights.why
+
+
 def test_small_tensors_take_values_and_only_the_shape_of_large_ones() -> None:
-    with _make_mode():
+    with _make_mode([]):
         scale, large = torch.empty(4), torch.empty(64, 65)
         scale.copy_(0.5)
 

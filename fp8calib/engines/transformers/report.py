@@ -27,6 +27,7 @@ from fp8calib.dialects.fp8.weights import (
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import (
@@ -223,7 +224,7 @@ def _list_weight_faults(context: LoadContext, loaded: LoadedModel) -> Iterator[L
             f"{shorten(name)} is missing: transformers reports it MISSING, and uses {what}"
         )
     for name in sorted(loaded.read):
-        for find in (_find_cast, _find_scaling, _find_spread):
+        for find in (_find_cast, _find_exponents, _find_scaling, _find_spread):
             if fault := find(context, loaded, name):
                 yield _misread(fault)
     yield from map(_misread, _list_joined_faults(loaded))
@@ -261,6 +262,16 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
         return f"{shorten(name)} is {entry.dtype}, but the config quantizes it: it is cast to FP8"
     what = "transformers casts its values to float8_e4m3fn, where those above 448 are NaN"
     return f"{shorten(name)} is {entry.dtype}: {what}"
+
+
+def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str:
+    """Say where numbers are taken for the exponents of MXFP8; a CPU has no parameter for them."""
+    section = find_quantization(context.folder, keys=("quantization_config",)) or {}
+    dtype = context.folder.tensors[loaded.read[name]][name].dtype
+    is_mx = section.get("quant_method") == "mxfp8" and is_linear_scale(name)
+    if not is_mx or TORCH_DTYPES[dtype].itemsize == 1:
+        return ""
+    return f"{shorten(name)} is {dtype}: transformers takes its values for exponents"
 
 
 def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:

@@ -15,6 +15,7 @@ from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.vllm.model_types import (
     CREATED_LINEARS,
+    HEADLESS_TYPES,
     PLAIN_HEAD_TYPES,
     RENAMED_LINEARS,
     RENAMING_TYPES,
@@ -36,6 +37,7 @@ from fp8calib.engines.weights.schemes import (
     covers_parts,
     list_strings,
 )
+from fp8calib.engines.weights.stored import HEADS
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -60,6 +62,26 @@ class VllmReader(LinearReader):
         self._renamings = RENAMED_LINEARS.get(geometry.model_type, ())
         self._plain = UNQUANTIZED_LINEARS.get(geometry.model_type, ())
         self._created = CREATED_LINEARS.get(geometry.model_type, ())
+        if geometry.model_type not in HEADLESS_TYPES:
+            self._require_plain_head(folder)
+
+    def _require_plain_head(self, folder: ScaleFolder) -> None:
+        """Require that a tied output layer stays unquantized: nothing is stored for it.
+
+        vLLM 0.32.0 models/llama.py and models/transformers/causal.py: the layer is created by the
+        config before it takes the embedding's weight. Run with starcoder2, smollm3, gpt_bigcode.
+
+        Raises:
+            Unjudged: it is created in FP8, and its scales are not set.
+        """
+        modules = {name.rpartition(".")[0] for held in folder.tensors.values() for name in held}
+        if not modules or any(path.rpartition(".")[2] in HEADS for path in modules):
+            return
+        linear = StoredLinear(module=HEADS[0], shape=(0, 0), tensors={})
+        head = LinearGroup(path=HEADS[0], kind=GroupKind.HEAD, members=(linear,), is_known=True)
+        if not isinstance(self.find_scheme(head), Unquantized):
+            why = "the config quantizes the output layer, which is tied: nothing is stored for it"
+            raise Unjudged(why)
 
     def joins(self, group: LinearGroup) -> bool:
         """Tell whether vLLM joins a group."""

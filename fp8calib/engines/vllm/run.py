@@ -62,9 +62,11 @@ class LoaderAnswer:
     runner: str
     """What vLLM runs the model for: `generate`, or `pooling`, which has no output layer."""
     missing: tuple[str, ...]
-    """Weights and biases that no tensor filled."""
+    """Weights, biases and scales that no tensor filled."""
     files: tuple[str, ...]
     """The files that vLLM opened."""
+    casts: tuple[str, ...] = ()
+    """Dtypes of stored integers, and of the floats that they became."""
     scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]]
     """By rank and attention module: the numbers that K and V are multiplied by."""
     tp: int = 1
@@ -144,6 +146,7 @@ def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
         runner=answer["runner"],
         missing=tuple(answer["missing"]),
         files=tuple(answer["files"]),
+        casts=tuple(answer["casts"]),
         scales=[
             {
                 module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
@@ -196,6 +199,9 @@ def _find_silent_fault(answer: LoaderAnswer, doubts: Sequence[str]) -> LoadVerdi
     elif missing:
         why = f"vLLM fills {len(missing)} weights with nothing, such as {missing[0]}"
         fix = "complete the checkpoint"
+    elif answer.casts:
+        why = f"vLLM takes stored integers for floats ({answer.casts[0]})"
+        fix = "name the method that stores such scales as quant_method in config.json"
     else:
         return None
     return LoadVerdict(status=Status.MISREAD, why=why, fix=fix)

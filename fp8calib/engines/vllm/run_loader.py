@@ -23,6 +23,8 @@ from typing import Any
 from unittest import mock
 
 _MOST_ELEMENTS = 4096
+_UNSET = -3.4028234663852886e38
+"""torch.finfo(torch.float32).min."""
 _WEIGHTS = (".weight", ".bias", ".w13_weight", ".w2_weight")
 """How the names of weights and biases end; the last two are those of all experts of a layer."""
 
@@ -32,7 +34,7 @@ def main() -> None:
     folder, kv_cache_dtype, size = sys.argv[1:4]
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
     answer: dict[str, Any] = {"stage": "import", "version": "", "rank": 0, "error": "", "trace": []}
-    answer |= {"runner": "", "files": [], "missing": [], "scales": []}
+    answer |= {"runner": "", "files": [], "missing": [], "casts": [], "scales": []}
     try:
         _load(folder, kv_cache_dtype, int(size), answer)
     except Exception as error:  # noqa: BLE001 -- whatever vLLM raises is its answer
@@ -73,7 +75,7 @@ def _load(folder: str, kv_cache_dtype: str, size: int, answer: dict[str, Any]) -
         answer.update(stage="model", runner=config.model_config.runner_type)
         _leave_out_kernels()
         torch.set_default_dtype(config.model_config.dtype)
-        with set_current_vllm_config(config), _join_groups(rank, size), _make_mode():
+        with set_current_vllm_config(config), _join_groups(rank, size), _make_mode(answer["casts"]):
             _load_rank(config, answer)
     answer["stage"] = "done"
 
@@ -96,13 +98,19 @@ def _load_rank(config: Any, answer: dict[str, Any]) -> None:
 
 
 def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
-    """List the weights and biases that were filled under none of their names."""
+    """List the weights and biases that were filled under none of their names, and unset scales."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for aliases in names.values():
-        if loaded.isdisjoint(aliases) and aliases[0].endswith(_WEIGHTS):
+        is_left = loaded.isdisjoint(aliases) and aliases[0].endswith(_WEIGHTS)
+        if is_left or (aliases[0].endswith("_scale") and _is_unset(parameter)):
             yield aliases[0]
+
+
+def _is_unset(scale: Any) -> bool:
+    """Check whether a part of a scale has the number that vLLM makes it with."""
+    return not scale.is_meta and bool((scale.float() == _UNSET).any())
 
 
 def _process_without_values(model: Any) -> None:
@@ -180,8 +188,11 @@ def _make_group(group_ranks: list[list[int]], local_rank: int, backend: str, **_
     return group
 
 
-def _make_mode() -> Any:
-    """Make the mode that puts every large new tensor on the meta device."""
+def _make_mode(casts: list[str]) -> Any:
+    """Make the mode that puts every large new tensor on the meta device.
+
+    It notes where stored integers become floats: exponents, say, that are taken for scales.
+    """
     import torch  # noqa: PLC0415
     from torch.overrides import TorchFunctionMode  # noqa: PLC0415
 
@@ -204,6 +215,10 @@ def _make_mode() -> Any:
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = dict(kwargs or {})
+            if function is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor):
+                stored, taken = args[1].dtype, args[0].dtype
+                if stored in (torch.uint8, torch.int8) and taken.is_floating_point:
+                    casts.append(f"{stored} to {taken}")
             if function in sized and count(args, kwargs) > _MOST_ELEMENTS:
                 kwargs["device"] = "meta"
             elif function is torch.Tensor.copy_ and is_on_meta(args[1]) and not args[0].is_meta:

@@ -20,7 +20,8 @@ from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import FUSED_PATHS, name_fused_group, split_expert
 from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
 
-_HEADS = ("lm_head", "embed_out")
+HEADS = ("lm_head", "embed_out")
+"""The last part of the path of an output layer."""
 _TRANSPOSED_TYPES = ("gpt2",)
 """Model types whose checkpoints store linears as [in, out]; engines transpose them."""
 _STACKED = {
@@ -170,7 +171,7 @@ def _group_plain(
 def _make_group(
     path: str, members: tuple[StoredLinear, ...], known: Collection[str]
 ) -> LinearGroup:
-    is_head = path.rpartition(".")[2] in _HEADS
+    is_head = path.rpartition(".")[2] in HEADS
     return LinearGroup(
         path=path,
         kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
