@@ -150,6 +150,7 @@ class WeightReplay:
         if not self._has_old_blocks:
             try:
                 reader = self._make_reader(engine)
+                reader.require_judged(self._folder)
                 yield from compare_linears(reader, opened.groups, opened.values)
                 yield from note_other_schemes(reader, opened.groups, self._schemes)
             except Unjudged as doubt:

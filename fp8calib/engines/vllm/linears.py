@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
@@ -62,10 +63,9 @@ class VllmReader(LinearReader):
         self._renamings = RENAMED_LINEARS.get(geometry.model_type, ())
         self._plain = UNQUANTIZED_LINEARS.get(geometry.model_type, ())
         self._created = CREATED_LINEARS.get(geometry.model_type, ())
-        if geometry.model_type not in HEADLESS_TYPES:
-            self._require_plain_head(folder)
+        self._has_no_head = geometry.model_type in HEADLESS_TYPES
 
-    def _require_plain_head(self, folder: ScaleFolder) -> None:
+    def require_judged(self, folder: ScaleFolder) -> None:
         """Require that a tied output layer stays unquantized: nothing is stored for it.
 
         vLLM 0.32.0 models/llama.py and models/transformers/causal.py: the layer is created by the
@@ -74,8 +74,12 @@ class VllmReader(LinearReader):
         Raises:
             Unjudged: it is created in FP8, and its scales are not set.
         """
-        modules = {name.rpartition(".")[0] for held in folder.tensors.values() for name in held}
-        if not modules or any(path.rpartition(".")[2] in HEADS for path in modules):
+        if self._has_no_head:
+            return
+        tensors = {name: each for held in folder.tensors.values() for name, each in held.items()}
+        has_weights = any(each.dtype in WEIGHT_FORMATS for each in tensors.values())
+        modules = (name.rpartition(".")[0] for name in tensors)
+        if not has_weights or any(path.rpartition(".")[2] in HEADS for path in modules):
             return
         linear = StoredLinear(module=HEADS[0], shape=(0, 0), tensors={})
         head = LinearGroup(path=HEADS[0], kind=GroupKind.HEAD, members=(linear,), is_known=True)

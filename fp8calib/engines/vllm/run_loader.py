@@ -99,10 +99,10 @@ def _load_rank(config: Any, answer: dict[str, Any]) -> None:
 
 def _list_missing(model: Any, loaded: set[str]) -> Iterator[str]:
     """List the weights and biases that were filled under none of their names, and unset scales."""
-    names: dict[int, list[str]] = {}
+    found: dict[int, tuple[Any, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for aliases in names.values():
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    for parameter, aliases in found.values():
         is_left = loaded.isdisjoint(aliases) and aliases[0].endswith(_WEIGHTS)
         if is_left or (aliases[0].endswith("_scale") and _is_unset(parameter)):
             yield aliases[0]

@@ -37,6 +37,9 @@ class LinearReader:
             dialect, schemes.find_stored = load_finder(folder.path, folder.config)
             self._dialect = own or dialect
 
+    def require_judged(self, folder: ScaleFolder) -> None:
+        """Raise `Unjudged` where more than the stored linears tells what the engine does."""
+
     def joins(self, group: LinearGroup) -> bool:
         """Tell whether the engine joins a group; otherwise each linear is a group of its own."""
         return self._joins_experts or group.kind is not GroupKind.EXPERTS

@@ -118,7 +118,9 @@ def explain_broken(ppl: float, vocabulary: int) -> str:
 def _list_collapses(basis: Basis) -> Iterator[str]:
     """Say first what makes every other figure meaningless."""
     for one in basis.candidates:
-        if one.top1_agreement is not None and one.top1_agreement < _LEAST_TOP1:
+        if one.has_own_type or one.top1_agreement is None:
+            continue  # a type is recommended only if it passes
+        if one.top1_agreement < _LEAST_TOP1:
             yield (
                 f"{_name(one.name)} predicts another token than the unquantized model "
                 f"{1 - one.top1_agreement:.0%} of the time."
