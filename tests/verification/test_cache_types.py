@@ -83,19 +83,21 @@ def test_global_scales_are_those_of_the_table(tmp_path: Path) -> None:
         assert torch.equal(quantizers[sites[-1]].fake(x).values, store_all(types_by_hand.nvfp4)(x))
 
 
-def test_ends_stay_in_16_bits(tmp_path: Path) -> None:
-    model = zoo.build("llama", num_hidden_layers=6)
+@pytest.mark.parametrize(
+    ("name", "size"), [("turboquant_4bit_nc", 16 + 2 + 16 + 4), ("ultraquant_4bit", 2 * (16 + 1))]
+)
+def test_ends_stay_in_16_bits(name: str, size: int, tmp_path: Path) -> None:
+    model = zoo.build("llama", num_hidden_layers=6, head_dim=32)
     with opened(model, tmp_path) as subject:
         geometry = subject.geometry
-        quantizers = emulate_cache_type(CACHE_TYPES["turboquant_4bit_nc"], geometry)
+        quantizers = emulate_cache_type(CACHE_TYPES[name], geometry)
         stored = {site.module for site in quantizers}
         layers = [layer.index for layer, a in geometry.attentions() if a.module in stored]
         assert layers == [2, 3]
         (_, attention), *_ = geometry.attentions()
-        heads, size = attention.num_kv_heads, attention.k_head_dim
-        one = heads * (size / 2 + 2 + size / 2 + 4)
-        wanted = 2 * one + 4 * heads * size * 2 * 2
-        assert count_cache_bytes(CACHE_TYPES["turboquant_4bit_nc"], geometry) == wanted
+        heads = attention.num_kv_heads
+        wanted = 2 * heads * size + 4 * heads * 32 * 2 * 2
+        assert count_cache_bytes(CACHE_TYPES[name], geometry) == wanted
 
 
 def test_latents_fit_no_type(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_all_leaves_out_what_does_not_fit(model: PreTrainedModel) -> None:
         model, data=TEXT, seq_len=32, engine="vllm==0.33", kv_cache_dtype=["all"]
     )
     left = [text for text in report.warnings if "is left out" in text]
-    assert any("octave_k3v4 " in text for text in left)
+    assert any(text.startswith("the cache type octave_k3v4 is left out: ") for text in left)
     assert any("fp8_ds_mla" in text for text in left)
     names = {one.name for one in report.candidates}
     assert names >= {"int8_per_token_head", "int4_per_token_head", "fp8_e5m2"}
@@ -171,3 +173,9 @@ def test_named_type_that_does_not_fit_is_refused() -> None:
     model = zoo.build("llama", head_dim=12)
     with pytest.raises(ModelError, match="no multiple of 16"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"])
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="kv_memory: must be a number above 0"):
+        fp8calib.verify(model, data=TEXT, seq_len=32, kv_memory=memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -51,8 +52,9 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     if others:
         _require_one_engine(request)
     outputs = list_outputs(request)
-    if request.kv_memory is not None and request.kv_memory <= 0:
-        raise UsageError("--kv-memory: must be above 0", hint="give GiB, such as 12.5")
+    kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
+    if kv_memory is not None and not 0 < kv_memory < math.inf:
+        raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
     return VerifyOptions(
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
         engine=engine,
@@ -63,7 +65,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         fmt=_find_format(request.fp8_dtype),
         cache_types=_choose_cache_types(request.kv_cache_dtype or (), engine),
         has_all_types="all" in (request.kv_cache_dtype or ()),
-        kv_memory=None if request.kv_memory is None else request.kv_memory * 2**30,
+        kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
         sensitivity=request.sensitivity,

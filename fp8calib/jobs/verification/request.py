@@ -90,7 +90,7 @@ def _list_left_types(job: VerifyJob) -> Iterator[str]:
         else:
             why = "" if name in {*FP8_CACHES, E5M2_CACHE} else explain_not_emulated(name)
         if why:
-            yield f"--kv-cache-dtype {name} is left out: {why}"
+            yield f"the cache type {name} is left out: {why}"
 
 
 def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
