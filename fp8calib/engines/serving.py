@@ -189,7 +189,7 @@ def _collect(
         found = list(
             _list_limitations(engine, report, has_fp8_weights=has_fp8_weights, has_kv=has_kv)
         )
-        is_unknown = has_fp8_weights and bool(report.unknown)
+        is_unknown = bool(report.unknown)
         is_blocked = is_unknown or any(item.is_blocking for item in found)
         command = "" if is_blocked or engine.launch is None else spell(engine.launch)
         if engine.is_brief and is_unknown:

@@ -113,11 +113,8 @@ class KvCacheResult(_Model):
     """How many fit into `--kv-memory`; None where that is not given."""
     backends: tuple[str, ...] = ()
     """The engine's backends that store it; empty where they are not known."""
-
-    @property
-    def is_own_type(self) -> bool:
-        """Whether it is another than FP8 with a scale for a tensor or a head."""
-        return self.dtype != FP8_CACHE
+    is_own_type: bool = False
+    """Whether it is another type than FP8 with a scale for a tensor or a head."""
 
 
 class CandidateResult(_Model):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.engines.status import Status
@@ -109,6 +110,22 @@ def test_damaged_exponents(
         return
     assert report.weights is not None
     assert (report.weights.status, why in report.weights.why) == (status, True)
+
+
+@pytest.mark.parametrize("blocks", [2, 10])
+def test_transformers_spreads_exponents_of_other_blocks(
+    blocks: int, written: dict[str, Path], tmp_path: Path
+) -> None:
+    scale = torch.arange(110, 110 + blocks, dtype=torch.uint8).repeat(32, 1)
+    out = change(written["mxfp8"], tmp_path / "out", scale)
+    report = ask(out, "transformers")
+    assert report.weights is not None
+    assert f"spreads {blocks} scales evenly over 160" in report.weights.why
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    name = f"{LAYER}.mlp.down_proj.weight"
+    codes = load_file(out / "model.safetensors")[name].float()
+    spread = (scale.float() - 127).exp2().repeat_interleave(160 // blocks, 1)
+    assert torch.equal(model.state_dict()[name].float(), (codes * spread).bfloat16().float())
 
 
 def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_path: Path) -> None:

@@ -179,3 +179,32 @@ def test_named_type_that_does_not_fit_is_refused() -> None:
 def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
     with pytest.raises(UsageError, match="kv_memory: must be a number above 0"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [("vllm", "fp8"), ("sglang", "fp8_e4m3"), ("tgi", "fp8_e4m3fn"), ("reference", "fp8")],
+)
+def test_fp8_has_the_name_that_the_engine_gives_it(
+    engine: str, name: str, model: PreTrainedModel
+) -> None:
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_memory=1.0)
+    (only,) = report.candidates
+    assert only.kv_cache is not None
+    assert (only.kv_cache.dtype, only.kv_cache.is_own_type) == (name, False)
+
+
+def test_scale_1_in_e5m2_is_served_as_e5m2(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    asked = {"data": TEXT, "seq_len": 32, "fp8_dtype": "e5m2", "kv_memory": 1.0}
+    result = fp8calib.verify(tmp_path / "model", **asked)
+    cache = result.candidates[0].kv_cache
+    assert cache is not None
+    assert (cache.dtype, cache.uses_scales, cache.is_own_type) == ("fp8_e5m2", False, False)
+    assert result.next.endswith("--kv-cache-dtype fp8_e5m2")
+
+
+def test_no_backend_is_named_for_latents() -> None:
+    report = fp8calib.verify(zoo.build("deepseek_v3"), data=TEXT, seq_len=32, kv_memory=1.0)
+    assert report.candidates[0].kv_cache is not None
+    assert report.candidates[0].kv_cache.backends == ()

@@ -584,7 +584,7 @@ def make_type(
     name: str, size: float, kld: float, verdict: Verdict = Verdict.PASS
 ) -> CandidateResult:
     """Make a candidate whose KV cache has a type of its own."""
-    cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size)
+    cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size, is_own_type=True)
     return make_candidate(name, kv_cache=cache, kld_mean=kld, verdict=verdict)
 
 
