@@ -375,7 +375,8 @@ class VerifyReport(WithOverview, _Model):
             for each in self.candidates
             if each.name != SCALE_ONE and not (each.has_own_type and self.has_all_types)
         ]
-        return tuple(asked or (each.verdict for each in self.candidates))
+        unscaled = (each.verdict for each in self.candidates if not each.has_own_type)
+        return tuple(asked or unscaled)
 
     def find_failure(self, *, strict: bool = False) -> Verdict | None:
         """Find the worst verdict in `judged` that a gate does not let pass; None without one.
