@@ -145,10 +145,12 @@ def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult |
         return None
     memory, engine = job.options.kv_memory, job.options.engine
     has_latents = any(a.kind == "latent" for _, a in job.target.geometry.attentions())
-    is_renamed = cache.dtype == FP8_CACHE and engine.launch is not None
+    name = cache.dtype
+    if name == FP8_CACHE and engine.launch is not None:
+        name = engine.launch.kv_flag.rpartition(" ")[2]
     return cache.model_copy(
         update={
-            "dtype": engine.launch.kv_flag.rpartition(" ")[2] if is_renamed else cache.dtype,
+            "dtype": name,
             "backends": () if has_latents else tuple(engine.cache_types.get(cache.dtype, ())),
             "tokens": None if memory is None else int(memory / cache.bytes_per_token),
         }
