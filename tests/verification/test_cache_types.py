@@ -208,3 +208,16 @@ def test_no_backend_is_named_for_latents() -> None:
     report = fp8calib.verify(zoo.build("deepseek_v3"), data=TEXT, seq_len=32, kv_memory=1.0)
     assert report.candidates[0].kv_cache is not None
     assert report.candidates[0].kv_cache.backends == ()
+
+
+def test_scales_with_the_name_of_a_type_are_refused(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report would have two candidates of one name."""
+    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "nvfp4")
+    monkeypatch.chdir(tmp_path)
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["nvfp4"]}
+    with pytest.raises(UsageError, match=r"nvfp4.: this name is reserved"):
+        fp8calib.verify(model, "nvfp4", **asked)
+    names = [one.name for one in fp8calib.verify(model, "./nvfp4", **asked).candidates]
+    assert names == ["./nvfp4", "scale-1.0", "nvfp4", "nvfp4 with ./nvfp4"]
