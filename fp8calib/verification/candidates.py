@@ -22,7 +22,7 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E5M2, Fp8Format
-from fp8calib.fp8.schemes import Scheme
+from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.kv_types.cache_types import E5M2_CACHE, CacheType
@@ -448,7 +448,8 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
 
 
 def _describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) -> str:
-    if not any(quantizer.power_of_two for quantizer in quantizers.values()):
+    rounded = [each for each in quantizers.values() if each.power_of_two]
+    if all(each.block == MX_BLOCK for each in rounded):  # whose format asks for them
         return ""
     return f"; {numerics.name} rounds the scales of blocks and groups up to powers of two"
 
