@@ -56,6 +56,7 @@ def suggest(name: str, known: Collection[str], *, what: str = "") -> str:
     """Make the hint for an unknown name: the most similar known ones and, with `what`, all."""
     plain = {each.lower(): each for each in known}
     like = [each for each in plain if name and each.startswith(f"{name.lower()}-")]
+    like = [name.lower()] if name.lower() in plain else like
     like = like or get_close_matches(name.lower(), plain, n=1)
     like = like or [each for each in plain if name and name.lower() in each]
     meant = f"did you mean {join_or([plain[each] for each in like])}?" if like else ""

@@ -13,6 +13,7 @@ from fp8calib.errors import (
     UsageError,
     VerificationError,
     shorten,
+    suggest,
 )
 
 
@@ -73,3 +74,8 @@ def test_names_are_cut_and_escaped() -> None:
     assert shorten("model.k_scale") == "model.k_scale"
     assert shorten("a\nb") == r"a\nb"
     assert shorten("\0" * 10**6) == r"\x00" * 50
+
+
+def test_the_same_name_in_other_case_is_suggested_first() -> None:
+    assert suggest("MXFP8", ["mxfp8", "mxfp8-a16"]) == "did you mean mxfp8?"
+    assert suggest("MXFP", ["mxfp8", "mxfp8-a16"]).startswith("did you mean mxfp8")

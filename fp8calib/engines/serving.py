@@ -53,6 +53,7 @@ class Serving:
     commands: tuple[ServingCommand, ...]
     limitations: tuple[Limitation, ...]
     others: tuple[BriefServing, ...]
+    """Without those of which it is unknown."""
 
 
 Reports = Iterable[tuple[Engine, EngineReport]]
@@ -188,8 +189,11 @@ def _collect(
         found = list(
             _list_limitations(engine, report, has_fp8_weights=has_fp8_weights, has_kv=has_kv)
         )
-        is_blocked = any(item.is_blocking for item in found)
+        is_unknown = bool(report.unknown)
+        is_blocked = is_unknown or any(item.is_blocking for item in found)
         command = "" if is_blocked or engine.launch is None else spell(engine.launch)
+        if engine.is_brief and is_unknown:
+            continue
         if engine.is_brief:
             others.append(BriefServing(engine=engine.title, name=engine.key, command=command))
             continue

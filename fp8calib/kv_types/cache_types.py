@@ -72,13 +72,16 @@ def _in_blocks(bits: int, block: int) -> CountBytes:
     return lambda size: size * bits / 8 + size / block
 
 
+_PLAIN_ENDS = "the first and last two layers in 16 bits"
+"""Of two types: vLLM 0.32.0 engine/arg_utils.py (`uses_packed_kv_backend`)."""
+
+
 def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
     is_fp8 = key_bits == 8
     key = "E4M3 at 1.0" if is_fp8 else f"rotated, {key_bits}-bit levels of a Gaussian"
     return CacheType(
         name=name,
-        description=f"K {key}; V {value_bits}-bit integers per token and head; the first and last "
-        "two layers in 16 bits",
+        description=f"K {key}; V {value_bits}-bit integers per token and head; {_PLAIN_ENDS}",
         key=turboquant.fp8_key if is_fp8 else partial(turboquant.gaussian_key, bits=key_bits),
         value=partial(turboquant.uniform_value, bits=value_bits),
         count_key_bytes=(lambda size: size) if is_fp8 else (lambda size: size * key_bits / 8 + 2),
@@ -154,7 +157,8 @@ CACHE_TYPES = {
         _make_turboquant("turboquant_3bit_nc", 3, 3),
         CacheType(
             name="ultraquant_4bit",
-            description="E2M1, a power of two for 32 values, K and q rotated, q in E4M3",
+            description="E2M1, a power of two for 32 values, K and q rotated, q in E4M3; "
+            f"{_PLAIN_ENDS}",
             key=fp4.ultraquant_key,
             value=fp4.ultraquant,
             query=fp4.ultraquant_query,
@@ -163,6 +167,7 @@ CACHE_TYPES = {
             per=Granularity.GROUP,
             head_multiple=fp4.ULTRA_BLOCK,
             needs_power_of_two=True,
+            num_plain_ends=2,
             is_kernel_run=True,
         ),
     )

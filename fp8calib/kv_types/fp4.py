@@ -72,7 +72,8 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=x.device)
     levels = torch.cat([-levels[1:].flip(0), levels])
     middles = (levels[1:] + levels[:-1]) / 2
-    return (levels[torch.bucketize(blocks / scale, middles)] * scale).flatten(-2)
+    codes = torch.bucketize((blocks / scale).contiguous(), middles)  # torch warns of other layouts
+    return (levels[codes] * scale).flatten(-2)
 
 
 def _split(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E5M2, Fp8Format
-from fp8calib.fp8.schemes import Scheme
+from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.kv_types.cache_types import E5M2_CACHE, CacheType
@@ -263,22 +263,24 @@ def build_kv_candidate(
         description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(table.geometry, table.fmt, numerics),
-        kv_cache=make_fp8_cache(table.geometry),
+        kv_cache=make_fp8_cache(table.geometry, table.fmt, numerics),
     )
 
 
-def make_fp8_cache(geometry: ModelGeometry) -> KvCacheResult:
+def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> KvCacheResult:
     """Describe a KV cache in FP8 with a scale for a tensor or a head."""
-    size = float(geometry.kv_elements_per_token)
-    return KvCacheResult(dtype=FP8_CACHE, uses_scales=True, bytes_per_token=size)
+    return KvCacheResult(
+        dtype=E5M2_CACHE if fmt is E5M2 else FP8_CACHE,
+        uses_scales=fmt is not E5M2 or numerics.kv_scales_e5m2,
+        bytes_per_token=float(geometry.kv_elements_per_token),
+    )
 
 
 def build_e5m2_cache(geometry: ModelGeometry, numerics: Numerics) -> Candidate:
     """Build the candidate whose KV cache is E5M2, which takes no scales."""
     plain = build_unscaled(E5M2_CACHE, geometry, E5M2, numerics)
-    cache = make_fp8_cache(geometry)
-    changed = cache.model_copy(update={"dtype": E5M2_CACHE, "uses_scales": False})
-    return replace(plain, fitted={}, kv_cache=changed)
+    cache = make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
+    return replace(plain, fitted={}, kv_cache=cache)
 
 
 def build_cache_type(
@@ -299,6 +301,7 @@ def build_cache_type(
             dtype=cache_type.name,
             uses_scales=cache_type.has_global_scales,
             bytes_per_token=count_cache_bytes(cache_type, geometry),
+            is_own_type=True,
         ),
         notes=(f"{name}: {cache_type.note}",) if cache_type.note else (),
     )
@@ -327,7 +330,7 @@ def build_unscaled(
         description=f"KV cache {fmt.name}, every scale 1.0",
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(geometry, fmt, numerics),
-        kv_cache=make_fp8_cache(geometry),
+        kv_cache=make_fp8_cache(geometry, fmt, numerics),
     )
 
 
@@ -400,18 +403,20 @@ def build_checkpoint(
     emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     fitted: Mapping[Site, Quantizer] = {}
+    cache = None
     if opened.found is not None:
         found = opened.found
         kv = emulate_kv(found.table, numerics)
         emulation = replace(emulation, quantizers={**emulation.quantizers, **kv})
         fitted = fit_kv(target.geometry, found.table.fmt, numerics)
+        cache = make_fp8_cache(target.geometry, found.table.fmt, numerics)
         parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,
         description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
         emulation=emulation,
         fitted=fitted,
-        kv_cache=make_fp8_cache(target.geometry) if opened.found is not None else None,
+        kv_cache=cache,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
@@ -443,7 +448,8 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
 
 
 def _describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics) -> str:
-    if not any(quantizer.power_of_two for quantizer in quantizers.values()):
+    rounded = [each for each in quantizers.values() if each.power_of_two]
+    if all(each.block == MX_BLOCK for each in rounded):  # whose format asks for them
         return ""
     return f"; {numerics.name} rounds the scales of blocks and groups up to powers of two"
 

@@ -113,11 +113,8 @@ class KvCacheResult(_Model):
     """How many fit into `--kv-memory`; None where that is not given."""
     backends: tuple[str, ...] = ()
     """The engine's backends that store it; empty where they are not known."""
-
-    @property
-    def is_own_type(self) -> bool:
-        """Whether it is another than FP8 with a scale for a tensor or a head."""
-        return self.dtype != FP8_CACHE
+    is_own_type: bool = False
+    """Whether it is another type than FP8 with a scale for a tensor or a head."""
 
 
 class CandidateResult(_Model):
@@ -378,7 +375,8 @@ class VerifyReport(WithOverview, _Model):
             for each in self.candidates
             if each.name != SCALE_ONE and not (each.has_own_type and self.has_all_types)
         ]
-        return tuple(asked or (each.verdict for each in self.candidates))
+        unscaled = (each.verdict for each in self.candidates if not each.has_own_type)
+        return tuple(asked or unscaled)
 
     def find_failure(self, *, strict: bool = False) -> Verdict | None:
         """Find the worst verdict in `judged` that a gate does not let pass; None without one.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.engines.status import Status
@@ -114,7 +115,7 @@ def test_damaged_exponents(
 
 
 def test_transformers_takes_floats_for_exponents(written: dict[str, Path], tmp_path: Path) -> None:
-    """Transformers 5.23, run on a CPU, whose model has no parameter for them."""
+    """On a CPU the model of transformers 5.23 has no parameter for them."""
     assert ask(written["mxfp8"], "transformers").weights is None
     damaged = change(written["mxfp8"], tmp_path / "out", BYTES.bfloat16())
     found = ask(damaged, "transformers").weights
@@ -124,7 +125,7 @@ def test_transformers_takes_floats_for_exponents(written: dict[str, Path], tmp_p
 
 
 def test_tied_head_that_the_config_quantizes_is_unknown(tmp_path: Path) -> None:
-    """VLLM 0.32, run with starcoder2: its input_scale is what vLLM makes scales with."""
+    """With starcoder2 its input_scale stays what vLLM 0.32 makes scales with."""
     zoo.save("starcoder2", tmp_path / "m", tie_word_embeddings=True, hidden_size=128)
     folder = run(tmp_path / "m", tmp_path / "out", "fp8-dynamic", "modelopt").out
     assert ask(folder, "vllm").unknown == ()
@@ -137,6 +138,22 @@ def test_tied_head_that_the_config_quantizes_is_unknown(tmp_path: Path) -> None:
         change_json(each, lambda config: config["quantization"].update(exclude_modules=[]))
     doubts = ask(folder, "vllm").unknown
     assert any("the output layer, which is tied" in doubt for doubt in doubts)
+
+
+@pytest.mark.parametrize("blocks", [2, 10])
+def test_transformers_spreads_exponents_of_other_blocks(
+    blocks: int, written: dict[str, Path], tmp_path: Path
+) -> None:
+    scale = torch.arange(110, 110 + blocks, dtype=torch.uint8).repeat(32, 1)
+    out = change(written["mxfp8"], tmp_path / "out", scale)
+    report = ask(out, "transformers")
+    assert report.weights is not None
+    assert f"spreads {blocks} scales evenly over 160" in report.weights.why
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    name = f"{LAYER}.mlp.down_proj.weight"
+    codes = load_file(out / "model.safetensors")[name].float()
+    spread = (scale.float() - 127).exp2().repeat_interleave(160 // blocks, 1)
+    assert torch.equal(model.state_dict()[name].float(), (codes * spread).bfloat16().float())
 
 
 def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_path: Path) -> None:

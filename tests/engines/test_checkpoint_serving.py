@@ -210,3 +210,12 @@ def test_further_engines_are_only_listed_by_name(tmp_path: Path, form: str, sche
     assert len(serving.others) == 5
     titles = {each.engine for each in serving.others}
     assert not titles & {item.engine for item in (*serving.commands, *serving.limitations)}
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt", "mxfp8"])
+def test_engines_of_which_mxfp8_is_unknown_are_not_recommended(tmp_path: Path, form: str) -> None:
+    serving = find_serving(make(tmp_path, form, "mxfp8"))
+    assert "TGI" not in {item.engine for item in serving.commands}
+    assert "tensorrt-llm" not in {each.name for each in serving.others}
+    (why,) = (i.why for i in serving.limitations if i.engine == "TGI" and "MXFP8" in i.why)
+    assert why.startswith("unknown: ") or "mxfp8-quantized" in why

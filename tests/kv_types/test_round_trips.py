@@ -177,3 +177,12 @@ def test_bytes_of_a_vector_of_128(name: str, key: int, value: int) -> None:
 def test_heads_that_do_not_fit_are_named(name: str, size: int, part: str) -> None:
     assert part in CACHE_TYPES[name].explain_misfit(size)
     assert bool(CACHE_TYPES[name].explain_misfit(size)) == bool(part)
+
+
+def test_transposed_tensors_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    torch.set_warn_always(True)
+    try:
+        fp4.ultraquant(torch.randn(2, 64, 3).transpose(1, 2))
+    finally:
+        torch.set_warn_always(False)
+    assert not recwarn.list

@@ -295,7 +295,7 @@ def test_commands_read_it_and_add_kv_scales(form: str, tmp_path: Path) -> None:
     succeed("calibrate", out, *text, "--out", tmp_path / "measured")
     stats = tmp_path / "measured" / "stats.safetensors"
     graft = ("--format", "kv-overlay", "--model", out, "--out", tmp_path / "graft")
-    succeed("export", stats, *graft)
+    assert "serve with TGI" not in succeed("export", stats, *graft).out  # which has not been read
     config = json.loads((tmp_path / "graft" / "kv-overlay" / "config.json").read_text())
     key, value = KV_KEYS[form]
     assert value in config["quantization_config"][key]
@@ -315,6 +315,7 @@ def test_what_engines_quantize_of_the_inputs_is_emulated(tmp_path: Path) -> None
     def measure(scheme: str, engine: str) -> float:
         asked = ("--scheme", scheme, "--engine", engine, "--data", data, "--seq-len", 48)
         report = succeed("verify", FOLDER / "llama", *asked, "--json").json
+        assert "rounds the scales" not in report["candidates"][0]["description"]
         found = report["candidates"][0]["kld_mean"]
         assert isinstance(found, float)
         return found

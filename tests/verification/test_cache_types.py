@@ -83,19 +83,21 @@ def test_global_scales_are_those_of_the_table(tmp_path: Path) -> None:
         assert torch.equal(quantizers[sites[-1]].fake(x).values, store_all(types_by_hand.nvfp4)(x))
 
 
-def test_ends_stay_in_16_bits(tmp_path: Path) -> None:
-    model = zoo.build("llama", num_hidden_layers=6)
+@pytest.mark.parametrize(
+    ("name", "size"), [("turboquant_4bit_nc", 16 + 2 + 16 + 4), ("ultraquant_4bit", 2 * (16 + 1))]
+)
+def test_ends_stay_in_16_bits(name: str, size: int, tmp_path: Path) -> None:
+    model = zoo.build("llama", num_hidden_layers=6, head_dim=32)
     with opened(model, tmp_path) as subject:
         geometry = subject.geometry
-        quantizers = emulate_cache_type(CACHE_TYPES["turboquant_4bit_nc"], geometry)
+        quantizers = emulate_cache_type(CACHE_TYPES[name], geometry)
         stored = {site.module for site in quantizers}
         layers = [layer.index for layer, a in geometry.attentions() if a.module in stored]
         assert layers == [2, 3]
         (_, attention), *_ = geometry.attentions()
-        heads, size = attention.num_kv_heads, attention.k_head_dim
-        one = heads * (size / 2 + 2 + size / 2 + 4)
-        wanted = 2 * one + 4 * heads * size * 2 * 2
-        assert count_cache_bytes(CACHE_TYPES["turboquant_4bit_nc"], geometry) == wanted
+        heads = attention.num_kv_heads
+        wanted = 2 * heads * size + 4 * heads * 32 * 2 * 2
+        assert count_cache_bytes(CACHE_TYPES[name], geometry) == wanted
 
 
 def test_latents_fit_no_type(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_all_leaves_out_what_does_not_fit(model: PreTrainedModel) -> None:
         model, data=TEXT, seq_len=32, engine="vllm==0.33", kv_cache_dtype=["all"]
     )
     left = [text for text in report.warnings if "is left out" in text]
-    assert any("octave_k3v4 " in text for text in left)
+    assert any(text.startswith("the cache type octave_k3v4 is left out: ") for text in left)
     assert any("fp8_ds_mla" in text for text in left)
     names = {one.name for one in report.candidates}
     assert names >= {"int8_per_token_head", "int4_per_token_head", "fp8_e5m2"}
@@ -171,3 +173,51 @@ def test_named_type_that_does_not_fit_is_refused() -> None:
     model = zoo.build("llama", head_dim=12)
     with pytest.raises(ModelError, match="no multiple of 16"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"])
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="kv_memory: must be a number above 0"):
+        fp8calib.verify(model, data=TEXT, seq_len=32, kv_memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [("vllm", "fp8"), ("sglang", "fp8_e4m3"), ("tgi", "fp8_e4m3fn"), ("reference", "fp8")],
+)
+def test_fp8_has_the_name_that_the_engine_gives_it(
+    engine: str, name: str, model: PreTrainedModel
+) -> None:
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_memory=1.0)
+    (only,) = report.candidates
+    assert only.kv_cache is not None
+    assert (only.kv_cache.dtype, only.kv_cache.is_own_type) == (name, False)
+
+
+def test_scale_1_in_e5m2_is_served_as_e5m2(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    asked = {"data": TEXT, "seq_len": 32, "fp8_dtype": "e5m2", "kv_memory": 1.0}
+    result = fp8calib.verify(tmp_path / "model", **asked)
+    cache = result.candidates[0].kv_cache
+    assert cache is not None
+    assert (cache.dtype, cache.uses_scales, cache.is_own_type) == ("fp8_e5m2", False, False)
+    assert result.next.endswith("--kv-cache-dtype fp8_e5m2")
+
+
+def test_no_backend_is_named_for_latents() -> None:
+    report = fp8calib.verify(zoo.build("deepseek_v3"), data=TEXT, seq_len=32, kv_memory=1.0)
+    assert report.candidates[0].kv_cache is not None
+    assert report.candidates[0].kv_cache.backends == ()
+
+
+def test_scales_with_the_name_of_a_type_are_refused(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report would have two candidates of one name."""
+    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "nvfp4")
+    monkeypatch.chdir(tmp_path)
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["nvfp4"]}
+    with pytest.raises(UsageError, match=r"nvfp4.: this name is reserved"):
+        fp8calib.verify(model, "nvfp4", **asked)
+    names = [one.name for one in fp8calib.verify(model, "./nvfp4", **asked).candidates]
+    assert names == ["./nvfp4", "scale-1.0", "nvfp4", "nvfp4 with ./nvfp4"]

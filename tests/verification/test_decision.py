@@ -584,7 +584,7 @@ def make_type(
     name: str, size: float, kld: float, verdict: Verdict = Verdict.PASS
 ) -> CandidateResult:
     """Make a candidate whose KV cache has a type of its own."""
-    cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size)
+    cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size, is_own_type=True)
     return make_candidate(name, kv_cache=cache, kld_mean=kld, verdict=verdict)
 
 
@@ -639,4 +639,5 @@ def test_types_of_a_survey_are_not_judged() -> None:
     failing = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
     good = make_candidate("out/overlay", verdict=Verdict.PASS)
     assert make_small(candidates=(good, failing)).find_failure() is Verdict.FAIL
-    assert make_small(candidates=(good, failing), has_all_types=True).find_failure() is None
+    for one in (good, make_candidate(SCALE_ONE, verdict=Verdict.PASS)):
+        assert make_small(candidates=(one, failing), has_all_types=True).find_failure() is None

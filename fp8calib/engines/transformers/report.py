@@ -275,7 +275,7 @@ def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str
 
 
 def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where the scales of blocks are spread evenly, although the last block is smaller.
+    """Say where the scales of blocks are spread evenly, but the config means other blocks.
 
     transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's size
     is that of the weight divided by the number of scales.
@@ -283,12 +283,15 @@ def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     module, _, leaf = name.rpartition(".")
     if leaf != "weight_scale_inv" or f"{module}.weight" not in loaded.read:
         return ""
-    weight, scale = (context.tensors[each].shape for each in (f"{module}.weight", name))
+    stored = context.tensors[f"{module}.weight"]
+    weight, scale = stored.shape, context.tensors[name].shape
     block = _read_section(context.folder).get("weight_block_size")
     if len(scale) != 2 or not isinstance(block, list) or len(block) != 2:
         return ""
+    if stored.dtype not in WEIGHT_FORMATS:  # two values of FP4 share a byte
+        return ""
     for size, number, width in zip(weight, scale, block, strict=True):
-        if number > 1 and number == -(-size // width) and size % width:
+        if number > 1 and number * width != size:
             return f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
     return ""
 

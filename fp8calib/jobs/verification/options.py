@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.header import read_header
@@ -45,14 +46,17 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
     _check_server_options(request)
     scales = list_scales(request.scales)
-    _check_candidate_names([str(i) for i in scales if not isinstance(i, CalibrationStats)])
     _check_task_options(request.tasks or (), request.limit)
     (engine, numerics), *others = map(find_emulated, list_engines(request))
+    cache_types = _choose_cache_types(request.kv_cache_dtype or (), engine)
+    paths = [str(i) for i in scales if not isinstance(i, CalibrationStats)]
+    _check_candidate_names(paths, reserved={*_RESERVED_NAMES, *cache_types})
     if others:
         _require_one_engine(request)
     outputs = list_outputs(request)
-    if request.kv_memory is not None and request.kv_memory <= 0:
-        raise UsageError("--kv-memory: must be above 0", hint="give GiB, such as 12.5")
+    kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
+    if kv_memory is not None and not 0 < kv_memory < math.inf:
+        raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
     return VerifyOptions(
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
         engine=engine,
@@ -61,9 +65,9 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         scheme=None if request.scheme is None else find_scheme(request.scheme),
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
-        cache_types=_choose_cache_types(request.kv_cache_dtype or (), engine),
+        cache_types=cache_types,
         has_all_types="all" in (request.kv_cache_dtype or ()),
-        kv_memory=None if request.kv_memory is None else request.kv_memory * 2**30,
+        kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
         sensitivity=request.sensitivity,
@@ -215,11 +219,11 @@ def if_quantized(name: str) -> str:
     return f"pass the model it was made from as MODEL, and this one as --scales {name}"
 
 
-def _check_candidate_names(names: Sequence[str]) -> None:
+def _check_candidate_names(names: Sequence[str], *, reserved: Collection[str]) -> None:
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"--scales {name!r}: must be a path of printable characters")
-        if name in _RESERVED_NAMES:
+        if name in reserved:
             raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
     places = [find_candidate(name).resolve() for name in names]
     for place in places:

@@ -37,7 +37,12 @@ from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
 from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
-from fp8calib.verification.report import SCALE_ONE, HistogramResult, KvCacheResult
+from fp8calib.verification.report import (
+    FP8_CACHE,
+    SCALE_ONE,
+    HistogramResult,
+    KvCacheResult,
+)
 from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
 
@@ -90,7 +95,7 @@ def _list_left_types(job: VerifyJob) -> Iterator[str]:
         else:
             why = "" if name in {*FP8_CACHES, E5M2_CACHE} else explain_not_emulated(name)
         if why:
-            yield f"--kv-cache-dtype {name} is left out: {why}"
+            yield f"the cache type {name} is left out: {why}"
 
 
 def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
@@ -132,13 +137,21 @@ def _list_candidates(
 
 
 def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult | None:
-    """Add the backends of the engine, and how many tokens fit into the memory that is given."""
+    """Add the engine's name and backends, and how many tokens fit into the memory that is given.
+
+    The backends of latents were not read.
+    """
     if cache is None:
         return None
-    memory = job.options.kv_memory
+    memory, engine = job.options.kv_memory, job.options.engine
+    has_latents = any(a.kind == "latent" for _, a in job.target.geometry.attentions())
+    name = cache.dtype
+    if name == FP8_CACHE and engine.launch is not None:
+        name = engine.launch.kv_flag.rpartition(" ")[2]
     return cache.model_copy(
         update={
-            "backends": tuple(job.options.engine.cache_types.get(cache.dtype, ())),
+            "dtype": name,
+            "backends": () if has_latents else tuple(engine.cache_types.get(cache.dtype, ())),
             "tokens": None if memory is None else int(memory / cache.bytes_per_token),
         }
     )

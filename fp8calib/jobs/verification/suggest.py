@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.registry import find_emulated
+from fp8calib.fp8.formats import E5M2
 from fp8calib.jobs.verification.options import list_engines, list_scales
+from fp8calib.kv_types.cache_types import E5M2_CACHE
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.report import Remedy, VerifyReport
@@ -69,6 +72,8 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
     The KV cache is served in FP8, but for a checkpoint of which none was emulated.
     """
     launch = find_emulated(list_engines(request)[0])[0].launch
+    if launch is not None and request.fp8_dtype == E5M2.name:
+        launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} {E5M2_CACHE}")
     if report.decision.remedy is Remedy.SERVE:
         return "" if launch is None else launch.spell(report.model)
     candidate = Path(report.decision.candidate)
