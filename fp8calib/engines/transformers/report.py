@@ -27,7 +27,6 @@ from fp8calib.dialects.fp8.weights import (
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
-from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import (
@@ -266,7 +265,7 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
 
 def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     """Say where numbers are taken for the exponents of MXFP8; a CPU has no parameter for them."""
-    section = find_quantization(context.folder, keys=("quantization_config",)) or {}
+    section = _read_section(context.folder)
     dtype = context.folder.tensors[loaded.read[name]][name].dtype
     is_mx = section.get("quant_method") == "mxfp8" and is_linear_scale(name)
     if not is_mx or TORCH_DTYPES[dtype].itemsize == 1:
@@ -275,23 +274,25 @@ def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str
 
 
 def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where the scales of blocks are spread evenly, but the config means other blocks.
+    """Say where the scales of blocks are spread evenly, but blocks are meant otherwise.
 
     transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU: a block's size
-    is that of the weight divided by the number of scales.
+    is that of the weight divided by the number of scales. Of MXFP8 it is 32, whatever is stored.
     """
     module, _, leaf = name.rpartition(".")
     if leaf != "weight_scale_inv" or f"{module}.weight" not in loaded.read:
         return ""
     stored = context.tensors[f"{module}.weight"]
     weight, scale = stored.shape, context.tensors[name].shape
-    block = _read_section(context.folder).get("weight_block_size")
+    section = _read_section(context.folder)
+    block, is_fixed = section.get("weight_block_size"), section.get("quant_method") == "mxfp8"
     if len(scale) != 2 or not isinstance(block, list) or len(block) != 2:
         return ""
     if stored.dtype not in WEIGHT_FORMATS:  # two values of FP4 share a byte
         return ""
     for size, number, width in zip(weight, scale, block, strict=True):
-        if number > 1 and number * width != size:
+        is_cut = number == -(-size // width) and bool(size % width)
+        if number > 1 and (number * width != size if is_fixed else is_cut):
             return f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
     return ""
 
