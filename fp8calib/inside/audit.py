@@ -20,7 +20,8 @@ from fp8calib.engines.status import Status
 from fp8calib.errors import cut_list, format_ranges, shorten
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.inside.live_scales import ROLES
-from fp8calib.inside.rank_answer import FP8_CACHES, LiveLayer, RankAnswer, Slot
+from fp8calib.inside.rank_answer import LiveLayer, RankAnswer, Slot
+from fp8calib.kv_types.cache_types import FP8_CACHES
 
 _TOLERANCE = 2.0**-8
 """vLLM may round scales to bfloat16, and may be served in another dtype than the config names."""

@@ -13,8 +13,6 @@ from fp8calib.inside.live_scales import COPIES
 
 Slot = tuple[int, Role]
 """A layer and a role."""
-FP8_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of the caches with a scale for each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

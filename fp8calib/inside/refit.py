@@ -11,7 +11,8 @@ from fp8calib.errors import ModelError, format_ranges, shorten
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import KV_ROLES, Role
-from fp8calib.inside.rank_answer import FP8_CACHES, RankAnswer, Slot
+from fp8calib.inside.rank_answer import RankAnswer, Slot
+from fp8calib.kv_types.cache_types import FP8_CACHES
 from fp8calib.scales.convert import convert_table
 from fp8calib.scales.scale_table import ScaleTable
 

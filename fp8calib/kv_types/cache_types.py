@@ -76,6 +76,37 @@ _PLAIN_ENDS = "the first and last two layers in 16 bits"
 """Of two types: vLLM 0.32.0 engine/arg_utils.py (`uses_packed_kv_backend`)."""
 
 
+def _make_per_token_head(
+    name: str, stores: str, store: RoundTrip, bits: int, *, head_multiple: int = 1
+) -> CacheType:
+    return CacheType(
+        name=f"{name}_per_token_head",
+        description=f"{stores} each token and head",
+        key=store,
+        value=store,
+        count_key_bytes=_with_fp32_scale(bits),
+        count_value_bytes=_with_fp32_scale(bits),
+        head_multiple=head_multiple,
+        is_kernel_run=True,
+    )
+
+
+def _make_nvfp4(name: str, description: str, store: Callable[..., torch.Tensor]) -> CacheType:
+    return CacheType(
+        name=name,
+        description=description,
+        key=store,
+        value=store,
+        count_key_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
+        count_value_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
+        per=Granularity.GROUP,
+        head_multiple=fp4.NVFP4_BLOCK,
+        has_global_scales=True,
+        largest_code=fp4.LARGEST_CODE,
+        note="on B200 q is rounded to E4M3 too, which is left out",
+    )
+
+
 def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
     is_fp8 = key_bits == 8
     key = "E4M3 at 1.0" if is_fp8 else f"rotated, {key_bits}-bit levels of a Gaussian"
@@ -97,59 +128,24 @@ def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
 CACHE_TYPES = {
     each.name: each
     for each in (
-        CacheType(
-            name="fp8_per_token_head",
-            description="E4M3, a scale for each token and head",
-            key=per_token_head.fp8,
-            value=per_token_head.fp8,
-            count_key_bytes=_with_fp32_scale(8),
-            count_value_bytes=_with_fp32_scale(8),
-            is_kernel_run=True,
-        ),
-        CacheType(
-            name="int8_per_token_head",
-            description="8-bit integers, a scale for each token and head",
-            key=per_token_head.int8,
-            value=per_token_head.int8,
-            count_key_bytes=_with_fp32_scale(8),
-            count_value_bytes=_with_fp32_scale(8),
-            is_kernel_run=True,
-        ),
-        CacheType(
-            name="int4_per_token_head",
-            description="rotated, 4-bit integers, a scale and a zero point for each token and head",
-            key=per_token_head.int4,
-            value=per_token_head.int4,
-            count_key_bytes=_with_fp32_scale(4),
-            count_value_bytes=_with_fp32_scale(4),
+        _make_per_token_head("fp8", "E4M3, a scale for", per_token_head.fp8, 8),
+        _make_per_token_head("int8", "8-bit integers, a scale for", per_token_head.int8, 8),
+        _make_per_token_head(
+            "int4",
+            "rotated, 4-bit integers, a scale and a zero point for",
+            per_token_head.int4,
+            4,
             head_multiple=2,
-            is_kernel_run=True,
         ),
-        CacheType(
-            name="nvfp4",
-            description="E2M1, an E4M3 scale for 16 values, a global scale for each layer",
-            key=fp4.nvfp4,
-            value=fp4.nvfp4,
-            count_key_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
-            count_value_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
-            per=Granularity.GROUP,
-            head_multiple=fp4.NVFP4_BLOCK,
-            has_global_scales=True,
-            largest_code=fp4.LARGEST_CODE,
-            note="on B200 q is rounded to E4M3 too, which is left out",
+        _make_nvfp4(
+            "nvfp4",
+            "E2M1, an E4M3 scale for 16 values, a global scale for each layer",
+            fp4.nvfp4,
         ),
-        CacheType(
-            name="nvfp4_4over6",
-            description="as nvfp4, the largest of 16 values stored as 6 or as 4",
-            key=fp4.nvfp4_four_over_six,
-            value=fp4.nvfp4_four_over_six,
-            count_key_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
-            count_value_bytes=_in_blocks(4, fp4.NVFP4_BLOCK),
-            per=Granularity.GROUP,
-            head_multiple=fp4.NVFP4_BLOCK,
-            has_global_scales=True,
-            largest_code=fp4.LARGEST_CODE,
-            note="on B200 q is rounded to E4M3 too, which is left out",
+        _make_nvfp4(
+            "nvfp4_4over6",
+            "as nvfp4, the largest of 16 values stored as 6 or as 4",
+            fp4.nvfp4_four_over_six,
         ),
         _make_turboquant("turboquant_k8v4", 8, 4),
         _make_turboquant("turboquant_4bit_nc", 4, 4),
@@ -173,7 +169,7 @@ CACHE_TYPES = {
     )
 }
 FP8_CACHES = ("fp8", "fp8_e4m3")
-"""The names of the type that is calibrated, which every report has."""
+"""vLLM's names of the type with a scale for each layer, which every report has."""
 E5M2_CACHE = "fp8_e5m2"
 
 

@@ -20,7 +20,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
-from fp8calib.dialects.fp8.pairing import pair_tensors
+from fp8calib.dialects.fp8.pairing import EXPONENT_DTYPES, pair_tensors
 from fp8calib.dialects.fp8.quantization_config import Activation, contradiction
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
@@ -258,7 +258,7 @@ class Fp8Checkpoint:
         """Read and check a scale: fp32, in its stored shape."""
         stored = self._checkpoint.tensors[name].dtype
         values = decode_scale(self._checkpoint.read(name))
-        smallest = SMALLEST_EXPONENT if stored in ("U8", "F8_E8M0") else SMALLEST_SCALE
+        smallest = SMALLEST_EXPONENT if stored in EXPONENT_DTYPES else SMALLEST_SCALE
         path = self._checkpoint.file_of(name)
         check_scales(path, name, values, stored=stored, smallest=smallest)
         return values

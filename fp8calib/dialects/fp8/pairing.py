@@ -28,7 +28,8 @@ from fp8calib.fp8.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
-_EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
+EXPONENT_DTYPES = frozenset({"U8", "F8_E8M0"})
+"""Of the scales of MXFP8, as files name them."""
 _NO_SCALE_HINT = "the weights cannot be used without it; the download or the export is incomplete"
 
 
@@ -115,7 +116,7 @@ def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
 def _pair_weight(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> Fp8Weight:
-    dtypes = _EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
+    dtypes = EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES
     scale_name = _find_one(checkpoint, name, names.scales, dtypes)
     if scale_name is None:
         fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
@@ -150,7 +151,7 @@ def _find_one(
     if dtype not in dtypes:
         fault = f"{found[0]} is of dtype {dtype}"
         hint = "scales of FP8 weights must be floats"
-        if dtypes is _EXPONENT_DTYPES:
+        if dtypes is EXPONENT_DTYPES:
             hint = "scales of MXFP8 must be exponents: uint8 or e8m0"
         raise refusal(checkpoint.file_of(found[0]), fault, hint=hint)
     return found[0]
