@@ -29,7 +29,7 @@ from tests.inside.live_cases import (
 )
 from tests.real_engines.exports import Exports
 from tests.real_engines.test_vllm_server import FP8, serve
-from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT, TIMEOUT_S
+from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT, TIMEOUT_S, assert_started
 
 WORKER = Path(__file__).with_name("live_worker.py")
 TEXT = list(range(5, 45))
@@ -75,7 +75,7 @@ class LiveEngine:
                 timeout=TIMEOUT_S,
                 check=False,
             )
-        assert done.returncode == 0, log.read_text()[-4000:]
+        assert_started(done.returncode, log)
         answers: list[Any] = json.loads(result.read_text())
         return answers
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import succeed
-from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON
+from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, assert_started
 from tests.verification.server import planted
 from tests.verification.server.planted import write_ids
 
@@ -57,7 +57,9 @@ def serve(model: Path, log: Path, *options: object) -> Iterator[str]:
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     until = time.monotonic() + START_S
     while time.monotonic() < until:
-        assert process.poll() is None, log.read_text()[-4000:]
+        code = process.poll()
+        assert_started(code, log)
+        assert code is None
         try:
             if httpx.get(f"{url}/health", timeout=2).is_success:
                 return
