@@ -23,7 +23,6 @@ from fp8calib.verification.server.score import (
     ServerText,
     connect,
     score,
-    spell_out,
     write,
 )
 from fp8calib.verification.server.written import count_given, write_text
@@ -46,7 +45,6 @@ class _Servers:
 
     server: _Connected
     reference: _Connected | None
-    tokenizer: Any | None
     vocab_size: int
     request: ServerRequest
 
@@ -75,7 +73,6 @@ class _Servers:
         """Make what is sent to a server."""
         return ServerText(
             sequences=sequences,
-            tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
         )
 
@@ -83,10 +80,10 @@ class _Servers:
 def connect_all(
     request: ServerRequest, source: ModelSource, plan: DataPlan
 ) -> tuple[AskServer, DataPlan]:
-    """Connect to --server and --reference-server; give the part of the plan that they can score.
+    """Connect to --server and --reference-server; give the plan with what could not be checked.
 
     Raises:
-        UsageError: a URL or the kind is invalid, or a server that takes text can score nothing.
+        UsageError: a URL or the kind is invalid.
         ServerError: a server fails.
         ModelError: it has another model.
     """
@@ -116,38 +113,11 @@ def connect_all(
         else open_one(
             "--reference-server", reference, _REFERENCE_KEY, request.reference_model, None
         ),
-        tokenizer=tokenizer,
         vocab_size=int(source.text_config.vocab_size),
         request=request,
     )
     job.require_two()
-    usable, lost = _keep_spelled(job, plan)
-    usable = replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
-    return partial(_ask_servers, job), usable
-
-
-def _keep_spelled(job: _Servers, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
-    """Keep the sequences that servers can score; give the plan, and warnings."""
-    both = [one.server.kind for one in (job.server, job.reference) if one is not None]
-    name = next((kind.name for kind in both if not kind.takes_ids), None)
-    if name is None:
-        return plan, ()
-    kept = [
-        sequence
-        for sequence in plan.sequences
-        if spell_out(sequence.tolist(), job.tokenizer) is not None
-    ]
-    lost = len(plan.sequences) - len(kept)
-    if not kept:
-        raise UsageError(
-            f"--server: {name} takes text, and the tokenizer reads none of the {lost} sequences "
-            "back from their text",
-            hint="use --no-pack, so that every sequence is a text of its own",
-        )
-    if not lost:
-        return plan, ()
-    note = f"{lost} of {lost + len(kept)} sequences are not used: {name} takes text"
-    return replace_sequences(plan, kept), (f"{note}, and they are not read back from theirs",)
+    return partial(_ask_servers, job), replace(plan, warnings=(*plan.warnings, *job.notes))
 
 
 def _write_sampled(

@@ -203,11 +203,11 @@ def _find_top(answers: ServerAnswers, evidence: Evidence) -> TopTokens | None:
     if not answers.scores.num_top:
         return None
     ids, q = _join_top(answers.scores)
-    if answers.reference is not None and answers.reference.num_top:
+    if answers.reference is not None:
         others, known = _join_top(answers.reference)
         same = ids.unsqueeze(2) == others.unsqueeze(1)
         p = torch.where(same, known.unsqueeze(1), -torch.inf).amax(2)
-    elif answers.reference is None and evidence.watched is not None:
+    elif evidence.watched is not None:
         p = evidence.watched[:, :-1]
     else:
         return None
@@ -221,8 +221,6 @@ def _find_agreement(answers: ServerAnswers, evidence: Evidence) -> torch.Tensor 
     if not answers.scores.num_top:
         return None
     if answers.reference is not None:
-        if not answers.reference.num_top:
-            return None
         return _join_top(answers.scores)[0][:, 0] == _join_top(answers.reference)[0][:, 0]
     watched = evidence.watched
     return None if watched is None else watched[:, 0] == watched[:, -1]

@@ -345,7 +345,7 @@ class ServerClient:
 
 
 def _find_message(body: Any) -> str:
-    """Find the message of an error in the forms that vLLM, SGLang and TGI use."""
+    """Find the message of an error in the forms that vLLM, SGLang and proxies use."""
     if not isinstance(body, dict):
         return ""
     found = body.get("error", body.get("message", body.get("detail", "")))

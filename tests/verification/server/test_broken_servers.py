@@ -176,7 +176,7 @@ CASES: dict[str, Case] = {
     ),
     "html with status 500": Case(broken=say(500, HTML), says=("answers 500: 502 Bad Gateway",)),
     "html everywhere": Case(
-        broken=lambda _a, _r: Reply(body=HTML.encode()), says=("no vLLM, SGLang or TGI server",)
+        broken=lambda _a, _r: Reply(body=HTML.encode()), says=("no vLLM or SGLang server",)
     ),
     "nothing is found": Case(
         broken=lambda _a, _r: Reply(body=b"{}", status=404), says=("/v1/models answers 404",)
@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
     ),
     "an owner that is no name": Case(
         broken=edit(lambda d: d["data"][0].update(owned_by=["vllm"]), "/v1/models"),
-        says=("no vLLM, SGLang or TGI server",),
+        says=("no vLLM or SGLang server",),
     ),
     "a key where a log-probability belongs": Case(
         broken=edit(set_logprob(KEY)), says=("has '***' where a log-probability belongs",)
@@ -299,7 +299,7 @@ CASES: dict[str, Case] = {
     ),
     "no models": Case(
         broken=edit(lambda d: d.update(data=[]), "/v1/models"),
-        says=("no vLLM, SGLang or TGI server",),
+        says=("no vLLM or SGLang server",),
     ),
     "a wrong key": Case(
         broken=say(401, error(f"bad key {KEY}")),
@@ -614,7 +614,7 @@ def test_a_url_that_is_none_is_refused(model: Path, data: Path, url: str, says: 
             ("--server", "http://localhost", "--reference-server-model", "m"),
             "--reference-server-model has no effect without --reference-server",
         ),
-        (("--server", "http://localhost", "--server-kind", "x"), "known: vllm, sglang, tgi"),
+        (("--server", "http://localhost", "--server-kind", "x"), "known: vllm, sglang"),
     ],
 )
 def test_options_that_need_others(

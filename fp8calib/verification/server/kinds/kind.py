@@ -62,11 +62,7 @@ class ServerKind(Protocol):
 
     name: str
     path: str
-    """Where text is sent."""
-    takes_ids: bool
-    """Whether it takes token ids; if not, text."""
-    most_logprobs: int | None
-    """The most tokens at a position that it reports; None: no limit of the API."""
+    """Where token ids are sent."""
     length_flag: str
     """The option of the server that allows longer prompts."""
     logprobs_flag: str
@@ -74,10 +70,8 @@ class ServerKind(Protocol):
     cache_flag: str
     """The option of the server that turns prompt caching off."""
 
-    def make_scoring(
-        self, model: str, ids: Sequence[int], text: str, num_top: int
-    ) -> Mapping[str, Any]:
-        """Make the request for the log-probabilities of `ids`; `text` is what they spell."""
+    def make_scoring(self, model: str, ids: Sequence[int], num_top: int) -> Mapping[str, Any]:
+        """Make the request for the log-probabilities of `ids`."""
 
     def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
         """Read the answer.
