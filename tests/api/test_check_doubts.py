@@ -17,8 +17,6 @@ import fp8calib
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.engines.replay.verdicts import EngineReport
 from tests import zoo
-from tests.architectures import families
-from tests.architectures.families import FAMILIES
 from tests.architectures.test_vision_language import MODELS
 from tests.kit.checkpoints import change_config, change_tensors
 
@@ -33,13 +31,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("doubts") / "llama"
     zoo.save("llama", folder)
     return folder
-
-
-def save(family: str, folder: Path) -> None:
-    if family in FAMILIES:
-        families.save(family, FAMILIES[family], folder)
-    else:
-        zoo.save(family, folder)
 
 
 def configure(**changes: object) -> Edit:
@@ -185,7 +176,7 @@ def test_a_null_that_the_class_does_not_replace_is_unknown(
 
     The last four are keys that the class does not know, or has null without them too.
     """
-    save(family, tmp_path)
+    zoo.save(family, tmp_path)
     configure(**{key: None})(tmp_path)
 
     (why, *_) = ask(tmp_path)["vllm"].unknown
@@ -210,7 +201,7 @@ def test_a_null_that_switches_off_or_is_replaced_is_not_unknown(
     tmp_path: Path, family: str, key: str
 ) -> None:
     """As Mistral 7B, Bloom and Gemma 4 have them, or a config with the fields of all models."""
-    save(family, tmp_path)
+    zoo.save(family, tmp_path)
     configure(**{key: None})(tmp_path)
 
     assert not ask(tmp_path)["vllm"].unknown

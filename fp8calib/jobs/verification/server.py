@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 
 from fp8calib.data.plan import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.verification.job import AskServer, ServerRequest
+from fp8calib.jobs.verification.job import AskServer, ServerRequest, VerifyJob
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.sensitivity import SEQUENCES
-from fp8calib.verification.server.assess import ServerAnswers
+from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.client import RequestCount, find_endpoint
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
+from fp8calib.verification.server.row import report_alone
 from fp8calib.verification.server.score import (
     ServerOptions,
     ServerText,
@@ -26,6 +29,7 @@ from fp8calib.verification.server.score import (
     write,
 )
 from fp8calib.verification.server.written import count_given, write_text
+from fp8calib.verification.verify import VerificationResult
 
 _SERVER_KEY = "FP8CALIB_SERVER_KEY"
 """The environment variable with the API key of --server."""
@@ -163,6 +167,28 @@ def _ask_servers(
             one.options.count.repeated for one in (job.server, job.reference) if one is not None
         ),
     )
+
+
+def run_alone(job: VerifyJob, evidence: ServerEvidence, progress: Progress) -> VerificationResult:
+    """Compare the server with the evidence, without running the model.
+
+    Raises:
+        ServerError: a server fails.
+        ModelError: it has another model.
+    """
+    assert job.server is not None  # noqa: S101 -- checked with the options
+    started = time.monotonic()
+    plan, answers = job.server(job.plan, None, progress)
+    assessment = assess(answers, replace(evidence, sequences=plan.sequences), progress)
+    report, logprobs = report_alone(
+        job.name,
+        job.options.numerics.name,
+        assessment,
+        job.options.gate or GATES["kv"],
+        plan,
+        time.monotonic() - started,
+    )
+    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
 
 
 def _load_tokenizer(source: ModelSource) -> Any | None:

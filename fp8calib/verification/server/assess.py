@@ -18,7 +18,7 @@ from fp8calib.verification.report import format_mean_kld
 from fp8calib.verification.server.diagnose import (
     Changes,
     Diagnosis,
-    explain,
+    diagnose,
     explain_with_faults,
     mean_square,
     needs_faults,
@@ -27,12 +27,12 @@ from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_v
 from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
-from fp8calib.verification.server.sentences import Context, describe
+from fp8calib.verification.server.sentences import Context, describe_diagnosis
 from fp8calib.verification.server_result import (
-    EngineResult,
     EstimateResult,
     ExplanationResult,
     ServerResult,
+    UnquantizedServer,
 )
 
 
@@ -65,7 +65,7 @@ class ServerAnswers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class ServerEvidence:
     """What a server is compared with. N tokens, of all sequences in order."""
 
     sequences: Sequence[torch.Tensor]
@@ -97,7 +97,7 @@ class Assessment:
     """The log-probabilities that it is compared with: fp32 [N]."""
 
 
-def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> Assessment:
+def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress) -> Assessment:
     """Compare a server with the unquantized model, here or in a server, and with candidates."""
     lengths = list(map(len, evidence.sequences))
     scores = answers.scores
@@ -129,7 +129,7 @@ def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> As
         model=scores.model,
         finding=found.finding.value,
         explained_by=found.name,
-        sentence=describe(found, context),
+        sentence=describe_diagnosis(found, context),
         change_rms=found.size,
         noise_rms=answers.noise**0.5,
         engine=_compare_engines(answers.reference, evidence.reference),
@@ -198,7 +198,7 @@ def _estimate(
     )
 
 
-def _find_top(answers: ServerAnswers, evidence: Evidence) -> TopTokens | None:
+def _find_top(answers: ServerAnswers, evidence: ServerEvidence) -> TopTokens | None:
     """Find what both know about the tokens that the server names; None if nothing."""
     if not answers.scores.num_top:
         return None
@@ -216,7 +216,7 @@ def _find_top(answers: ServerAnswers, evidence: Evidence) -> TopTokens | None:
     return TopTokens(p=p.double(), q=q.double(), has_sent=has_sent)
 
 
-def _find_agreement(answers: ServerAnswers, evidence: Evidence) -> torch.Tensor | None:
+def _find_agreement(answers: ServerAnswers, evidence: ServerEvidence) -> torch.Tensor | None:
     """Tell for every token whether both name the same most likely one: bool [N]."""
     if not answers.scores.num_top:
         return None
@@ -236,13 +236,13 @@ def _join_top(scores: ServerScores) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _compare_engines(
     scores: ServerScores | None, reference: torch.Tensor | None
-) -> EngineResult | None:
+) -> UnquantizedServer | None:
     if scores is None:
         return None
     if reference is None:
-        return EngineResult(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
+        return UnquantizedServer(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
     changes = (scores.logprobs - reference).double()
-    return EngineResult(
+    return UnquantizedServer(
         url=scores.url,
         kind=scores.kind,
         change_rms=mean_square(changes) ** 0.5,
@@ -255,7 +255,7 @@ def _compare_engines(
 
 def _diagnose(
     answers: ServerAnswers,
-    evidence: Evidence,
+    evidence: ServerEvidence,
     changes: torch.Tensor,
     lengths: Sequence[int],
     progress: Progress,
@@ -265,7 +265,7 @@ def _diagnose(
     given = Changes(
         server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
-    found = explain(given)
+    found = diagnose(given)
     layers = evidence.layer_faults
     if layers is None or not layers.bases or not needs_faults(found):
         return found, faults

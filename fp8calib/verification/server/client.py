@@ -68,7 +68,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Response:
     """What a server answered."""
 
     status: int
@@ -229,11 +229,11 @@ class ServerClient:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> Response:
         """Ask for a document."""
         return await self._request("GET", path, None)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+    async def post(self, path: str, body: Mapping[str, Any]) -> Response:
         """Send a document.
 
         Raises:
@@ -242,7 +242,7 @@ class ServerClient:
         """
         return await self._request("POST", path, body)
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Response:
         until = time.monotonic() + self._timeout_s
         without_server: float | None = None  # since when
         delay, broken = _FIRST_DELAY_S, 0
@@ -285,7 +285,7 @@ class ServerClient:
 
     async def _attempt(
         self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[Answer, float | None]:
+    ) -> tuple[Response, float | None]:
         """Send a request once; give the answer, and the seconds that a busy server asks for."""
         async with self._client.stream(method, self.endpoint.url + path, json=body) as response:
             raw = bytearray()
@@ -298,7 +298,7 @@ class ServerClient:
                     )
             return self._read(response, bytes(raw)), _read_delay(response)
 
-    def _read(self, response: httpx.Response, raw: bytes) -> Answer:
+    def _read(self, response: httpx.Response, raw: bytes) -> Response:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -308,7 +308,7 @@ class ServerClient:
             text = re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
         if response.has_redirect_location:
             text = f"a redirection to {httpx.URL(response.headers['location']).host or 'a path'}"
-        return Answer(status=response.status_code, body=body, text=self._clean(text))
+        return Response(status=response.status_code, body=body, text=self._clean(text))
 
     def _clean(self, text: str) -> str:
         """Shorten a text of the server to one line without the key, which it may repeat."""
@@ -317,7 +317,7 @@ class ServerClient:
             line = line.replace(self.endpoint.key, "***")
         return shorten(line[:_SHOWN]) or "nothing"
 
-    def _checked(self, path: str, answer: Answer) -> Answer:
+    def _checked(self, path: str, answer: Response) -> Response:
         if answer.status in {401, 403}:
             given = "refuses the key of" if self.endpoint.key else "asks for a key, expected in"
             raise self._fail(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8calib.errors import ModelError, ServerError, UsageError, cut_list, shorten
-from fp8calib.verification.server.client import Answer, ServerClient
+from fp8calib.verification.server.client import Response, ServerClient
 from fp8calib.verification.server.kinds.kind import ServerKind
 from fp8calib.verification.server.kinds.sglang import SglangServer
 from fp8calib.verification.server.kinds.vllm import VllmServer
@@ -53,13 +53,13 @@ async def recognise(
     )
 
 
-def _list_cards(models: Answer) -> list[dict[str, Any]]:
+def _list_cards(models: Response) -> list[dict[str, Any]]:
     data = models.body.get("data") if isinstance(models.body, dict) else None
     return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
 
 
 def _find_kind(
-    client: ServerClient, models: Answer, cards: Sequence[dict[str, Any]], likely: str | None
+    client: ServerClient, models: Response, cards: Sequence[dict[str, Any]], likely: str | None
 ) -> ServerKind:
     for card in cards:
         if (owner := _read_name(card.get("owned_by"))) in KINDS:

@@ -12,9 +12,9 @@ import torch
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
 from fp8calib.machine.progress import Progress
 from fp8calib.verification.server.client import (
-    Answer,
     Endpoint,
     RequestCount,
+    Response,
     ServerClient,
     hidden_key,
     run_to_end,
@@ -240,7 +240,7 @@ def _require_vocabulary(where: str, tokens: Sequence[int], text: ServerText) -> 
 
 
 def _refuse(
-    kind: ServerKind, where: str, answer: Answer, length: int, num_top: int
+    kind: ServerKind, where: str, answer: Response, length: int, num_top: int
 ) -> Fp8CalibError:
     """Explain an answer that is an error; name the server's option where one helps."""
     text = answer.text.lower()
