@@ -29,13 +29,12 @@ from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import (
     WHOLE,
     ask,
-    change_config,
-    change_tensors,
     explain_refusal,
     make,
 )
 from tests.engines.test_weight_contents import CT, DOWN
 from tests.kit import answers
+from tests.kit.checkpoints import change_quantization, change_tensors
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
@@ -397,7 +396,7 @@ def test_input_scales_of_experts_that_stay_apart_are_used(
     folder = make(tmp_path, CT, "fp8-dynamic", family, **(ROUTED if family in zoo.ZOO else {}))
     group = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     group["group_0"]["input_activations"] |= {"strategy": "tensor", "dynamic": False}
-    change_config(folder, config_groups=group)
+    change_quantization(folder, config_groups=group)
     stored = load_file(folder / "model.safetensors")
     weights = [name for name in stored if stored[name].dtype is torch.float8_e4m3fn]
     modules = [name.removesuffix(".weight") for name in weights]

@@ -46,7 +46,7 @@ class ServerAnswers:
     reference: ServerScores | None = None
     """An unquantized server."""
     num_given: int | None = None
-    """The tokens that begin every sequence, if the unquantized model wrote the others."""
+    """How many tokens begin every sequence, if the unquantized model wrote the rest."""
     repeated: int = 0
     """Requests sent again, to either server."""
 
@@ -79,7 +79,7 @@ class ServerEvidence:
     has_scales: bool
     """Whether one of them has scales that the server should use."""
     faults: Mapping[str, Fault]
-    """What those of `candidates` are that are no candidates of the report."""
+    """The fault of each entry of `candidates` that is not a candidate of the report."""
     layer_faults: FaultRunner | None = None
     """None where nothing is emulated."""
 
@@ -92,7 +92,7 @@ class Assessment:
     result: ServerResult
     logprobs: torch.Tensor
     changes: torch.Tensor
-    """By token: fp64 [N]."""
+    """Its changes of each token: fp64 [N]."""
     reference: torch.Tensor
     """The log-probabilities that it is compared with: fp32 [N]."""
 

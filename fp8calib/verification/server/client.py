@@ -87,7 +87,7 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     """Check the URL of a server, and read its API key from the environment.
 
     Raises:
-        UsageError: the URL is none of a server, or holds a password, or the key cannot be sent.
+        UsageError: the URL is not that of a server or holds a password, or the key cannot be sent.
     """
     hint = f"give it like {option} http://localhost:8000"
     try:
@@ -133,7 +133,7 @@ class RequestCount:
     """The requests of a run to one server."""
 
     repeated: int = 0
-    """Those sent again."""
+    """Requests that were sent again."""
     say: Callable[[str], None] = field(default=lambda _text: None)
     """Gets a note on requests that are sent again."""
     _say_at: float = -math.inf

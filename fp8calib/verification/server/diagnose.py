@@ -18,7 +18,7 @@ from fp8calib.verification.server.hypotheses import FaultEffect, LayerEffect
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""
 _SURE = 3.0
-"""Standard errors by which one candidate's squared residual must be below another's."""
+"""One candidate's squared residual must be below another's by this many standard errors."""
 _EXPLAINED = 0.5
 """A candidate that explains this share of the squared changes explains the server."""
 _RELATED = 0.3
@@ -63,7 +63,7 @@ class ServerFinding(StrEnum):
     UNKNOWN = "unknown"
     """It differs from every candidate."""
     UNLIKE = "unlike"
-    """It changes as much as the candidates do, but otherwise: what it is cannot be told."""
+    """It differs as much as the candidates do, but on other tokens; the cause is unknown."""
     EQUAL = "equal"
     """Two candidates explain it equally well."""
     NOTHING_EMULATED = "nothing-emulated"
@@ -95,9 +95,9 @@ class Diagnosis:
     other: str = ""
     """The candidate that explains it equally well."""
     layers: tuple[int, ...] = ()
-    """Those whose scales are others."""
+    """Layers whose scales differ from those of the candidate."""
     fits: tuple[Fit, ...] = ()
-    """Best first."""
+    """Candidates, the best first."""
     size: float = 0.0
     """Root mean square of the server's changes, in nats."""
 
@@ -115,7 +115,7 @@ class Changes:
     server: torch.Tensor
     candidates: Mapping[str, torch.Tensor]
     lengths: Sequence[int]
-    """Tokens of every sequence."""
+    """The number of tokens of every sequence."""
     noise: float = 0.0
     """Mean square of the changes from one scoring of the server to the next."""
 

@@ -62,7 +62,7 @@ class ServerOptions:
     concurrency: int
     timeout_s: float
     count: RequestCount = field(default_factory=RequestCount)
-    """Grows during the run."""
+    """Counts grow during the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ServerText:
     sequences: Sequence[torch.Tensor]
     """Token ids: 1-D int64."""
     vocab_size: int
-    """Of the model."""
+    """The size of the model's vocabulary."""
 
 
 def connect(

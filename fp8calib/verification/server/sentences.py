@@ -22,7 +22,7 @@ class Context:
     """What a sentence refers to."""
 
     faults: Mapping[str, Fault]
-    """By the name in the diagnosis."""
+    """Faults by the name in the diagnosis."""
     has_scales: bool
     """Whether scales were named that the server should use."""
     has_reference: bool
@@ -72,8 +72,8 @@ def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
         case ServerFinding.UNLIKE:
             more = "" if context.has_reference else "; is it the engine? use --reference-server"
             return (
-                f"what the server does cannot be told: it changes as much as {found.name} does, "
-                f"but otherwise {how}{more}."
+                f"what the server does cannot be told: it differs as much as {found.name} does, "
+                f"but on other tokens {how}{more}."
             )
         case ServerFinding.NOTHING_EMULATED:
             kld = f", {context.kld}" if context.kld else ""
