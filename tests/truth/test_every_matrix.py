@@ -97,7 +97,7 @@ def list_covered(stats: CalibrationStats) -> Iterator[str]:
 )
 def test_every_matrix_is_observed_or_named(family: str, tmp_path: Path) -> None:
     if FAMILIES[family]:
-        model = zoo.save(family, tmp_path / "model")
+        model = families.save(family, FAMILIES[family], tmp_path / "model")
     else:
         model = zoo.save(family, tmp_path / "model")
     rows = draw([20, 13])
