@@ -6,30 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+
+from tests.architectures import families
+from tests.architectures.families import EXPERTS, GPT2, SLIDING
 
 NEEDS_5_23 = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"),
     reason="older releases of transformers lack the model type, or load and run it otherwise",
 )
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _QWEN_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -43,17 +31,17 @@ ZOO: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, **_SLIDING},
-    "gemma3_text": {"head_dim": 16, **_SLIDING},
+    "gemma2": {"head_dim": 16, **SLIDING},
+    "gemma3_text": {"head_dim": 16, **SLIDING},
     "phi3": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt2": GPT2,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gpt_neox": {},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "starcoder2": {},
-    "mixtral": _EXPERTS,
+    "mixtral": EXPERTS,
     "qwen3_moe": {"head_dim": 16, **_QWEN_EXPERTS},
-    "gpt_oss": {"head_dim": 16, **_EXPERTS, **_SLIDING},
+    "gpt_oss": {"head_dim": 16, **EXPERTS, **SLIDING},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "moe_intermediate_size": 24,
@@ -93,15 +81,12 @@ ZOO: dict[str, dict[str, Any]] = {
 }
 
 
+_CONFIGS = ZOO | families.FAMILIES
+
+
 def build(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Build a random fp32 model of `family`; `changes` override the tiny config."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_SMALL, **ZOO[family], **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
+    """Build a random fp32 model of any family that tests know; `changes` override its config."""
+    return families.build(family, {**_CONFIGS[family], **changes}, seed=seed)
 
 
 def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -28,7 +28,6 @@ from fp8calib.cli.console import (
     sign_of_life,
     warn,
 )
-from fp8calib.cli.setup import quiet_libraries
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, list_commands
@@ -123,7 +122,7 @@ def _run(name: str, request: Any) -> int:
     with _heavy_imports():
         implementation = find_implementation(name)
     assert implementation is not None  # noqa: S101 -- every command has one
-    quiet_libraries()
+    _quiet_libraries()
     try:
         with ConsoleReporter() as reporter:
             result: Result | None = implementation.run(
@@ -143,6 +142,17 @@ def _run(name: str, request: Any) -> int:
     if failure := getattr(result, "failure", ""):
         return show_error("", failure, "", as_json=False, exit_code=result.exit_code)
     return result.exit_code
+
+
+def _quiet_libraries() -> None:
+    """Turn off the progress bars and messages of transformers, which may not be imported yet."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if "transformers" in sys.modules:
+        from transformers.utils import logging  # noqa: PLC0415
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def _find_processes(run: Callable[..., Any]) -> dict[str, ProcessRank]:

@@ -24,9 +24,9 @@ from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.jobs.calibration import IF_QUANTIZED, fields_of, plan_recipe_text
 from fp8calib.jobs.calibration_result import (
-    describe_plan,
     describe_rows,
     make_calibrate_result,
+    make_run_plan,
     save_report,
 )
 from fp8calib.jobs.engine import check_engine, make_engine_settings
@@ -136,7 +136,7 @@ def _run(
         return finished
     mode = choose_calibration_mode(job)
     if request.dry_run:
-        return describe_plan(job, mode)
+        return make_run_plan(job, mode)
     if job.out is None:
         stats, measured = run_job(job, mode, None, group)
         return make_calibrate_result(job, stats, measured) if job.process_rank.is_first else None

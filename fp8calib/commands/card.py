@@ -10,7 +10,7 @@ from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
 from fp8calib.commands.check import run as check
 from fp8calib.engines.registry import list_defaults
 from fp8calib.errors import UsageError
-from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_facts
+from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_card_facts
 from fp8calib.jobs.card.source import read_source_fields
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
@@ -34,7 +34,7 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         ExportError: the file cannot be written.
     """
     folder, model = Path(request.folder), request.model
-    facts = read_facts(folder, [Path(path) for path in request.verify_reports or ()])
+    facts = read_card_facts(folder, [Path(path) for path in request.verify_reports or ()])
     path = folder / CARD_NAME
     if path.is_symlink():
         raise UsageError(

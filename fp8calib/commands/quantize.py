@@ -12,7 +12,7 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
     check_rounding,
-    find_finished,
+    find_finished_checkpoint,
     open_planned,
     resolve_plan,
     write_planned,
@@ -113,7 +113,7 @@ def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
         if planned.unchecked:
             reporter.warn(planned.unchecked)
         started = time.monotonic()
-        if request.resume and find_finished(task.out, planned.plan) is not None:
+        if request.resume and find_finished_checkpoint(task.out, planned.plan) is not None:
             reporter.say(f"{task.out} is finished already")
         if request.device not in ("auto", "cpu"):
             size = format_gib(count_pinned_bytes())

@@ -13,7 +13,6 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import open_run_model, place
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
-from fp8calib.jobs.verification.alone import run_alone
 from fp8calib.jobs.verification.comparison import (
     VerificationText,
     open_verify_job,
@@ -24,11 +23,12 @@ from fp8calib.jobs.verification.job import ServerRequest, VerifyJob
 from fp8calib.jobs.verification.memory import choose_mode_beside
 from fp8calib.jobs.verification.options import (
     if_quantized,
-    list_outputs,
+    list_output_files,
     list_scales,
     resolve_options,
 )
 from fp8calib.jobs.verification.request import build_request
+from fp8calib.jobs.verification.server import run_alone
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.options.keys import Specs
@@ -162,7 +162,7 @@ def _finish(
         is_strict=request.strict,
     )
     try:
-        with output_files(list_outputs(request)) as places:
+        with output_files(list_output_files(request)) as places:
             if request.dump is not None:
                 write_dump(places[Path(request.dump)], verified)
             if request.report is not None:

@@ -25,7 +25,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.inside.lost_process import ProcessWatch
-from fp8calib.inside.vllm_modules import Matched, Rank, join_observed, match_modules
+from fp8calib.inside.vllm_modules import Matched, Rank, join_observed, match_sites
 from fp8calib.inside.vllm_observer import checksum
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
@@ -202,7 +202,7 @@ class _Run:
         of_drafter = [] if drafter is None else _list_tensors(drafter)
         answers = self._call("fp8calib_describe", _list_tensors(stored), of_drafter)
         self._ranks = [Rank.parse(answer) for answer in answers]
-        self.matched = match_modules(self._ranks, self._prepared, self._observe)
+        self.matched = match_sites(self._ranks, self._prepared, self._observe)
         if len({rank.pp for rank in self._ranks}) > 1:
             # The later stages make their buffers in an idle step, which a CPU's start leaves out.
             self._call("execute_dummy_batch")

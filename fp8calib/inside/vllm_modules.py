@@ -66,7 +66,7 @@ class Matched:
         return sorted({*(name for name, _ in self.linears.values()), *self.attentions})
 
 
-def match_modules(ranks: Sequence[Rank], prepared: PreparedModel, observe: Observe) -> Matched:
+def match_sites(ranks: Sequence[Rank], prepared: PreparedModel, observe: Observe) -> Matched:
     """Match the ranks' modules with the sites that a recipe observes.
 
     Raises:

@@ -119,7 +119,7 @@ def _expert_tokens(stats: calibration_stats.CalibrationStats) -> dict[str, list[
     return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
 
 
-def describe_plan(job: ResumableJob, mode: MemoryMode, **more: Any) -> RunPlan:
+def make_run_plan(job: ResumableJob, mode: MemoryMode, **more: Any) -> RunPlan:
     """Describe the planned run; `more` is added to it, or replaces what it has."""
     plan = job.plan
     described = {

@@ -25,8 +25,8 @@ from fp8calib.results.check import CheckResult
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.server.client import (
-    Answer,
     RequestCount,
+    Response,
     ServerClient,
     find_endpoint,
     hidden_key,
@@ -155,7 +155,7 @@ async def _post(url: str, method: str) -> list[Any]:
         return _read(endpoint.url, method, answer)
 
 
-def _read(url: str, method: str, answer: Answer) -> list[Any]:
+def _read(url: str, method: str, answer: Response) -> list[Any]:
     if answer.status == 404:
         raise ServerError(
             f"{url}{_PATH}: there is no such endpoint",

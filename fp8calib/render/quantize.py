@@ -12,7 +12,7 @@ from fp8calib.render.plan import describe_plan
 from fp8calib.render.serving import describe_serving, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.plan import RunPlan
-from fp8calib.results.quantize import QuantizeResult, Unquantized
+from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
 
 _SHOWN = 5
 
@@ -47,7 +47,7 @@ def _describe_schemes(result: QuantizeResult) -> str:
     return ", ".join([result.scheme, *(f"{number} {name}" for name, number in counts.items())])
 
 
-def _describe_unquantized(left: Sequence[Unquantized]) -> Iterator[str]:
+def _describe_unquantized(left: Sequence[UnquantizedLinear]) -> Iterator[str]:
     """Describe what stays unquantized for each reason, with a few names."""
     for reason in dict.fromkeys(item.why for item in left):
         names = [item.module for item in left if item.why == reason]

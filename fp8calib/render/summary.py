@@ -26,7 +26,7 @@ class Magnitude:
     value: float
 
 
-def summarize(title: str, rows: Sequence[Magnitude]) -> str:
+def _summarize(title: str, rows: Sequence[Magnitude]) -> str:
     """Give the smallest and the largest value and the outliers in one line; empty without rows."""
     known = [row for row in rows if row.value > 0]
     if not known:
@@ -34,7 +34,7 @@ def summarize(title: str, rows: Sequence[Magnitude]) -> str:
     least = min(known, key=lambda row: row.value)
     most = max(known, key=lambda row: row.value)
     ends = f"{title}: {least.value:.4g} ({least.place}) to {most.value:.4g} ({most.place})"
-    outliers = list(find_outliers(known))
+    outliers = list(_find_outliers(known))
     if not outliers:
         return ends
     return f"{ends}; outliers: {_cut_outliers(outliers)}"
@@ -47,7 +47,7 @@ def _cut_outliers(outliers: Sequence[tuple[Magnitude, float]], most: int = _SHOW
     return cut_list(described, most)
 
 
-def find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float]]:
+def _find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float]]:
     """Find the values that are far from the median of their kind, each with its ratio to it."""
     kinds: dict[str, list[Magnitude]] = {}
     for row in rows:
@@ -68,7 +68,7 @@ def summarize_layers(result: StatsShown) -> Iterator[str]:
     """Give the largest and the smallest amax of each kind, and the outliers."""
     for column, rows in _list_magnitudes(result):
         of_linears = f" of {len(rows)} linears" if column in _OF_LINEARS else ""
-        line = summarize(f"{column}{of_linears}", rows)
+        line = _summarize(f"{column}{of_linears}", rows)
         needed = result.unfit_queries if column == "q amax" else []
         need = f"; layers that need a q scale: {format_ranges(needed)}" if needed else ""
         yield from [line + need] if line else []
@@ -85,7 +85,7 @@ def summarize_briefly(result: StatsShown) -> Iterator[str]:
             ranges.append(f"{role} {least.value:.3g} to {most.value:.3g} in {most.place}")
         outliers += [
             (replace(row, place=f"{role} of {row.place}"), ratio)
-            for row, ratio in find_outliers(known)
+            for row, ratio in _find_outliers(known)
         ]
     if ranges:
         yield f"amax: {', '.join(ranges)}"
@@ -150,7 +150,7 @@ def _summarize_kind(title: str, rows: Sequence[Magnitude]) -> str:
     """Summarize scales of one kind; those that no engine can use are named."""
     wrong = [row for row in rows if not 0 < row.value < inf]
     if not wrong:
-        return summarize(title, rows)
+        return _summarize(title, rows)
     usable = [row for row in rows if 0 < row.value < inf]
     named = cut_list([f"{row.place}: {row.value:.4g}" for row in wrong], _SHOWN_OUTLIERS)
-    return f"{summarize(title, usable) or title}; not finite and above zero: {named}"
+    return f"{_summarize(title, usable) or title}; not finite and above zero: {named}"

@@ -180,7 +180,7 @@ class VerifyRequest:
         Option(
             "--server",
             metavar="URL",
-            help="Also score a running vLLM, SGLang or TGI server, and name the candidate that "
+            help="Also score a running vLLM or SGLang server, and name the candidate that "
             "explains its answers. Its API key: the variable FP8CALIB_SERVER_KEY.",
         ),
     ] = None
@@ -194,7 +194,7 @@ class VerifyRequest:
     ] = None
     server_kind: Annotated[
         str | None,
-        Option("--server-kind", metavar="NAME", help="vllm, sglang or tgi. Default: recognised."),
+        Option("--server-kind", metavar="NAME", help="vllm or sglang. Default: recognised."),
     ] = None
     server_logprobs: Annotated[
         int,

@@ -14,7 +14,7 @@ from fp8calib.quantization.weight_scales import AllZeroWeight
 from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
 
 
-class Unquantized(Record):
+class UnquantizedLinear(Record):
     """A module that was left unquantized."""
 
     module: str
@@ -34,7 +34,7 @@ class QuantizeResult(Result):
     duration_s: float
     resumed: tuple[str, ...]
     quantized: tuple[str, ...]
-    left: tuple[Unquantized, ...]
+    left: tuple[UnquantizedLinear, ...]
     dead: tuple[AllZeroWeight, ...]
     rounded: tuple[RoundedLinear, ...]
     """How each linear was rounded, if not all to nearest."""

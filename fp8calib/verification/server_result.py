@@ -26,7 +26,7 @@ class EstimateResult(_Model):
     se: float | None
 
 
-class EngineResult(_Model):
+class UnquantizedServer(_Model):
     """The unquantized server beside the unquantized model here: differences that are not FP8."""
 
     url: str
@@ -51,7 +51,7 @@ class ServerResult(_Model):
     """Root mean square of its changes to log-probabilities."""
     noise_rms: float
     """The same from one scoring of the server to the next."""
-    engine: EngineResult | None
+    engine: UnquantizedServer | None
     """`--reference-server`."""
     kld_low_variance: EstimateResult | None
     """On text that the unquantized model wrote: the mean of q/p - 1 - log(q/p)."""

@@ -72,7 +72,7 @@ from fp8calib.verification.report import (
     VerifyReport,
 )
 from fp8calib.verification.sensitivity import measure_sensitivity
-from fp8calib.verification.server.assess import Evidence, ServerAnswers, assess
+from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
 from fp8calib.verification.server.hypotheses import EmulatedFault
 from fp8calib.verification.server.row import add_server
@@ -226,10 +226,10 @@ def verify(
 
 def _gather(
     request: VerificationRequest, compared: ComparisonResult, runner: FaultRunner
-) -> Evidence:
+) -> ServerEvidence:
     """Gather what a server is compared with."""
     names = [*(candidate.name for candidate in request.candidates), *request.faults]
-    return Evidence(
+    return ServerEvidence(
         sequences=runner.plan.sequences,
         reference=compared.reference.logprobs,
         watched=compared.reference.watched,

@@ -23,7 +23,6 @@ from fp8calib.verification.report import (
     VerifyReport,
 )
 from tests import zoo
-from tests.architectures import families
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 from tests.kit.reports import make_candidate, make_small
@@ -270,7 +269,7 @@ def test_the_kv_cache_stays_in_16_bits_where_the_engine_has_no_place_for_scales(
     """VLLM refuses KV scales of lfm2, and ignores those of latent attention (DeepSeek)."""
     rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(60)]
     text = write_rows(tmp_path / "text.jsonl", rows)
-    families.save("lfm2", families.FAMILIES["lfm2"], tmp_path / "lfm2")
+    zoo.save("lfm2", tmp_path / "lfm2")
     zoo.save("deepseek_v3", tmp_path / "deepseek_v3")
     for family in ("lfm2", "deepseek_v3"):
         out = tmp_path / "out" / family
@@ -301,7 +300,7 @@ def test_a_model_of_which_the_engine_loads_no_scheme_is_refused_before_text_is_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM 0.33 has no class for xglm."""
-    families.save("xglm", families.FAMILIES["xglm"], tmp_path / "xglm")
+    zoo.save("xglm", tmp_path / "xglm")
     text = write_rows(tmp_path / "text.jsonl", [{"input_ids": [3, 4, 5, 6] * 8}] * 8)
     monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
     out = tmp_path / "out"

@@ -20,9 +20,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _FINE_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {
     "moe_intermediate_size": 24,
@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biogpt": {},
     "bloom": {"n_layer": 2, "n_head": 4},
     "cohere": {},
-    "cohere2": _SLIDING,
+    "cohere2": SLIDING,
     "dbrx": {
         "d_model": 32,
         "n_heads": 4,
@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "moe_num_shared_experts": 1,
     },
-    "exaone4": _SLIDING,
+    "exaone4": SLIDING,
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 32, "mamba_n_heads": 4, "head_dim": 8},
     "gemma": {"head_dim": 8},
     "gemma4_text": {
@@ -90,18 +90,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": 128,
         "hidden_size_per_layer_input": 8,
-        **_SLIDING,
+        **SLIDING,
     },
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "glm4_moe": {"head_dim": 8, **ROUTED},
     "glm4_moe_lite": {**ROUTED, **LATENT, "mlp_layer_types": ["dense", "sparse"]},
-    "gpt_bigcode": _GPT2,
-    "gptj": {**_GPT2, "rotary_dim": 4},
+    "gpt_bigcode": GPT2,
+    "gptj": {**GPT2, "rotary_dim": 4},
     "granite": {},
-    "granitemoe": _EXPERTS,
+    "granitemoe": EXPERTS,
     "granitemoehybrid": {
-        **_EXPERTS,
+        **EXPERTS,
         **_MAMBA,
         "shared_intermediate_size": 24,
         "layer_types": ["mamba", "attention"],
@@ -144,8 +144,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "attention_chunk_size": 16,
     },
-    "minimax_m2": {**_EXPERTS, "head_dim": 8, "rotary_dim": 8},
-    "ministral": {"head_dim": 8, **_SLIDING},
+    "minimax_m2": {**EXPERTS, "head_dim": 8, "rotary_dim": 8},
+    "ministral": {"head_dim": 8, **SLIDING},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
     "nanochat": {},
     "nemotron": {},
@@ -159,11 +159,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo": {},
     "olmo2": {},
-    "olmo3": _SLIDING,
+    "olmo3": SLIDING,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "persimmon": {},
     "phi": {},
-    "phimoe": _EXPERTS,
+    "phimoe": EXPERTS,
     "qwen2_moe": {**_FINE_EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3_5_moe_text": {
         **_FINE_EXPERTS,
@@ -181,12 +181,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Families that are calibrated."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "codegen": ({**_GPT2, "rotary_dim": 4}, r"codegen: the order of q, k and v rows"),
+    "codegen": ({**GPT2, "rotary_dim": 4}, r"codegen: the order of q, k and v rows"),
     "gpt_neo": (
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
         r"GPTNeoBlock \(layer 0\): no attention found in it \(looked for",
     ),
-    "jetmoe": ({"kv_channels": 8, **_EXPERTS}, r"JetMoeAttention: no K projection found"),
+    "jetmoe": ({"kv_channels": 8, **EXPERTS}, r"JetMoeAttention: no K projection found"),
     "longcat_flash": (
         {**ROUTED, **LATENT, "num_layers": 1, "num_hidden_layers": 2},
         r"LongcatFlashModel: no list of 2 decoder layers found",
@@ -196,10 +196,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"Mamba2ForCausalLM: none of its 2 layers has a KV cache",
     ),
     "minimax": (
-        {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+        {**EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
         r"MiniMaxForCausalLM \(minimax\): its forward pass takes only a cache of its own",
     ),
-    "openai-gpt": (_GPT2, r"Block \(layer 0\): no attention found in it \(looked for"),
+    "openai-gpt": (GPT2, r"Block \(layer 0\): no attention found in it \(looked for"),
     "rwkv": (
         {"attention_hidden_size": 32},
         r"RwkvForCausalLM: none of its 2 layers has a KV cache",
@@ -222,9 +222,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Families that are not, and what the error says."""
 
 
-def build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+def build(family: str, changes: dict[str, Any], *, seed: int = 0) -> PreTrainedModel:
     """Build a random fp32 model of `family` in which every parameter matters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SIZES, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

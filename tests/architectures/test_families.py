@@ -15,6 +15,7 @@ from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.stats.calibration_stats import CalibrationStats
+from tests import zoo
 from tests.architectures import families
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail
@@ -85,7 +86,7 @@ class Case:
 @pytest.fixture(scope="module", params=sorted(families.FAMILIES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("families") / "model"
-    model = families.save(request.param, families.FAMILIES[request.param], folder)
+    model = zoo.save(request.param, folder)
     rows = draw([7, 20, 13, 3, 20, 9, 20, 4, 11, 6], seed=9)
     prepared, stats = run_calibration(folder, make_plan(rows, packed=False))
     return Case(request.param, folder, rows, prepared, stats, brute_force.run(model, rows))

@@ -17,7 +17,6 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
-from tests.architectures import families
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
@@ -210,7 +209,7 @@ def test_single_experts_that_transformers_does_not_stack_are_joined(
     family: str, data: Path, tmp_path: Path
 ) -> None:
     """The model that `quantize` wrote gives what its codes give, stacked by hand."""
-    model: Any = families.save(family, families.FAMILIES[family], tmp_path / "base")
+    model: Any = zoo.save(family, tmp_path / "base")
     child = tmp_path / "child"
     succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", child)
     stored = load_file(child / "model.safetensors")

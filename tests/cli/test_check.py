@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from tests import zoo
-from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
 from tests.kit.checkpoints import change_config, change_tensors
@@ -129,10 +128,7 @@ def test_an_overlay_is_not_advised_where_it_does_not_help(
     tmp_path: Path, family: str, path: str, is_overlay: bool
 ) -> None:
     folder = tmp_path / family
-    if family in zoo.ZOO:
-        zoo.save(family, folder)
-    else:
-        families.save(family, families.FAMILIES[family], folder)
+    zoo.save(family, folder)
     add_scales(folder, path, is_overlay=is_overlay)
     fixes = list_fixes(folder, "transformers")
 
@@ -403,7 +399,7 @@ def test_configs_of_no_model_are_one_error(
 
 
 def test_numbers_that_json_has_no_word_for_are_understood(tmp_path: Path) -> None:
-    families.save("nemotron_h", families.FAMILIES["nemotron_h"], tmp_path / "m")
+    zoo.save("nemotron_h", tmp_path / "m")
     assert '"__float__": "Infinity"' in (tmp_path / "m" / "config.json").read_text()
 
     (layer,) = check(0, tmp_path / "m", "--engine", "vllm")["engines"]["vllm"]["layers"]

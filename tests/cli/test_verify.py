@@ -600,32 +600,6 @@ def test_a_config_that_verify_cannot_read_is_unknown_to_check(
     assert checked.json["engines"]["vllm"]["status"] == "unknown"
 
 
-V = "model.layers.1.self_attn.v_scale"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({V: torch.tensor(value)} for value in (0.0, -1.0, math.nan, math.inf)),
-        {V: torch.tensor(1e-9, dtype=torch.float16)},
-        {V: None},
-        {"model.layers.2.self_attn.k_scale": torch.tensor(1.0)},
-    ],
-    ids=["zero", "negative", "nan", "inf", "fp16-underflowed", "missing", "one layer more"],
-)
-def test_a_bad_scale_is_refused_by_name(
-    refuse: Any, files: Path, tmp_path: Path, change: dict[str, torch.Tensor | None]
-) -> None:
-    path = Path(shutil.copy(files / "kv_scales.safetensors", tmp_path))
-    change_tensors(tmp_path, change, path.name)
-    message = refuse(4, "--scales", path)
-    layer = next(iter(change)).split(".")[2]
-    assert f"layer {layer}" in message or f"layers.{layer}" in message
-    assert str(path) in message
-    path.write_bytes(path.read_bytes()[:100])
-    assert str(path) in refuse(4, "--scales", path)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_what_was_measured_on_another_model_is_refused(
     other: Path, held_out: Path, files: Path, name: str

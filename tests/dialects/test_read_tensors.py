@@ -71,11 +71,15 @@ def _values(found: FoundScales) -> Mapping[str, object]:
     return {str(site): scale.values.tolist() for site, scale in found.table.scales.items()}
 
 
-def _refusal(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> str:
+def _refuse(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> ModelError:
     with pytest.raises(ModelError) as caught:
         read_scales(path, geometry)
     assert caught.value.message.startswith(str(path))
-    return caught.value.message
+    return caught.value
+
+
+def _refusal(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> str:
+    return _refuse(path, geometry).message
 
 
 @pytest.mark.parametrize(
@@ -101,21 +105,19 @@ def test_a_checkpoint_of_each_tool_is_read(tmp_path: Path, dialect: str, k: str,
 
 
 @pytest.mark.parametrize(
-    ("k", "v", "dialect"),
+    ("k", "v", "config", "dialect"),
     [
-        ("k_proj.k_scale", "v_proj.v_scale", "modelopt"),
-        ("qkv_proj.k_scale", "qkv_proj.v_scale", "modelopt"),
-        ("k_proj.output_scale", "v_proj.output_scale", "quark"),
+        ("k_proj.k_scale", "v_proj.v_scale", "autofp8", "modelopt"),
+        ("qkv_proj.k_scale", "qkv_proj.v_scale", "autofp8", "modelopt"),
+        ("k_proj.output_scale", "v_proj.output_scale", "autofp8", "quark"),
+        ("k_scale", "v_scale", "quark", "quark"),  # AutoFP8's names
     ],
 )
-def test_names_go_before_the_config(tmp_path: Path, k: str, v: str, dialect: str) -> None:
-    config = {"quantization_config": CONFIGS["autofp8"]}
-    assert read_scales(_save(tmp_path / "a", _pair(k, v), **config), TWO_LAYERS).dialect == dialect
-
-
-def test_quark_in_autofp8s_form_is_told_by_its_config(tmp_path: Path) -> None:
-    config = {"quantization_config": CONFIGS["quark"]}
-    assert read_scales(_save(tmp_path / "a", _pair(), **config), TWO_LAYERS).dialect == "quark"
+def test_names_go_before_the_config(
+    tmp_path: Path, k: str, v: str, config: str, dialect: str
+) -> None:
+    folder = _save(tmp_path / "a", _pair(k, v), quantization_config=CONFIGS[config])
+    assert read_scales(folder, TWO_LAYERS).dialect == dialect
 
 
 def test_scales_without_a_config_are_only_scales(tmp_path: Path) -> None:
@@ -242,21 +244,61 @@ def test_scales_of_expanded_heads_are_told(tmp_path: Path, inner: str, is_told: 
     assert any("expanded to heads" in note for note in found.notes) is is_told
 
 
-@pytest.mark.parametrize(
-    ("shape", "shown"),
-    [
-        ((3, 1, 1), "[3, 1, 1]"),
-        ((1, 1, 1), "[1, 1, 1]"),
-        ((2,), "[2]"),
-        ((0,), "[0]"),
-        ((1, 1), "[1, 1]"),
-    ],
-)
-def test_other_shapes_are_refused(tmp_path: Path, shape: tuple[int, ...], shown: str) -> None:
-    tensors = _pair() | {PREFIX.format(1) + "v_scale": torch.ones(shape)}
-    assert _refusal(_save(tmp_path / "a", tensors)).endswith(
-        f"model.layers.1.self_attn.v_scale has shape {shown}"
-    )
+K0, V1 = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
+NONE = "{} is not a scale"
+HINT = "a scale is a finite number above zero"
+SMALL = "{:.4g} is too small for a scale"
+REFUSED: Mapping[str, tuple[Tensors, str, str]] = {
+    **{
+        f"shape {list(shape)}": ({V1: torch.ones(shape)}, f"{V1} has shape {list(shape)}", "")
+        for shape in ((3, 1, 1), (1, 1, 1), (2,), (0,), (1, 1))
+    },
+    **{
+        str(dtype): ({K0: torch.ones((), dtype=dtype)}, f"{K0} is of dtype {name}", "")
+        for dtype, name in ((torch.int32, "I32"), (torch.uint8, "U8"), (torch.bool, "BOOL"))
+    },
+    "zero": ({V1: _scalar(0.0)}, f"{V1}: {NONE.format(0.0)}", HINT),
+    "minus zero": ({V1: _scalar(-0.0).bfloat16()}, f"{V1}: {NONE.format(-0.0)}", HINT),
+    "negative": ({V1: _scalar(-1.0).half()}, f"{V1}: {NONE.format(-1.0)}", HINT),
+    "nan": ({V1: _scalar(float("nan"))}, f"{V1}: {NONE.format('nan')}", HINT),
+    "inf": ({V1: _scalar(float("inf")).half()}, f"{V1}: {NONE.format('inf')}", HINT),
+    "a double that fp32 cannot hold": (
+        {K0: torch.tensor(1e300, dtype=torch.float64)},
+        f"{K0}: {NONE.format('inf')}",
+        HINT,
+    ),
+    "zero in fp16": (
+        {K0: _scalar(1e-8).half()},
+        f"{K0}: {NONE.format(0.0)}",
+        "a scale under 6e-8 is 0 in fp16; write it in fp32",
+    ),
+    "not kept in fp16": ({V1: _scalar(6e-8).half()}, f"{SMALL.format(5.96e-8)} in fp16", ""),
+    "nearly kept in fp16": ({V1: _scalar(9e-7).half()}, f"{SMALL.format(8.941e-7)} in fp16", ""),
+    # the reciprocals are infinite
+    "1e-45": ({V1: _scalar(1e-45)}, f"{V1}: {SMALL.format(1.401e-45)}", ""),
+    "1e-39": ({V1: _scalar(1e-39)}, f"{V1}: {SMALL.format(1e-39)}", ""),
+    "1e-39 in bf16": ({V1: _scalar(1e-39).bfloat16()}, f"{V1}: {SMALL.format(1.01e-39)}", ""),
+    "a layer too many": (
+        {"model.layers.2.self_attn.k_scale": _scalar(1)},
+        "model.layers.2.self_attn.k_scale: the model has no such attention",
+        "",
+    ),
+}
+"""Tensors beside the right ones or in their place; how message and hint end and begin."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_scale_of_the_model_is_refused(tmp_path: Path, case: str) -> None:
+    tensors, message, hint = REFUSED[case]
+    error = _refuse(_save(tmp_path / "a", _pair() | dict(tensors)))
+    assert error.message.endswith(message)
+    assert error.hint.startswith(hint)
+
+
+def test_one_bad_head_is_enough(tmp_path: Path) -> None:
+    heads = {name: torch.ones(2, 1, 1) for name in _pair()}
+    heads[K0] = torch.tensor([1.0, 0.0]).reshape(2, 1, 1)
+    assert _refusal(_save(tmp_path / "a", heads)).endswith("k_scale: 0.0 is not a scale")
 
 
 def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
@@ -265,65 +307,8 @@ def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
 
 
 def test_heads_beside_tensors_are_refused(tmp_path: Path) -> None:
-    tensors = _pair() | {PREFIX.format(1) + "v_scale": torch.ones(2, 1, 1)}
-    message = _refusal(_save(tmp_path / "a", tensors))
+    message = _refusal(_save(tmp_path / "a", _pair() | {V1: torch.ones(2, 1, 1)}))
     assert "both per-head scales (model.layers.1.self_attn.v) and per-tensor scales" in message
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
-def test_integers_are_no_scales(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = _pair() | {PREFIX.format(0) + "k_scale": torch.ones((), dtype=dtype)}
-    assert "model.layers.0.self_attn.k_scale is of dtype" in _refusal(
-        _save(tmp_path / "a", tensors)
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
-        (0.0, torch.float32),
-        (-0.0, torch.bfloat16),
-        (-1.0, torch.float16),
-        (float("nan"), torch.float32),
-        (float("inf"), torch.float16),
-    ],
-)
-def test_a_scale_is_finite_and_above_zero(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
-    tensors = _pair() | {PREFIX.format(1) + "v_scale": _scalar(value).to(dtype)}
-    with pytest.raises(ModelError) as caught:
-        read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
-    assert caught.value.message.endswith(
-        f"model.layers.1.self_attn.v_scale: {value} is not a scale"
-    )
-    assert caught.value.hint.startswith("a scale is a finite number above zero")
-
-
-def test_one_bad_head_is_enough(tmp_path: Path) -> None:
-    heads = {name: torch.ones(2, 1, 1) for name in _pair()}
-    heads[PREFIX.format(0) + "k_scale"] = torch.tensor([1.0, 0.0]).reshape(2, 1, 1)
-    assert _refusal(_save(tmp_path / "a", heads)).endswith("k_scale: 0.0 is not a scale")
-
-
-def test_a_scale_that_fp16_made_zero_is_explained(tmp_path: Path) -> None:
-    tensors = _pair() | {PREFIX.format(0) + "k_scale": _scalar(1e-8).to(torch.float16)}
-    with pytest.raises(ModelError, match=r"k_scale: 0\.0 is not a scale") as caught:
-        read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
-    assert caught.value.hint == "a scale under 6e-8 is 0 in fp16; write it in fp32"
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(1e-45, torch.float32), (1e-39, torch.float32), (1e-39, torch.bfloat16)],
-)
-def test_a_scale_whose_reciprocal_is_infinite_is_refused(
-    tmp_path: Path, value: float, dtype: torch.dtype
-) -> None:
-    stored = _scalar(value).to(dtype)
-    tensors = _pair() | {PREFIX.format(1) + "v_scale": stored}
-    message = _refusal(_save(tmp_path / "a", tensors))
-    assert message.endswith(
-        f"layers.1.self_attn.v_scale: {float(stored):.4g} is too small for a scale"
-    )
 
 
 def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
@@ -334,18 +319,6 @@ def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
     }
     found = read_scales(_save(tmp_path / "a", _pair() | small), TWO_LAYERS)
     assert list(_values(found).values())[:3] == [[2.0**-126], [2.0**-20], [2.0**-24]]
-
-
-@pytest.mark.parametrize("value", [6e-8, 9e-7])
-def test_a_scale_that_fp16_has_not_kept_is_refused(tmp_path: Path, value: float) -> None:
-    stored = _scalar(value).to(torch.float16)
-    message = _refusal(_save(tmp_path / "a", _pair() | {PREFIX.format(1) + "k_scale": stored}))
-    assert message.endswith(f"k_scale: {float(stored):.4g} is too small for a scale in fp16")
-
-
-def test_a_double_that_fp32_cannot_hold_is_refused(tmp_path: Path) -> None:
-    tensors = _pair() | {PREFIX.format(0) + "k_scale": torch.tensor(1e300, dtype=torch.float64)}
-    assert _refusal(_save(tmp_path / "a", tensors)).endswith("k_scale: inf is not a scale")
 
 
 def test_zero_points_are_zero(tmp_path: Path) -> None:
@@ -373,12 +346,6 @@ def test_half_a_pair_is_refused(tmp_path: Path, lacking: str, other: str) -> Non
     del tensors[PREFIX.format(1) + f"{lacking}_scale"]
     message = _refusal(_save(tmp_path / "a", tensors))
     assert message.endswith(f"layer 1: {other}_scale without {lacking}_scale")
-
-
-def test_a_layer_the_model_does_not_have_is_named(tmp_path: Path) -> None:
-    tensors = _pair() | {PREFIX.format(2) + "k_scale": _scalar(1)}
-    message = _refusal(_save(tmp_path / "a", tensors))
-    assert message.endswith("model.layers.2.self_attn.k_scale: the model has no such attention")
 
 
 def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,60 +84,43 @@ def _assert_same(found: ScaleTable, written: ScaleTable, *, one_value: bool) -> 
             )
 
 
+READ_BACK: list[tuple[str, str, Fp8Format, dict[str, Any]]] = [
+    ("kv-overlay", "compressed-tensors", E4M3FN, {}),
+    ("kv-overlay", "compressed-tensors", E4M3FN, {"per_head": True}),
+    ("kv-overlay", "compressed-tensors", E4M3FN, {"query": True}),
+    ("tgi", "tgi", E4M3FN, {}),
+    ("tgi", "tgi", E4M3FNUZ, {}),
+    ("kv-scales", "kv-scales", E4M3FNUZ, {}),
+    ("vllm-json", "vllm-json", E4M3FN, {}),
+    ("vllm-json", "vllm-json", E4M3FN, {"tp": 4}),
+    ("vllm-json", "vllm-json", E4M3FNUZ, {"tp": 2}),
+]
+
+
 @pytest.mark.parametrize("make", STATS.values(), ids=STATS)
-@pytest.mark.parametrize(("per_head", "query"), [(False, False), (True, False), (False, True)])
-def test_an_overlay_reads_back(
-    tmp_path: Path, make: Callable[[], CalibrationStats], per_head: bool, query: bool
+@pytest.mark.parametrize(("form", "dialect", "fmt", "options"), READ_BACK)
+def test_every_form_reads_back(
+    tmp_path: Path,
+    make: Callable[[], CalibrationStats],
+    form: str,
+    dialect: str,
+    fmt: Fp8Format,
+    options: dict[str, Any],
 ) -> None:
     stats = make()
-    query = query and make is not latent_stats
-    table = compute_kv_scales(stats, E4M3FN, per_head=per_head, query=query)
-    source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
-    write_scales("kv-overlay", table, tmp_path / "out", source=source)
-    found = read_scales(tmp_path / "out", stats.geometry)
+    if make is latent_stats:
+        options = {name: value for name, value in options.items() if name != "query"}
+    table = compute_kv_scales(stats, fmt, **options)
+    source = None
+    if form in {"kv-overlay", "tgi"}:
+        source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
+    written = tmp_path / {"kv-scales": "a.safetensors", "vllm-json": "a.json"}.get(form, "out")
+    write_scales(form, table, written, source=source)
+    # a file of tensors does not name its format
+    found = read_scales(written, table.geometry, source_fmt=fmt if form == "kv-scales" else None)
 
-    assert (found.dialect, found.has_weights) == ("compressed-tensors", False)
-    _assert_same(found.table, table, one_value=False)
-
-
-@pytest.mark.parametrize("make", STATS.values(), ids=STATS)
-@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda fmt: fmt.name)
-def test_tgis_overlay_reads_back(
-    tmp_path: Path, make: Callable[[], CalibrationStats], fmt: Fp8Format
-) -> None:
-    stats = make()
-    table = compute_kv_scales(stats, fmt)
-    source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
-    write_scales("tgi", table, tmp_path / "out", source=source)
-    found = read_scales(tmp_path / "out", stats.geometry)
-
-    assert (found.dialect, found.has_weights) == ("tgi", False)
-    _assert_same(found.table, table, one_value=True)
-
-
-@pytest.mark.parametrize("make", STATS.values(), ids=STATS)
-def test_the_file_of_scales_reads_back(
-    tmp_path: Path, make: Callable[[], CalibrationStats]
-) -> None:
-    table = compute_kv_scales(make(), E4M3FNUZ)
-    write_scales("kv-scales", table, tmp_path / "kv_scales.safetensors")
-    found = read_scales(tmp_path / "kv_scales.safetensors", table.geometry, source_fmt=E4M3FNUZ)
-
-    assert found.dialect == "kv-scales"
-    _assert_same(found.table, table, one_value=False)
-
-
-@pytest.mark.parametrize("make", STATS.values(), ids=STATS)
-@pytest.mark.parametrize(("fmt", "tp"), [(E4M3FN, 1), (E4M3FN, 4), (E4M3FNUZ, 2)])
-def test_the_json_of_vllm_reads_back(
-    tmp_path: Path, make: Callable[[], CalibrationStats], fmt: Fp8Format, tp: int
-) -> None:
-    table = compute_kv_scales(make(), fmt, tp=tp)
-    write_scales("vllm-json", table, tmp_path / "a.json")
-    found = read_scales(tmp_path / "a.json", table.geometry)
-
-    assert found.dialect == "vllm-json"
-    _assert_same(found.table, table, one_value=True)
+    assert (found.dialect, found.has_weights) == (dialect, False)
+    _assert_same(found.table, table, one_value=form in {"tgi", "vllm-json"})
 
 
 def test_the_json_of_the_rfc_reads_back(tmp_path: Path) -> None:

@@ -24,20 +24,17 @@ from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
 from tests import zoo
-from tests.architectures import families
-from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import (
     WHOLE,
     ask,
-    change_config,
-    change_tensors,
     explain_refusal,
     make,
 )
 from tests.engines.test_weight_contents import CT, DOWN
 from tests.kit import answers
+from tests.kit.checkpoints import change_quantization, change_tensors
 
 pytest.importorskip("compressed_tensors")
 pytestmark = zoo.NEEDS_5_23
@@ -399,7 +396,7 @@ def test_input_scales_of_experts_that_stay_apart_are_used(
     folder = make(tmp_path, CT, "fp8-dynamic", family, **(ROUTED if family in zoo.ZOO else {}))
     group = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     group["group_0"]["input_activations"] |= {"strategy": "tensor", "dynamic": False}
-    change_config(folder, config_groups=group)
+    change_quantization(folder, config_groups=group)
     stored = load_file(folder / "model.safetensors")
     weights = [name for name in stored if stored[name].dtype is torch.float8_e4m3fn]
     modules = [name.removesuffix(".weight") for name in weights]
@@ -449,7 +446,7 @@ def test_a_config_is_refused_where_loading_fails(
     tmp_path: Path, section: Mapping[str, object], words: str
 ) -> None:
     """The experts of llama4 are replaced under compressed-tensors alone."""
-    families.save("llama4_text", FAMILIES["llama4_text"], tmp_path)
+    zoo.save("llama4_text", tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**document, "quantization_config": section}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +34,14 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
-from tests.architectures import families
 from tests.architectures.families import FAMILIES
+from tests.kit.checkpoints import (
+    WEIGHTS,
+    Tensors,
+    change_config,
+    change_quantization,
+    change_tensors,
+)
 from tests.quantization.by_hand import run
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 
@@ -56,10 +63,7 @@ def make(
     folder: Path, form: str, scheme: str, family: str = "llama", ignore: str = "", **sizes: int
 ) -> Path:
     """Quantize a tiny model with KV scales."""
-    if family in zoo.ZOO:
-        zoo.save(family, folder / "model", **sizes)
-    else:
-        families.save(family, FAMILIES[family], folder / "model")
+    zoo.save(family, folder / "model", **sizes)
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
     settings = PlanSettings(schemes=LayerSchemes(find_scheme(scheme)), dialect=FP8_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
@@ -86,10 +90,10 @@ def explain(report: EngineReport) -> str:
     return explain_refusal(report) or (report.weights.why if report.weights else "")
 
 
-def change_config(folder: Path, **changes: object) -> None:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= changes
-    (folder / "config.json").write_text(json.dumps(config))
+def read_weights(folder: Path, engine: str = "vllm==0.32") -> tuple[str, str]:
+    """Give the status of weights that an engine misreads or refuses, and why; "" where neither."""
+    found = ask(folder, engine).weights
+    return (found.status, found.why) if found else ("", "")
 
 
 @pytest.mark.parametrize(("form", "scheme"), PAIRS)
@@ -261,16 +265,10 @@ def test_vllms_fp8_method_repeats_the_scales_of_experts(
 
 def test_a_config_that_is_not_read_is_told(tmp_path: Path) -> None:
     folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
-    change_config(folder, transform_config={"a": 1})
+    change_quantization(folder, transform_config={"a": 1})
     report = ask(folder, "vllm")
     assert any("what engines do with the FP8 weights is not checked" in p for p in report.unknown)
     assert not report.ok
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt"])
@@ -279,7 +277,7 @@ def test_a_weight_without_its_scale_is_misread(tmp_path: Path, form: str, scale:
     folder = make(tmp_path, form, "fp8-static", **WHOLE)
     name = f"model.layers.1.mlp.down_proj.{scale}"
     assert ask(folder, "vllm").weights is None
-    change_tensors(folder, lambda tensors: tensors.pop(name) and None)
+    change_tensors(folder, {name: None})
     for engine in ("vllm", "sglang", "transformers"):
         report = ask(folder, engine)
         assert not report.ok
@@ -307,13 +305,15 @@ def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
     """Transformers 5.23 loads such weights right, and vLLM 0.32.0 those of Mistral 3 alone."""
     folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
     assert ask(folder, "transformers").weights is not None
-    tensors = {
-        name.replace(".weight_scale", ".weight_scale_inv").replace(
-            ".input_scale", ".activation_scale"
-        ): tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(
+        folder,
+        lambda tensors: {
+            name.replace(".weight_scale", ".weight_scale_inv").replace(
+                ".input_scale", ".activation_scale"
+            ): tensor
+            for name, tensor in tensors.items()
+        },
+    )
     assert ask(folder, "transformers").weights is None
     assert "per-tensor scales named weight_scale and input_scale" in explain_refusal(
         ask(folder, "vllm")
@@ -331,8 +331,10 @@ def test_blocks_of_modelopt_are_served_in_a_mixed_precision(tmp_path: Path, algo
         if name.endswith(".weight_scale_inv")
     }
     renamed = {name.replace("scale_inv", "scale"): tensor for name, tensor in tensors.items()}
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, quant_method="modelopt", quant_algo=algorithm, quantized_layers=layers)
+    change_tensors(folder, lambda _: renamed)
+    change_quantization(
+        folder, quant_method="modelopt", quant_algo=algorithm, quantized_layers=layers
+    )
     for engine in ("vllm", "sglang"):
         why = explain_refusal(ask(folder, engine))
         assert ("only with one scale per tensor" in why) is (algorithm == "FP8_PB_WO")
@@ -343,7 +345,7 @@ def test_the_older_name_of_blocks_is_told_to_be_unchecked(tmp_path: Path) -> Non
     folder = make(tmp_path, "autofp8", "fp8-block", "llama")
     layers = {"model": {"quant_algo": "FP8_BLOCK_SCALES"}}
     algorithm = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    change_config(folder, quant_method="modelopt", **algorithm)
+    change_quantization(folder, quant_method="modelopt", **algorithm)
     report = ask(folder, "vllm")
     assert any("not checked: engines accept FP8_BLOCK_SCALES" in text for text in report.unknown)
 
@@ -352,14 +354,9 @@ def test_stacks_of_experts_are_told_to_be_unchecked(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
     folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", moe_intermediate_size=128, **sizes)
     assert not ask(folder, "vllm").unknown
-    stack = {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 256, 256)}
-    change_tensors(
-        folder,
-        lambda tensors: tensors.update(
-            {name: tensor.to(torch.float8_e4m3fn) for name, tensor in stack.items()}
-        ),
-    )
-    told = f"not checked where one tensor holds many experts ({next(iter(stack))})"
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    change_tensors(folder, {name: torch.ones(4, 256, 256).to(torch.float8_e4m3fn)})
+    told = f"not checked where one tensor holds many experts ({name})"
     assert any(told in reason for reason in ask(folder, "vllm").unknown)
 
 
@@ -368,10 +365,8 @@ def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
     folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "granitemoe")
     report = ask(folder, "transformers")
     assert all(layer.ok for layer in report.layers)
-    assert report.weights is not None
-    assert report.weights.status == "misread"
-    assert "random numbers" in report.weights.why
-    assert not report.ok
+    status, why = read_weights(folder, "transformers")
+    assert (status, "random numbers" in why, report.ok) == ("misread", True, False)
 
 
 def test_single_experts_of_llama4_are_loaded_in_transformers(tmp_path: Path) -> None:
@@ -384,11 +379,8 @@ def test_single_experts_of_llama4_are_loaded_in_transformers(tmp_path: Path) -> 
 
 def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    tensors |= {
-        f"model.layers.{i}.self_attn.{role}_scale": torch.ones(1) for i in (0, 1) for role in "kv"
-    }
-    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    names = [f"model.layers.{i}.self_attn.{role}_scale" for i in (0, 1) for role in "kv"]
+    change_tensors(tmp_path / "model", {name: torch.ones(1) for name in names})
     for engine in list_defaults():
         report = ask(tmp_path / "model", engine)
         assert report.weights is None
@@ -411,22 +403,26 @@ DOWN = "model.layers.1.mlp.down_proj"
 def forget(folder: Path) -> None:
     """Store a linear as the model has it, and say nothing of that in the config."""
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if name.startswith(f"{DOWN}.")]:
-            shape = tensors.pop(name).shape
-            if name.endswith(".weight"):
-                tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+    def change(tensors: Tensors) -> Tensors:
+        shape = tensors[f"{DOWN}.weight"].shape
+        kept = {name: each for name, each in tensors.items() if not name.startswith(f"{DOWN}.")}
+        return kept | {f"{DOWN}.weight": torch.ones(shape, dtype=torch.bfloat16)}
 
     change_tensors(folder, change)
+
+
+def exclude_all(family: str, folder: Path, key: str, **fields: Any) -> Path:
+    """Save a model whose config excludes every tensor from quantization by its stored name."""
+    zoo.save(family, folder)
+    names = [name.removesuffix(".weight") for name in load_file(folder / WEIGHTS)]
+    return change_quantization(folder, **{key: names}, **fields)
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
 def test_a_linear_that_the_config_takes_for_fp8_is_misread(tmp_path: Path, form: str) -> None:
     folder = make(tmp_path, form, "fp8-static", **WHOLE)
     forget(folder)
-    verdict = ask(folder, "vllm").weights
-    assert verdict is not None
-    assert verdict.why.startswith(f"{DOWN} is not quantized")
+    assert read_weights(folder, "vllm")[1].startswith(f"{DOWN} is not quantized")
 
 
 @pytest.mark.parametrize(
@@ -439,14 +435,14 @@ def test_a_linear_that_the_config_leaves_out_is_not(
     """By its own path; engines know paths of a text part only in multimodal models."""
     folder = make(tmp_path, form, "fp8-static", **WHOLE)
     forget(folder)
-    change_config(folder, **{key: ["lm_head", name]})
+    change_quantization(folder, **{key: ["lm_head", name]})
     assert (ask(folder, "vllm").weights is None) is (name == DOWN)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: str) -> None:
     """Routers and mixers have parameters of their own beside the weight."""
-    families.save(name, FAMILIES[name], tmp_path / "model")
+    zoo.save(name, tmp_path / "model")
     opened = open_folder(tmp_path / "model")
     geometry = read_geometry(tmp_path / "model", opened.config)
 
@@ -457,66 +453,45 @@ def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: st
     assert {key: report.weights for key, report in engines.items() if report.weights} == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "misread"),
-    [
-        ("llama", ""),
-        ("gptj", "transformer.h.0.attn."),  # the class does not say that qkv_proj joins these
-        ("stablelm", "model.layers.0.self_attn."),
-        ("granitemoehybrid", "model.layers.0.mamba.in_proj"),  # vLLM calls it mixer.in_proj
-        ("falcon_h1", "model.layers.0.self_attn."),  # model.layers.0.qkv_proj
-        ("minimax_m2", "model.layers.0.block_sparse_moe.experts"),  # mlp.experts
-        ("lfm2", ""),
-        ("gemma3n_text", "model.altup_projections.0"),  # self_decoder.altup_projections.0
-    ],
-)
-def test_vllm_compares_its_own_paths_with_lists(tmp_path: Path, name: str, misread: str) -> None:
-    """Every matrix is excluded by its name in the checkpoint (vLLM 0.32.0, run)."""
-    if name in FAMILIES:
-        families.save(name, FAMILIES[name], tmp_path / "model")
-    else:
-        zoo.save(name, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    ignored = [each.removesuffix(".weight") for each in load_file(weights)]
-    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**config, "quantization_config": fields}))
-
-    found = ask(tmp_path / "model", "vllm==0.32").weights
-
-    assert (str(found.status) if found else "") == ("misread" if misread else "")
-    assert found is None or misread in found.why
+FP8_LISTS = {"key": "ignored_layers", "quant_method": "fp8", "activation_scheme": "dynamic"}
+QUARK_LISTS = {"key": "exclude", "quant_method": "quark", "export": {"kv_cache_group": []}}
 
 
 @pytest.mark.parametrize(
-    ("name", "path"),
+    ("name", "fields", "misread"),
     [
-        ("llama", ""),
-        ("granitemoehybrid", "model.layers.0.mixer.in_proj"),
-        ("minimax_m2", "model.layers.0.mlp.experts"),
-        ("stablelm", "model.layers.0.self_attn.qkv_proj"),
+        ("llama", FP8_LISTS, ""),
+        # the class does not say that qkv_proj joins these
+        ("gptj", FP8_LISTS, "transformer.h.0.attn."),
+        ("stablelm", FP8_LISTS, "model.layers.0.self_attn."),
+        ("granitemoehybrid", FP8_LISTS, "model.layers.0.mamba.in_proj"),  # vLLM: mixer.in_proj
+        ("falcon_h1", FP8_LISTS, "model.layers.0.self_attn."),  # model.layers.0.qkv_proj
+        ("minimax_m2", FP8_LISTS, "model.layers.0.block_sparse_moe.experts"),  # mlp.experts
+        ("lfm2", FP8_LISTS, ""),
+        # self_decoder.altup_projections.0
+        ("gemma3n_text", FP8_LISTS, "model.altup_projections.0"),
+        # of a linear that is not excluded vLLM asks Quark's config for a scheme (AttributeError)
+        ("llama", QUARK_LISTS, ""),
+        ("granitemoehybrid", QUARK_LISTS, "model.layers.0.mixer.in_proj"),
+        ("minimax_m2", QUARK_LISTS, "model.layers.0.mlp.experts"),
+        ("stablelm", QUARK_LISTS, "model.layers.0.self_attn.qkv_proj"),
     ],
 )
-def test_a_quark_config_for_the_cache_excludes_all_linears(
-    tmp_path: Path, name: str, path: str
+def test_vllm_compares_its_own_paths_with_lists(
+    tmp_path: Path, name: str, fields: dict[str, Any], misread: str
 ) -> None:
-    """VLLM 0.32.0 asks it for a scheme of the others (AttributeError, run)."""
-    if name in FAMILIES:
-        families.save(name, FAMILIES[name], tmp_path / "model")
-    else:
-        zoo.save(name, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    names = [each.removesuffix(".weight") for each in load_file(weights)]
-    fields = {"quant_method": "quark", "exclude": names, "export": {"kv_cache_group": []}}
-    config_path = tmp_path / "model" / "config.json"
-    config_path.write_text(json.dumps({**config, "quantization_config": fields}))
+    """Every matrix is excluded by its name in the checkpoint (vLLM 0.32.0, run)."""
+    status, why = read_weights(exclude_all(name, tmp_path / "model", **fields))
+    assert bool(status) is bool(misread)
+    assert misread in why
+    assert fields is QUARK_LISTS or status in {"", "misread"}
 
-    found = ask(tmp_path / "model", "vllm==0.32").weights
 
-    assert path in (found.why if found else "")
-    assert bool(found) is bool(path)
+def keep_linears(quantization: dict[str, Any]) -> None:
+    """Take the convolutions from the list of what is excluded."""
+    excluded = quantization["exclude"]
+    quantization["exclude"] = [name for name in excluded if not name.endswith("conv.conv")]
+    assert len(quantization["exclude"]) < len(excluded)
 
 
 @pytest.mark.parametrize("is_excluded", [True, False])
@@ -524,27 +499,21 @@ def test_a_quark_config_for_the_cache_excludes_convolutions(
     tmp_path: Path, is_excluded: bool
 ) -> None:
     """VLLM 0.32.0 has no scheme for them (NotImplementedError, run)."""
-    families.save("lfm2", FAMILIES["lfm2"], tmp_path / "model")
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    names = [each.removesuffix(".weight") for each in load_file(weights)]
-    kept = [name for name in names if is_excluded or not name.endswith("conv.conv")]
-    assert (len(kept) < len(names)) is not is_excluded
-    fields = {"quant_method": "quark", "exclude": kept, "export": {"kv_cache_group": []}}
-    config_path = tmp_path / "model" / "config.json"
-    config = json.loads(config_path.read_text())
-    config_path.write_text(json.dumps({**config, "quantization_config": fields}))
-
-    unknown = ask(tmp_path / "model", "vllm==0.32").unknown
-
+    folder = exclude_all("lfm2", tmp_path / "model", **QUARK_LISTS)
+    if not is_excluded:
+        change_config(folder, lambda config: keep_linears(config["quantization_config"]))
+    unknown = ask(folder, "vllm==0.32").unknown
     assert any("conv.conv" in why and "--run" in why for why in unknown) is not is_excluded
 
 
 def test_types_are_read_in_capitals_too(tmp_path: Path) -> None:
     """As vLLM 0.32.0 does (run)."""
     folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "Float"
-    (folder / "config.json").write_text(json.dumps(config))
+
+    def capitalize(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "Float"
+
+    change_config(folder, capitalize)
     assert ask(folder, "vllm==0.32").weights is None
 
 
@@ -563,21 +532,14 @@ def test_transformers_joins_all_experts_of_a_layer_or_none(
     tmp_path: Path, ignore: str, missing: str, status: str
 ) -> None:
     folder = make(tmp_path, "autofp8", "fp8-block", "mixtral", ignore, **WHOLE)
-
-    def remove(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if re.match(missing, name)]:
-            del tensors[name]
-
-    change_tensors(folder, remove)
+    change_tensors(folder, lambda all_: {n: t for n, t in all_.items() if not re.match(missing, n)})
     try:
         AutoModelForCausalLM.from_pretrained(folder)
         loads = True
     except RuntimeError:
         loads = False
 
-    found = ask(folder, "transformers").weights
-    assert found is not None
-    assert found.status == status
+    assert read_weights(folder, "transformers")[0] == status
     assert (status != "refused") is loads
 
 
@@ -585,17 +547,12 @@ def test_transformers_joins_all_experts_of_a_layer_or_none(
 def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: str) -> None:
     """As in 0.32.0 (run); they are not quantized."""
     folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "mixtral", "*.experts", **WHOLE)
-
-    def remove(tensors: dict[str, torch.Tensor]) -> None:
-        for each in [each for each in tensors if f"layers.1.block_sparse_moe.{name}" in each]:
-            del tensors[each]
-
-    change_tensors(folder, remove)
-    found = ask(folder, "vllm==0.32").weights
-    assert found is not None
-    assert found.status == "misread"
-    assert f"layers.1.block_sparse_moe.{name}" in found.why
-    assert "is missing: the engine uses uninitialised memory" in found.why
+    path = f"layers.1.block_sparse_moe.{name}"
+    change_tensors(folder, lambda all_: {n: each for n, each in all_.items() if path not in n})
+    status, why = read_weights(folder)
+    assert status == "misread"
+    assert path in why
+    assert "is missing: the engine uses uninitialised memory" in why
 
 
 @pytest.mark.parametrize(("name", "is_misread"), [("gpt_oss", True), ("llama", False)])
@@ -603,15 +560,10 @@ def test_quarks_loader_of_gpt_oss_finds_no_stacks(
     tmp_path: Path, name: str, is_misread: bool
 ) -> None:
     """With Quark's config vLLM 0.32.0 leaves the experts uninitialised (run)."""
-    zoo.save(name, tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    fields = {"quant_method": "quark", "exclude": ["re:.*"], "export": {"kv_cache_group": []}}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fields}))
-
-    found = ask(tmp_path / "model", "vllm==0.32").weights
-
-    assert bool(found) is is_misread
-    assert found is None or found.why.endswith("it is uninitialised memory")
+    folder = exclude_all(name, tmp_path / "model", **QUARK_LISTS)
+    status, why = read_weights(change_quantization(folder, exclude=["re:.*"]))
+    assert bool(status) is is_misread
+    assert why.endswith("it is uninitialised memory" if is_misread else "")
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "qwen3_moe", "llama"])
@@ -620,47 +572,53 @@ def test_stacks_of_experts_in_16_bits_are_excluded_or_cast(
     tmp_path: Path, name: str, excludes_experts: bool
 ) -> None:
     """FP8 experts are created by the config, whatever is stored (vLLM 0.32.0; granitemoe: run)."""
-    if name in FAMILIES:
-        families.save(name, FAMILIES[name], tmp_path / "model")
-    else:
-        zoo.save(name, tmp_path / "model")
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    ignored = [each.removesuffix(".weight") for each in load_file(weights) if "experts" not in each]
+    zoo.save(name, tmp_path / "model")
+    names = load_file(tmp_path / "model" / WEIGHTS)
+    ignored = [each.removesuffix(".weight") for each in names if "experts" not in each]
     places = {each.partition("_moe.")[0] + "_moe" for each in ignored if "input_linear" in each}
     places |= {each.partition(".mlp.gate")[0] + ".mlp" for each in ignored if ".mlp.gate" in each}
     ignored += [f"{place}.experts" for place in places] if excludes_experts else []
     fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fields}))
-
-    found = ask(tmp_path / "model", "vllm==0.32").weights
-
-    is_cast = name != "llama" and not excludes_experts
-    assert (found is not None and "experts.0." in found.why) is is_cast
+    _, why = read_weights(change_quantization(tmp_path / "model", **fields))
+    assert ("experts.0." in why) is (name != "llama" and not excludes_experts)
 
 
-def test_transformers_takes_codes_of_modelopt_for_weights(tmp_path: Path) -> None:
-    """Of every type (transformers 5.23, run)."""
-    folder = make(tmp_path, "modelopt", "fp8-static", **WHOLE)
-    tensors = load_file(folder / "model.safetensors")
+def store_int8(tensors: Tensors) -> Tensors:
+    """Store codes as whole numbers."""
     codes = {name: each for name, each in tensors.items() if each.dtype == torch.float8_e4m3fn}
-    tensors |= {name: each.float().clamp(-127, 127).to(torch.int8) for name, each in codes.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    found = ask(folder, "transformers").weights
-
-    assert found is not None
-    assert (found.status, "is I8" in found.why) == ("misread", True)
+    return tensors | {n: each.float().clamp(-127, 127).to(torch.int8) for n, each in codes.items()}
 
 
-def test_transformers_derives_blocks_from_the_scales(tmp_path: Path) -> None:
-    """A config with other blocks than those of the file is not used (5.23, run on a CPU)."""
-    folder = make(tmp_path, "autofp8", "fp8-block", **WHOLE)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [64, 64]
-    (folder / "config.json").write_text(json.dumps(config))
+def store_e5m2(tensors: Tensors) -> Tensors:
+    """Store a weight in another format."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    return tensors | {name: tensors[name].float().to(torch.float8_e5m2)}
 
-    assert ask(folder, "transformers").weights is None
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "change", "config", "dtype"),
+    [
+        # it takes codes of ModelOpt for weights, whatever their type
+        ("modelopt", "fp8-static", store_int8, {}, "I8"),
+        # NaN, with compressed-tensors 0.20
+        ("compressed-tensors", "fp8-block", store_e5m2, {}, "F8_E5M2"),
+        # it derives blocks from the scales, not from the config
+        ("autofp8", "fp8-block", dict, {"weight_block_size": [64, 64]}, ""),
+    ],
+)
+def test_what_transformers_makes_of_other_types_and_blocks(
+    tmp_path: Path,
+    form: str,
+    scheme: str,
+    change: Callable[[Tensors], Tensors],
+    config: dict[str, Any],
+    dtype: str,
+) -> None:
+    """Transformers 5.23, run on a CPU."""
+    folder = make(tmp_path, form, scheme, **WHOLE)
+    change_quantization(change_tensors(folder, change), **config)
+    status, why = read_weights(folder, "transformers")
+    assert (status, f"is {dtype}" in why) == (("misread", True) if dtype else ("", False))
 
 
 @pytest.mark.parametrize(("states", "is_refused"), [(8, True), (128, False)])
@@ -717,28 +675,9 @@ def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refu
 def test_a_subclass_of_the_fp8_method_casts_weights_too(tmp_path: Path) -> None:
     """As `models/deepseek_v4/quant_config.py` of vLLM 0.32.0 does (run)."""
     zoo.save("llama", tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
     fields = {"quant_method": "deepseek_v4_fp8", "activation_scheme": "dynamic"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fields}))
-
-    found = ask(tmp_path / "model", "vllm==0.32").weights
-
-    assert found is not None
-    assert (found.status, "is not quantized" in found.why) == ("misread", True)
-
-
-def test_transformers_computes_nan_of_e5m2_in_blocks(tmp_path: Path) -> None:
-    """With compressed-tensors 0.20 (run)."""
-    folder = make(tmp_path, "compressed-tensors", "fp8-block", **WHOLE)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors[name] = tensors[name].float().to(torch.float8_e5m2)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    found = ask(folder, "transformers").weights
-
-    assert found is not None
-    assert (found.status, "F8_E5M2" in found.why) == ("misread", True)
+    status, why = read_weights(change_quantization(tmp_path / "model", **fields))
+    assert (status, "is not quantized" in why) == ("misread", True)
 
 
 def test_experts_per_channel_with_static_inputs_are_refused_by_vllm(tmp_path: Path) -> None:
@@ -748,16 +687,16 @@ def test_experts_per_channel_with_static_inputs_are_refused_by_vllm(tmp_path: Pa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fp8calib.quantize(tmp_path / "m", "fp8-dynamic", out)
-    static.mkdir()
-    tensors = load_file(out / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(".weight_scale")]:
-        tensors[name.replace("weight_scale", "input_scale")] = torch.tensor([0.5])
-    save_file(tensors, static / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    (group,) = config["quantization_config"]["config_groups"].values()
-    group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
-    (static / "config.json").write_text(json.dumps(config))
+    shutil.copytree(out, static)
+    names = [name for name in load_file(out / WEIGHTS) if name.endswith(".weight_scale")]
+    inputs = [name.replace("weight_scale", "input_scale") for name in names]
+    change_tensors(static, {name: torch.tensor([0.5]) for name in inputs})
 
+    def make_static(config: dict[str, Any]) -> None:
+        (group,) = config["quantization_config"]["config_groups"].values()
+        group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+
+    change_config(static, make_static)
     found = {each: fp8calib.check(each, engine="vllm").engines["vllm"] for each in (out, static)}
 
     assert found[out].ok

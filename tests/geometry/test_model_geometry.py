@@ -23,28 +23,19 @@ def rows(parts: tuple[Part, ...]) -> dict[str, list[int]]:
     return {part.name: part.rows(range(part.count)) for part in parts}
 
 
-def test_stacked_rows_are_all_q_then_all_k_then_all_v() -> None:
-    assert rows(contiguous_qkv(*FOUR_TWO)) == {
-        "q_proj": [0, 1, 2, 3, 4, 5, 6, 7],
-        "k_proj": [8, 9, 10, 11],
-        "v_proj": [12, 13, 14, 15],
-    }
-
-
-def test_grouped_rows_are_the_heads_of_one_kv_head_together() -> None:
-    assert rows(grouped_qkv(*FOUR_TWO)) == {
-        "q_proj": [0, 1, 2, 3, 8, 9, 10, 11],
-        "k_proj": [4, 5, 12, 13],
-        "v_proj": [6, 7, 14, 15],
-    }
-
-
-def test_interleaved_rows_are_q_k_v_of_each_head() -> None:
-    assert rows(grouped_qkv(*TWO_TWO)) == {
-        "q_proj": [0, 1, 6, 7],
-        "k_proj": [2, 3, 8, 9],
-        "v_proj": [4, 5, 10, 11],
-    }
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        # all q, then all k, then all v
+        (contiguous_qkv(*FOUR_TWO), [[*range(8)], [8, 9, 10, 11], [12, 13, 14, 15]]),
+        # the heads of one KV head together
+        (grouped_qkv(*FOUR_TWO), [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
+        (grouped_qkv(*TWO_TWO), [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
+    ],
+)
+def test_rows_of_q_k_and_v(parts: tuple[Part, ...], expected: list[list[int]]) -> None:
+    names = [f"{role}_proj" for role in "qkv"]
+    assert rows(parts) == dict(zip(names, expected, strict=True))
 
 
 def test_gate_and_up_are_stacked_or_interleaved() -> None:

@@ -33,17 +33,30 @@ def change_config(
     return folder
 
 
+def change_quantization(folder: Path, **entries: Any) -> Path:
+    """Add entries to the quantization config of config.json, which may have none yet."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["quantization_config"] = config.get("quantization_config", {}) | entries
+
+    return change_config(folder, change)
+
+
 def change_tensors(
     folder: Path,
-    change: Callable[[Tensors], Tensors] | Mapping[str, torch.Tensor | None],
+    change: Callable[[Tensors], Tensors | None] | Mapping[str, torch.Tensor | None],
     name: str = WEIGHTS,
 ) -> Path:
-    """Rewrite a file of tensors by a function, or replace, add or (None) drop tensors."""
+    """Rewrite a file of tensors: by a function, which may edit in place, or by new ones.
+
+    Tensors are replaced, added, or dropped where `change` has None for them.
+    """
     tensors = load_file(folder / name)
     if callable(change):
-        tensors = change(tensors)
+        changed = change(tensors)
+        tensors = tensors if changed is None else changed
     else:
-        changed = {**tensors, **change}
-        tensors = {key: value for key, value in changed.items() if value is not None}
+        merged = {**tensors, **change}
+        tensors = {key: value for key, value in merged.items() if value is not None}
     save_file(tensors, folder / name, metadata={"format": "pt"})
     return folder

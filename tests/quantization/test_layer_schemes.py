@@ -26,7 +26,6 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.plan import CalibratedScales
 from tests import zoo
-from tests.architectures import families
 from tests.quantization.by_hand import (
     LAYER,
     Run,
@@ -207,7 +206,7 @@ def test_engines_find_the_scheme_of_each_weight_that_they_load(
 
 def test_linears_that_an_engine_renames_are_named(tmp_path: Path) -> None:
     """In vLLM the paths of Falcon-H1's mixers have no `layers` and no `mamba`."""
-    families.save("falcon_h1", families.FAMILIES["falcon_h1"], tmp_path / "model")
+    zoo.save("falcon_h1", tmp_path / "model")
     choice = {"*.mamba": "w8a16"}
     out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic", layer_schemes=choice).out
     found = {

@@ -23,7 +23,6 @@ from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
-from tests.architectures import families
 from tests.kit.models import build_gemma3
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
@@ -171,7 +170,7 @@ def test_linears_that_transformers_calls_otherwise_stay_as_they_are(
     family: str, tmp_path: Path
 ) -> None:
     """A tied head that no tensor tells of; routers with another name on disk."""
-    families.save(family, families.FAMILIES[family], tmp_path / "model")
+    zoo.save(family, tmp_path / "model")
     out = run(tmp_path / "model", tmp_path / "out", "w8a16")
     _, report = AutoModelForCausalLM.from_pretrained(
         out.out, dtype=torch.float32, output_loading_info=True

@@ -19,12 +19,11 @@ from tests.engines.test_check_weights import (
     PAIRS,
     WHOLE,
     ask,
-    change_config,
-    change_tensors,
     explain_refusal,
     forget,
     make,
 )
+from tests.kit.checkpoints import change_quantization, change_tensors
 from tests.real_engines.test_vllm_fp8_weights import Tensors, spread_blocks
 from tests.real_engines.vllm_job import PYTHON, load_or_refuse
 
@@ -141,7 +140,7 @@ EDITS: dict[str, tuple[dict[str, object], dict[str, torch.Tensor]]] = {
 def test_vllm_stops_at_configs_that_the_scales_do_not_fit(tmp_path: Path, edit: str) -> None:
     changes, tensors = EDITS[edit]
     folder = make(tmp_path / "case", "compressed-tensors", "fp8-dynamic", **WHOLE)
-    change_config(folder, **changes)
+    change_quantization(folder, **changes)
     change_tensors(folder, lambda held: held.update(tensors))
     answer = load_or_refuse({edit: folder})[edit]
     assert isinstance(answer, str) is (edit != "whole")

@@ -48,19 +48,22 @@ def limit_memory(
     return last.mlp.down_proj.register_forward_pre_hook(check, with_kwargs=True)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_the_run_continues_with_half_the_batch_as_if_so_requested(
-    error: Exception, tmp_path: Path
+def test_the_run_goes_on_with_half_the_batch_as_if_so_requested(
+    error: Exception, streamed: bool, tmp_path: Path
 ) -> None:
+    """A streamed run begins again; what its first layer has run by then counts once."""
     zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
+    with opened(tmp_path / "model", streamed=streamed) as subject:
         halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        share = WorkShare()
+        share, bar = WorkShare(), Bar()
         handle = limit_memory(subject, error, sequences=2)
-        found = subject.calibrate(share, batch_size=4)
+        found = subject.calibrate(share, batch_size=4, progress=bar)
         handle.remove()
     assert as_bytes(found, tmp_path) == halved
     assert share.back_offs == [BackOff(first=0, batch_size=2)]
+    assert not streamed or bar.steps == bar.total
 
 
 def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
@@ -81,44 +84,21 @@ def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
             assert int(found.sites[site].histogram.sum()) == int(expected.histogram.sum())  # type: ignore[union-attr]
 
 
-def test_one_sequence_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "sequences", "says"),
+    [
+        (ERRORS[1], 0, "out of memory at sample 0, with 1 sequences"),
+        (RuntimeError("shapes differ"), 2, "shapes differ"),  # of the type of some of ERRORS
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_a_smaller_batch_does_not_help_is_an_error(
+    tmp_path: Path, error: Exception, sequences: int, says: str, streamed: bool
+) -> None:
     zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
-        handle = limit_memory(subject, ERRORS[1], sequences=0)
-        with pytest.raises(CalibrationError, match="out of memory at sample 0, with 1 sequences"):
-            subject.calibrate(batch_size=4)
-        handle.remove()
-
-
-def test_another_error_of_the_same_type_is_not_out_of_memory(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
-        handle = limit_memory(subject, RuntimeError("shapes differ"), sequences=2)
-        with pytest.raises(CalibrationError, match="shapes differ"):
-            subject.calibrate(batch_size=4)
-        handle.remove()
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_streamed_run_restarts_with_half_the_batch(error: Exception, tmp_path: Path) -> None:
-    """The last layer fails; the batches that the first has run by then count once."""
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model", streamed=True) as subject:
-        halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        share, bar = WorkShare(), Bar()
-        handle = limit_memory(subject, error, sequences=2)
-        found = subject.calibrate(share, batch_size=4, progress=bar)
-        handle.remove()
-    assert as_bytes(found, tmp_path) == halved
-    assert share.back_offs == [BackOff(first=0, batch_size=2)]
-    assert bar.steps == bar.total
-
-
-def test_one_sequence_that_does_not_fit_a_streamed_run_is_an_error(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model", streamed=True) as subject:
-        handle = limit_memory(subject, ERRORS[1], sequences=0)
-        with pytest.raises(CalibrationError, match="out of memory at sample 0, with 1 sequences"):
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+        handle = limit_memory(subject, error, sequences=sequences)
+        with pytest.raises(CalibrationError, match=says):
             subject.calibrate(batch_size=4)
         handle.remove()
 

@@ -212,7 +212,7 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
 
 def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
     """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
-    with opened(families.build("dbrx", families.FAMILIES["dbrx"]), tmp_path) as subject:
+    with opened(zoo.build("dbrx"), tmp_path) as subject:
         planned = plan_scheme(subject, find_scheme("fp8-dynamic"))
     refused, missed = find_plan_gaps("it", planned)
     assert refused.startswith(f"it: `quantize` does not write this model: {tmp_path}: ")
@@ -230,7 +230,7 @@ def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
 def test_a_router_is_known_by_any_part_of_its_path(
     family: str, router: str, tmp_path: Path
 ) -> None:
-    with opened(families.build(family, families.FAMILIES[family]), tmp_path) as subject:
+    with opened(zoo.build(family), tmp_path) as subject:
         planned = plan_scheme(subject, find_scheme("w8a16")).weights
     names = [parameter.name for each in planned for parameter in each.weights.parameters]
     assert names

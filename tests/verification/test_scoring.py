@@ -25,7 +25,6 @@ from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
-from tests.architectures import families
 from tests.kit.models import build_gemma3
 from tests.verification.by_hand import (
     PLAIN,
@@ -50,13 +49,6 @@ WITH_A_HEAD_OF_THEIR_OWN = {
 }
 
 
-def build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
-    """Build a tiny model from whichever collection has it."""
-    if family in zoo.ZOO:
-        return zoo.build(family, **changes)
-    return families.build(family, {**families.FAMILIES[family], **changes})
-
-
 @pytest.fixture(scope="module", params=[*WITH_A_HEAD_OF_THEIR_OWN, "gemma3"])
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -65,7 +57,7 @@ def subject(
     if family == "gemma3":
         model = build_gemma3(final_logit_softcapping=3.0)
     else:
-        model = build(family, WITH_A_HEAD_OF_THEIR_OWN[family])
+        model = zoo.build(family, **WITH_A_HEAD_OF_THEIR_OWN[family])
     with opened(model, tmp_path_factory.mktemp(family) / "m") as found:
         yield found
 

@@ -102,7 +102,7 @@ class CardFacts:
     files: tuple[PublishedFile, ...]
 
 
-def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
+def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
     """Read what is recorded in a folder, beside it, and in reports of `verify --json`.
 
     Raises:

@@ -16,13 +16,13 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.jobs.calibration import plan_recipe_text
-from fp8calib.jobs.calibration_result import describe_plan
+from fp8calib.jobs.calibration_result import make_run_plan
 from fp8calib.jobs.models import Placement, place
 from fp8calib.jobs.processes import choose_rank_device
 from fp8calib.jobs.quantization.planned import (
     Planned,
     QuantizeTask,
-    find_finished,
+    find_finished_checkpoint,
     write_planned,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_schemes
@@ -120,7 +120,7 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     """Describe what would be run and written."""
     expected = opened.expected
     schemes = list(list_layer_schemes(expected))
-    return describe_plan(
+    return make_run_plan(
         opened.job,
         choose_calibration_mode(opened.job),
         out=str(opened.task.out),
@@ -144,7 +144,10 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
     """
     task, job, expected = opened.task, opened.job, opened.expected
     started = time.monotonic()
-    if task.request.resume and (written := find_finished(task.out, expected)) is not None:
+    if (
+        task.request.resume
+        and (written := find_finished_checkpoint(task.out, expected)) is not None
+    ):
         task.reporter.say(f"{task.out} is finished already")
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
         return planned.finish(written, task.out, started=started, stats=task.stats)

@@ -283,7 +283,7 @@ def write_planned(
         UsageError: the folder is in use.
         ExportError: the disk cannot hold the output.
     """
-    if resume and (found := find_finished(out, planned.plan)) is not None:
+    if resume and (found := find_finished_checkpoint(out, planned.plan)) is not None:
         return found
     total = sum(shard.data_bytes for shard in planned.plan.shards)
     progress.stage("quantizing", total, unit="bytes")
@@ -300,7 +300,7 @@ def write_planned(
     )
 
 
-def find_finished(out: Path, plan: QuantizePlan) -> writing.Written | None:
+def find_finished_checkpoint(out: Path, plan: QuantizePlan) -> writing.Written | None:
     """Look for the checkpoint of this plan that an earlier run finished."""
     if not writing.is_finished(out, plan):
         return None

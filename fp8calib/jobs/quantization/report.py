@@ -15,7 +15,7 @@ from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.rounded_codes import RoundedLinear
-from fp8calib.results.quantize import QuantizeResult, Unquantized
+from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
 from fp8calib.results.record import BeforeAfter, LayerScheme
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -57,7 +57,8 @@ def make_quantize_result(outcome: QuantizationOutcome) -> QuantizeResult:
         resumed=outcome.written.resumed,
         quantized=tuple(matrix.module for matrix in plan.selection.quantized),
         left=tuple(
-            Unquantized(module=item.module, why=item.why) for item in plan.selection.unquantized
+            UnquantizedLinear(module=item.module, why=item.why)
+            for item in plan.selection.unquantized
         ),
         dead=outcome.written.all_zero,
         rounded=tuple(outcome.rounded),

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import DataError, ModelError, shorten
 from fp8calib.verification.report import SCALE_ONE, SERVER
-from fp8calib.verification.server.assess import Evidence
+from fp8calib.verification.server.assess import ServerEvidence
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -34,7 +34,7 @@ def is_dump(path: Path) -> bool:
     return "reference" in header.tensors and "data" in header.metadata
 
 
-def gather_alone(plan: DataPlan, dump: Path | None) -> Evidence:
+def gather_alone(plan: DataPlan, dump: Path | None) -> ServerEvidence:
     """Gather what a server is compared with where nothing runs here: a dump, or nothing.
 
     Raises:
@@ -49,7 +49,7 @@ def gather_alone(plan: DataPlan, dump: Path | None) -> Evidence:
         for name, each in logprobs.items()
         if reference is not None
     }
-    return Evidence(
+    return ServerEvidence(
         sequences=plan.sequences,
         reference=reference,
         watched=None,

@@ -53,7 +53,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     _check_candidate_names(paths, reserved={*_RESERVED_NAMES, *cache_types})
     if others:
         _require_one_engine(request)
-    outputs = list_outputs(request)
+    outputs = list_output_files(request)
     kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
     if kv_memory is not None and not 0 < kv_memory < math.inf:
         raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
@@ -141,7 +141,7 @@ def _require_one_engine(request: VerifyRequest) -> None:
         )
 
 
-def list_outputs(request: VerifyRequest) -> list[Path]:
+def list_output_files(request: VerifyRequest) -> list[Path]:
     """List the files to write: those of --dump and --report."""
     return [Path(path) for path in (request.dump, request.report) if path is not None]
 

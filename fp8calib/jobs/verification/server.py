@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,23 +11,25 @@ import torch
 
 from fp8calib.data.plan import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.verification.job import AskServer, ServerRequest
+from fp8calib.jobs.verification.job import AskServer, ServerRequest, VerifyJob
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.sensitivity import SEQUENCES
-from fp8calib.verification.server.assess import ServerAnswers
+from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.client import RequestCount, find_endpoint
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
+from fp8calib.verification.server.row import report_alone
 from fp8calib.verification.server.score import (
     ServerOptions,
     ServerText,
     connect,
     score,
-    spell_out,
     write,
 )
 from fp8calib.verification.server.written import count_given, write_text
+from fp8calib.verification.verify import VerificationResult
 
 _SERVER_KEY = "FP8CALIB_SERVER_KEY"
 """The environment variable with the API key of --server."""
@@ -46,7 +49,6 @@ class _Servers:
 
     server: _Connected
     reference: _Connected | None
-    tokenizer: Any | None
     vocab_size: int
     request: ServerRequest
 
@@ -75,7 +77,6 @@ class _Servers:
         """Make what is sent to a server."""
         return ServerText(
             sequences=sequences,
-            tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
         )
 
@@ -83,10 +84,10 @@ class _Servers:
 def connect_all(
     request: ServerRequest, source: ModelSource, plan: DataPlan
 ) -> tuple[AskServer, DataPlan]:
-    """Connect to --server and --reference-server; give the part of the plan that they can score.
+    """Connect to --server and --reference-server; give the plan with what could not be checked.
 
     Raises:
-        UsageError: a URL or the kind is invalid, or a server that takes text can score nothing.
+        UsageError: a URL or the kind is invalid.
         ServerError: a server fails.
         ModelError: it has another model.
     """
@@ -116,38 +117,11 @@ def connect_all(
         else open_one(
             "--reference-server", reference, _REFERENCE_KEY, request.reference_model, None
         ),
-        tokenizer=tokenizer,
         vocab_size=int(source.text_config.vocab_size),
         request=request,
     )
     job.require_two()
-    usable, lost = _keep_spelled(job, plan)
-    usable = replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
-    return partial(_ask_servers, job), usable
-
-
-def _keep_spelled(job: _Servers, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
-    """Keep the sequences that servers can score; give the plan, and warnings."""
-    both = [one.server.kind for one in (job.server, job.reference) if one is not None]
-    name = next((kind.name for kind in both if not kind.takes_ids), None)
-    if name is None:
-        return plan, ()
-    kept = [
-        sequence
-        for sequence in plan.sequences
-        if spell_out(sequence.tolist(), job.tokenizer) is not None
-    ]
-    lost = len(plan.sequences) - len(kept)
-    if not kept:
-        raise UsageError(
-            f"--server: {name} takes text, and the tokenizer reads none of the {lost} sequences "
-            "back from their text",
-            hint="use --no-pack, so that every sequence is a text of its own",
-        )
-    if not lost:
-        return plan, ()
-    note = f"{lost} of {lost + len(kept)} sequences are not used: {name} takes text"
-    return replace_sequences(plan, kept), (f"{note}, and they are not read back from theirs",)
+    return partial(_ask_servers, job), replace(plan, warnings=(*plan.warnings, *job.notes))
 
 
 def _write_sampled(
@@ -193,6 +167,28 @@ def _ask_servers(
             one.options.count.repeated for one in (job.server, job.reference) if one is not None
         ),
     )
+
+
+def run_alone(job: VerifyJob, evidence: ServerEvidence, progress: Progress) -> VerificationResult:
+    """Compare the server with the evidence, without running the model.
+
+    Raises:
+        ServerError: a server fails.
+        ModelError: it has another model.
+    """
+    assert job.server is not None  # noqa: S101 -- checked with the options
+    started = time.monotonic()
+    plan, answers = job.server(job.plan, None, progress)
+    assessment = assess(answers, replace(evidence, sequences=plan.sequences), progress)
+    report, logprobs = report_alone(
+        job.name,
+        job.options.numerics.name,
+        assessment,
+        job.options.gate or GATES["kv"],
+        plan,
+        time.monotonic() - started,
+    )
+    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
 
 
 def _load_tokenizer(source: ModelSource) -> Any | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.render.page.charts import Axis, Limit, Line, line_chart, linear_axis, log_axis
+from fp8calib.render.page.charts import Axis, Curve, Limit, line_chart, linear_axis, log_axis
 from fp8calib.render.page.sections import DB_LIMIT, ROLE_NAMES, Figure, PageSection
 from fp8calib.render.page.series import Series
 from fp8calib.verification.judge.damaged import FLUSHED, MOST_CLIPPED
@@ -100,7 +100,7 @@ def _draw_roles(
         found = {(row.candidate, row.layer): row for row in rows}
         shown = [one for one in series if any(row.candidate == one.name for row in rows)]
         lines = [
-            Line(
+            Curve(
                 style=one.style,
                 group=one.group,
                 values=[_measure_at(found, one.name, layer, measure) for layer in layers],

@@ -101,7 +101,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Curve:
     """One line of a chart; None in `values` is a gap."""
 
     style: Style
@@ -112,7 +112,7 @@ class Line:
 def line_chart(
     label: str,
     names: Sequence[str],
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     *,
     x_title: str,
     y: Axis,
@@ -276,7 +276,7 @@ def _draw_limit(limit: Limit, y: Axis) -> list[Element]:
     return [line, _text(WIDTH - RIGHT - 2, below, limit.text, "end", "limit-name")]
 
 
-def _draw_line(line: Line, xs: Sequence[float], y: Axis) -> Element:
+def _draw_line(line: Curve, xs: Sequence[float], y: Axis) -> Element:
     radius = 3.2 if len(xs) <= _MOST_LARGE_MARKS else 2.0
     points: list[str] = []
     marks: list[str] = []

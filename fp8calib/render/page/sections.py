@@ -9,8 +9,8 @@ from xml.etree.ElementTree import Element
 from fp8calib.blocks import Table
 from fp8calib.errors import format_ranges
 from fp8calib.render.page.charts import (
+    Curve,
     Limit,
-    Line,
     bar_chart,
     line_chart,
     linear_axis,
@@ -132,7 +132,7 @@ def _draw_needs(name: str, rows: Sequence[DiagnosisResult]) -> Figure:
         chart=line_chart(
             f"{name}: signal to noise by layer",
             [str(row.layer) for row in rows],
-            [Line(style=style, values=values) for style, values in known.values()],
+            [Curve(style=style, values=values) for style, values in known.values()],
             x_title="layer",
             y=linear_axis("SQNR, dB", drawn, low=0, high=40, step=10),
             limits=[DB_LIMIT],
@@ -153,7 +153,7 @@ def positions_section(report: VerifyReport) -> PageSection:
     if any(kld for each in klds for kld in each):
         y = log_axis("mean KLD, nats", [kld for each in klds for kld in each], low=-6, high=0)
         lines = [
-            Line(style=series.style, group=series.group, values=_fill(each, len(ranges)))
+            Curve(style=series.style, group=series.group, values=_fill(each, len(ranges)))
             for series, each in zip(make_series(report), klds, strict=True)
         ]
         hover = [

@@ -169,10 +169,10 @@ def summarize_positions(
 ) -> tuple[PositionResult, ...]:
     """Split by position, in ranges that double: 1, 2-3, 4-7, ..."""
     losses = (reference.logprobs - scores.logprobs).double()
-    return split_positions(losses, scores.klds, lengths)
+    return list_positions(losses, scores.klds, lengths)
 
 
-def split_positions(
+def list_positions(
     losses: torch.Tensor, klds: torch.Tensor | None, lengths: Sequence[int]
 ) -> tuple[PositionResult, ...]:
     """Split differences of log-probabilities (fp64), and divergences if known, by position."""

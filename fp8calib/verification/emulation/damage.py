@@ -175,7 +175,7 @@ class _Waiting:
     num_chosen: int
 
 
-Row = torch.Tensor | _Waiting
+DamageRow = torch.Tensor | _Waiting
 """The damage to one tensor, as `measure_damage` gives it or still to be reduced."""
 
 
@@ -191,12 +191,12 @@ class DamageSums(Generic[Key]):
     def __init__(self) -> None:
         self.totals: dict[Key, torch.Tensor] = {}
         """The sums of `measure_damage`; complete after `settle`."""
-        self._rows: list[tuple[Key, Row]] = []
+        self._rows: list[tuple[Key, DamageRow]] = []
         self._waiting: dict[int, _Waiting] = {}
         """Those of the rows, by identity."""
         self._num_elements = 0
 
-    def add(self, key: Key, row: Row) -> None:
+    def add(self, key: Key, row: DamageRow) -> None:
         """Add the damage to one tensor."""
         self._rows.append((key, row))
         if isinstance(row, _Waiting) and id(row) not in self._waiting:
@@ -253,7 +253,7 @@ def reduce_damage(
     *,
     saturates: bool = True,
     flush_stride: int = 1,
-) -> Row:
+) -> DamageRow:
     """Measure the damage to `x` as `measure_damage` does; on a GPU, later."""
     if x.device.type == "cpu":
         return measure_damage(x, fake, fmt, saturates=saturates, flush_stride=flush_stride)
@@ -270,7 +270,7 @@ def reduce_stacked(
     *,
     saturates: bool = True,
     flush_stride: int = 1,
-) -> list[Row]:
+) -> list[DamageRow]:
     """Measure the damage to each of some tensors on a GPU, stacked along the first axis."""
     clipped: Sequence[torch.Tensor | None] = [None] * len(x)
     if fake.scaled is not None:

@@ -27,8 +27,8 @@ from fp8calib.observe.hooks import (
 )
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation.damage import (
+    DamageRow,
     DamageSums,
-    Row,
     clip_limit,
     measure_heads,
     reduce_damage,
@@ -80,7 +80,7 @@ class EmulationHooks:
         self._quantizers = quantizers
         self._kept: torch.Tensor | None = None
         self._has_own_attention: dict[str, bool] = {}
-        self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, Row]] = []
+        self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
         self._pairs: dict[tuple[Site, torch.device], Quantizer | None] = {}
         self._sums = DamageSums[Site]()
@@ -221,7 +221,7 @@ class EmulationHooks:
 
     def _quantized_input(
         self, site: Site, quantizer: Quantizer, x: torch.Tensor, tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Row]:
+    ) -> tuple[torch.Tensor, DamageRow]:
         for seen, version, used, quantized, damage in self._inputs:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage

@@ -14,7 +14,7 @@ import torch
 
 from fp8calib.fp8.cast import round_positive_
 from fp8calib.observe.hooks import AttentionCall
-from fp8calib.verification.emulation.damage import Row, reduce_damage
+from fp8calib.verification.emulation.damage import DamageRow, reduce_damage
 from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer
 
 _CHUNK_SIZE = 1 << 18
@@ -44,7 +44,7 @@ class _Chunk:
 
 def attend_in_fp32(
     call: AttentionCall, quantizer: Quantizer | None, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, list[Row]]:
+) -> tuple[torch.Tensor, list[DamageRow]]:
     """Compute attention in fp32, with P quantized.
 
     Args:
@@ -59,7 +59,7 @@ def attend_in_fp32(
     batch, heads, length, _ = call.query.shape
     output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
     measured: list[tuple[torch.Tensor, torch.Tensor]] = []
-    damage: list[Row] = []
+    damage: list[DamageRow] = []
     for chunk in _cut(call):
         scores = _score(call, chunk)
         largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
@@ -186,7 +186,7 @@ def _quantize(p: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
     return round_positive_(p, quantizer.fmt, scale=quantizer.scale_for(p).item())
 
 
-def _measure(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer) -> Row:
+def _measure(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], quantizer: Quantizer) -> DamageRow:
     """Measure the damage to the rows of some chunks, given before and after it."""
     if len(pairs) > 1:
         before, after = (

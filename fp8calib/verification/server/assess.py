@@ -18,7 +18,7 @@ from fp8calib.verification.report import format_mean_kld
 from fp8calib.verification.server.diagnose import (
     Changes,
     Diagnosis,
-    explain,
+    diagnose,
     explain_with_faults,
     mean_square,
     needs_faults,
@@ -27,12 +27,12 @@ from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_v
 from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
-from fp8calib.verification.server.sentences import Context, describe
+from fp8calib.verification.server.sentences import Context, describe_diagnosis
 from fp8calib.verification.server_result import (
-    EngineResult,
     EstimateResult,
     ExplanationResult,
     ServerResult,
+    UnquantizedServer,
 )
 
 
@@ -46,7 +46,7 @@ class ServerAnswers:
     reference: ServerScores | None = None
     """An unquantized server."""
     num_given: int | None = None
-    """The tokens that begin every sequence, if the unquantized model wrote the others."""
+    """How many tokens begin every sequence, if the unquantized model wrote the rest."""
     repeated: int = 0
     """Requests sent again, to either server."""
 
@@ -65,7 +65,7 @@ class ServerAnswers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class ServerEvidence:
     """What a server is compared with. N tokens, of all sequences in order."""
 
     sequences: Sequence[torch.Tensor]
@@ -79,7 +79,7 @@ class Evidence:
     has_scales: bool
     """Whether one of them has scales that the server should use."""
     faults: Mapping[str, Fault]
-    """What those of `candidates` are that are no candidates of the report."""
+    """The fault of each entry of `candidates` that is not a candidate of the report."""
     layer_faults: FaultRunner | None = None
     """None where nothing is emulated."""
 
@@ -92,12 +92,12 @@ class Assessment:
     result: ServerResult
     logprobs: torch.Tensor
     changes: torch.Tensor
-    """By token: fp64 [N]."""
+    """Its changes of each token: fp64 [N]."""
     reference: torch.Tensor
     """The log-probabilities that it is compared with: fp32 [N]."""
 
 
-def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> Assessment:
+def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress) -> Assessment:
     """Compare a server with the unquantized model, here or in a server, and with candidates."""
     lengths = list(map(len, evidence.sequences))
     scores = answers.scores
@@ -129,7 +129,7 @@ def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> As
         model=scores.model,
         finding=found.finding.value,
         explained_by=found.name,
-        sentence=describe(found, context),
+        sentence=describe_diagnosis(found, context),
         change_rms=found.size,
         noise_rms=answers.noise**0.5,
         engine=_compare_engines(answers.reference, evidence.reference),
@@ -198,16 +198,16 @@ def _estimate(
     )
 
 
-def _find_top(answers: ServerAnswers, evidence: Evidence) -> TopTokens | None:
+def _find_top(answers: ServerAnswers, evidence: ServerEvidence) -> TopTokens | None:
     """Find what both know about the tokens that the server names; None if nothing."""
     if not answers.scores.num_top:
         return None
     ids, q = _join_top(answers.scores)
-    if answers.reference is not None and answers.reference.num_top:
+    if answers.reference is not None:
         others, known = _join_top(answers.reference)
         same = ids.unsqueeze(2) == others.unsqueeze(1)
         p = torch.where(same, known.unsqueeze(1), -torch.inf).amax(2)
-    elif answers.reference is None and evidence.watched is not None:
+    elif evidence.watched is not None:
         p = evidence.watched[:, :-1]
     else:
         return None
@@ -216,13 +216,11 @@ def _find_top(answers: ServerAnswers, evidence: Evidence) -> TopTokens | None:
     return TopTokens(p=p.double(), q=q.double(), has_sent=has_sent)
 
 
-def _find_agreement(answers: ServerAnswers, evidence: Evidence) -> torch.Tensor | None:
+def _find_agreement(answers: ServerAnswers, evidence: ServerEvidence) -> torch.Tensor | None:
     """Tell for every token whether both name the same most likely one: bool [N]."""
     if not answers.scores.num_top:
         return None
     if answers.reference is not None:
-        if not answers.reference.num_top:
-            return None
         return _join_top(answers.scores)[0][:, 0] == _join_top(answers.reference)[0][:, 0]
     watched = evidence.watched
     return None if watched is None else watched[:, 0] == watched[:, -1]
@@ -238,13 +236,13 @@ def _join_top(scores: ServerScores) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _compare_engines(
     scores: ServerScores | None, reference: torch.Tensor | None
-) -> EngineResult | None:
+) -> UnquantizedServer | None:
     if scores is None:
         return None
     if reference is None:
-        return EngineResult(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
+        return UnquantizedServer(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
     changes = (scores.logprobs - reference).double()
-    return EngineResult(
+    return UnquantizedServer(
         url=scores.url,
         kind=scores.kind,
         change_rms=mean_square(changes) ** 0.5,
@@ -257,7 +255,7 @@ def _compare_engines(
 
 def _diagnose(
     answers: ServerAnswers,
-    evidence: Evidence,
+    evidence: ServerEvidence,
     changes: torch.Tensor,
     lengths: Sequence[int],
     progress: Progress,
@@ -267,7 +265,7 @@ def _diagnose(
     given = Changes(
         server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
-    found = explain(given)
+    found = diagnose(given)
     layers = evidence.layer_faults
     if layers is None or not layers.bases or not needs_faults(found):
         return found, faults

@@ -68,7 +68,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Response:
     """What a server answered."""
 
     status: int
@@ -87,7 +87,7 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     """Check the URL of a server, and read its API key from the environment.
 
     Raises:
-        UsageError: the URL is none of a server, or holds a password, or the key cannot be sent.
+        UsageError: the URL is not that of a server or holds a password, or the key cannot be sent.
     """
     hint = f"give it like {option} http://localhost:8000"
     try:
@@ -133,7 +133,7 @@ class RequestCount:
     """The requests of a run to one server."""
 
     repeated: int = 0
-    """Those sent again."""
+    """Requests that were sent again."""
     say: Callable[[str], None] = field(default=lambda _text: None)
     """Gets a note on requests that are sent again."""
     _say_at: float = -math.inf
@@ -229,11 +229,11 @@ class ServerClient:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> Response:
         """Ask for a document."""
         return await self._request("GET", path, None)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+    async def post(self, path: str, body: Mapping[str, Any]) -> Response:
         """Send a document.
 
         Raises:
@@ -242,7 +242,7 @@ class ServerClient:
         """
         return await self._request("POST", path, body)
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Response:
         until = time.monotonic() + self._timeout_s
         without_server: float | None = None  # since when
         delay, broken = _FIRST_DELAY_S, 0
@@ -285,7 +285,7 @@ class ServerClient:
 
     async def _attempt(
         self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[Answer, float | None]:
+    ) -> tuple[Response, float | None]:
         """Send a request once; give the answer, and the seconds that a busy server asks for."""
         async with self._client.stream(method, self.endpoint.url + path, json=body) as response:
             raw = bytearray()
@@ -298,7 +298,7 @@ class ServerClient:
                     )
             return self._read(response, bytes(raw)), _read_delay(response)
 
-    def _read(self, response: httpx.Response, raw: bytes) -> Answer:
+    def _read(self, response: httpx.Response, raw: bytes) -> Response:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -308,7 +308,7 @@ class ServerClient:
             text = re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
         if response.has_redirect_location:
             text = f"a redirection to {httpx.URL(response.headers['location']).host or 'a path'}"
-        return Answer(status=response.status_code, body=body, text=self._clean(text))
+        return Response(status=response.status_code, body=body, text=self._clean(text))
 
     def _clean(self, text: str) -> str:
         """Shorten a text of the server to one line without the key, which it may repeat."""
@@ -317,7 +317,7 @@ class ServerClient:
             line = line.replace(self.endpoint.key, "***")
         return shorten(line[:_SHOWN]) or "nothing"
 
-    def _checked(self, path: str, answer: Answer) -> Answer:
+    def _checked(self, path: str, answer: Response) -> Response:
         if answer.status in {401, 403}:
             given = "refuses the key of" if self.endpoint.key else "asks for a key, expected in"
             raise self._fail(
@@ -345,7 +345,7 @@ class ServerClient:
 
 
 def _find_message(body: Any) -> str:
-    """Find the message of an error in the forms that vLLM, SGLang and TGI use."""
+    """Find the message of an error in the forms that vLLM, SGLang and proxies use."""
     if not isinstance(body, dict):
         return ""
     found = body.get("error", body.get("message", body.get("detail", "")))

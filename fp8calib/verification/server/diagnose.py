@@ -18,7 +18,7 @@ from fp8calib.verification.server.hypotheses import FaultEffect, LayerEffect
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""
 _SURE = 3.0
-"""Standard errors by which one candidate's squared residual must be below another's."""
+"""One candidate's squared residual must be below another's by this many standard errors."""
 _EXPLAINED = 0.5
 """A candidate that explains this share of the squared changes explains the server."""
 _RELATED = 0.3
@@ -52,7 +52,7 @@ _NOTABLE = 0.1
 """A layer is named if it explains this share of what the most important one does."""
 
 
-class Finding(StrEnum):
+class ServerFinding(StrEnum):
     """What a server does with the KV cache."""
 
     CANDIDATE = "candidate"
@@ -63,7 +63,7 @@ class Finding(StrEnum):
     UNKNOWN = "unknown"
     """It differs from every candidate."""
     UNLIKE = "unlike"
-    """It changes as much as the candidates do, but otherwise: what it is cannot be told."""
+    """It differs as much as the candidates do, but on other tokens; the cause is unknown."""
     EQUAL = "equal"
     """Two candidates explain it equally well."""
     NOTHING_EMULATED = "nothing-emulated"
@@ -89,15 +89,15 @@ class Fit:
 class Diagnosis:
     """What was found, and by how much."""
 
-    finding: Finding
+    finding: ServerFinding
     name: str
     """The candidate that explains the server, or comes closest."""
     other: str = ""
     """The candidate that explains it equally well."""
     layers: tuple[int, ...] = ()
-    """Those whose scales are others."""
+    """Layers whose scales differ from those of the candidate."""
     fits: tuple[Fit, ...] = ()
-    """Best first."""
+    """Candidates, the best first."""
     size: float = 0.0
     """Root mean square of the server's changes, in nats."""
 
@@ -115,7 +115,7 @@ class Changes:
     server: torch.Tensor
     candidates: Mapping[str, torch.Tensor]
     lengths: Sequence[int]
-    """Tokens of every sequence."""
+    """The number of tokens of every sequence."""
     noise: float = 0.0
     """Mean square of the changes from one scoring of the server to the next."""
 
@@ -153,11 +153,11 @@ def correlate(one: torch.Tensor, other: torch.Tensor) -> float | None:
     return float(a @ b) / size if size else None
 
 
-def explain(changes: Changes) -> Diagnosis:
+def diagnose(changes: Changes) -> Diagnosis:
     """Find the candidate that explains the server's changes best."""
     if not changes.candidates:
         size = math.sqrt(mean_square(changes.server))
-        return Diagnosis(finding=Finding.NOTHING_EMULATED, name="", size=size)
+        return Diagnosis(finding=ServerFinding.NOTHING_EMULATED, name="", size=size)
     names = (UNQUANTIZED, *changes.candidates)
     fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual)
     return _judge(changes, fits, fits[0])
@@ -181,14 +181,14 @@ def explain_with_faults(
     fault = min(map(everything.fit, tried), key=lambda fit: fit.residual)
     if everything.is_less(fault.name, fits[0].name):
         judged = _judge(everything, [fault, *fits], fault)
-        if judged.finding is Finding.CANDIDATE:
+        if judged.finding is ServerFinding.CANDIDATE:
             found = replace(judged, fits=(fault, *found.fits))
     if (found.name in faults and found.name not in layers) or not layers:
         return found
-    if found.finding is Finding.CANDIDATE and found.name in {base, *layers}:
+    if found.finding is ServerFinding.CANDIDATE and found.name in {base, *layers}:
         others = _list_other_layers(everything, base, found.name, layers)
         return _conclude_others(found, base, others) if others else found
-    is_related = found.finding is Finding.CANDIDATE
+    is_related = found.finding is ServerFinding.CANDIDATE
     if is_related and _explains_most(found.fits[0], found.size**2):
         return found
     share, names = _sum_of_faults(everything, base, layers)
@@ -199,7 +199,7 @@ def explain_with_faults(
 
 def _conclude_others(found: Diagnosis, base: str, layers: Sequence[int]) -> Diagnosis:
     layers = tuple(sorted(set(layers)))
-    return replace(found, finding=Finding.OTHER_SCALES, name=base, layers=layers)
+    return replace(found, finding=ServerFinding.OTHER_SCALES, name=base, layers=layers)
 
 
 def _list_other_layers(
@@ -246,7 +246,7 @@ def _regress(effects: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, t
 def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
     squares = mean_square(changes.server)
 
-    def conclude(finding: Finding, name: str, other: str = "") -> Diagnosis:
+    def conclude(finding: ServerFinding, name: str, other: str = "") -> Diagnosis:
         return Diagnosis(
             finding=finding, name=name, other=other, fits=tuple(fits), size=math.sqrt(squares)
         )
@@ -255,22 +255,22 @@ def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
     closest = emulated[0].name
     energies = [fit.energy for fit in emulated]
     if max(energies) <= _ABOVE_NOISE * changes.noise:
-        return conclude(Finding.NOISE, closest)
+        return conclude(ServerFinding.NOISE, closest)
     if _is_explained(best, squares):
         rivals = [fit.name for fit in fits if fit.name != best.name]
         rival = next((name for name in rivals if not changes.is_less(best.name, name)), "")
-        return conclude(Finding.EQUAL if rival else Finding.CANDIDATE, best.name, rival)
+        return conclude(ServerFinding.EQUAL if rival else ServerFinding.CANDIDATE, best.name, rival)
     if squares <= min(energies) / _FAR_LESS:
-        return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
+        return conclude(ServerFinding.UNQUANTIZED, UNQUANTIZED)
     is_related = any((fit.correlation or 0.0) >= _RELATED for fit in emulated)
     noise = _ABOVE_NOISE * changes.noise
     if squares <= max(min(energies) / _LARGER, noise) and not is_related:
         if min(energies) <= min(noise, squares):
             smallest = min(emulated, key=lambda fit: fit.energy)
-            return conclude(Finding.EQUAL, smallest.name, UNQUANTIZED)
-        return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
+            return conclude(ServerFinding.EQUAL, smallest.name, UNQUANTIZED)
+        return conclude(ServerFinding.UNQUANTIZED, UNQUANTIZED)
     is_alike = squares <= _LARGER * max(energies)
-    return conclude(Finding.UNLIKE if is_alike else Finding.UNKNOWN, closest)
+    return conclude(ServerFinding.UNLIKE if is_alike else ServerFinding.UNKNOWN, closest)
 
 
 def _is_explained(best: Fit, squares: float) -> bool:
@@ -287,11 +287,11 @@ def _explains_most(fit: Fit, squares: float) -> bool:
 
 def needs_faults(found: Diagnosis) -> bool:
     """Tell whether faults may explain the server better."""
-    if found.finding in {Finding.UNKNOWN, Finding.UNLIKE}:
+    if found.finding in {ServerFinding.UNKNOWN, ServerFinding.UNLIKE}:
         return True
     roundings = min(fit.energy for fit in found.fits if fit.name != UNQUANTIZED)
     enough = max((1 - _CLOSE) * found.size**2, _ARITHMETIC * roundings)
-    return found.finding is Finding.CANDIDATE and found.fits[0].residual ** 2 > enough
+    return found.finding is ServerFinding.CANDIDATE and found.fits[0].residual ** 2 > enough
 
 
 def _sum_of_faults(

@@ -18,7 +18,7 @@ from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
 from fp8calib.verification.server.hypotheses import (
     EmulatedFault,
     FaultEffect,
-    has_kv_scales,
+    has_scaled_kv,
     list_layer_faults,
     lose_kv_scales,
     lose_query_scales,
@@ -58,7 +58,7 @@ class FaultRunner:
     @cached_property
     def bases(self) -> Sequence[str]:
         """The names of the candidates with KV scales."""
-        return [one.name for one in self.candidates if has_kv_scales(one.emulation)]
+        return [one.name for one in self.candidates if has_scaled_kv(one.emulation)]
 
     @cached_property
     def _batches(self) -> list[Batch]:

@@ -138,7 +138,7 @@ _MIXED = {
 }
 
 
-def has_kv_scales(emulation: Emulation) -> bool:
+def has_scaled_kv(emulation: Emulation) -> bool:
     """Tell whether K or V of any layer has a scale other than 1.0."""
     return any(_find_scaled(emulation, role) for role in KV_ROLES)
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8calib.errors import ModelError, ServerError, UsageError, cut_list, shorten
-from fp8calib.verification.server.client import Answer, ServerClient
+from fp8calib.verification.server.client import Response, ServerClient
 from fp8calib.verification.server.kinds.kind import ServerKind
 from fp8calib.verification.server.kinds.sglang import SglangServer
-from fp8calib.verification.server.kinds.tgi import TgiServer
 from fp8calib.verification.server.kinds.vllm import VllmServer
 
-_ALL: tuple[ServerKind, ...] = (VllmServer(), SglangServer(), TgiServer())
+_ALL: tuple[ServerKind, ...] = (VllmServer(), SglangServer())
 KINDS = {kind.name: kind for kind in _ALL}
 _PROBE = 'The quick brown fox: 3.14, "na\u00efve" \u6771\u4eac\n\tdef f(x): return x**2'
 _PROBE_TOKENS = 64
@@ -45,15 +44,7 @@ async def recognise(
     """
     models = await client.get("/v1/models")
     cards = _list_cards(models)
-    found = KINDS[kind] if kind else await _find_kind(client, models, cards, likely_kind)
-    if found.name == TgiServer.name:
-        info = (await client.get("/info")).body
-        named = info if isinstance(info, dict) else {}
-        return Server(
-            kind=found,
-            model=_read_name(named.get("model_id")) or model or "",
-            max_length=_read_length(named.get("max_total_tokens")),
-        )
+    found = KINDS[kind] if kind else _find_kind(client, models, cards, likely_kind)
     card = _choose_card(client, cards, model)
     return Server(
         kind=found,
@@ -62,24 +53,21 @@ async def recognise(
     )
 
 
-def _list_cards(models: Answer) -> list[dict[str, Any]]:
+def _list_cards(models: Response) -> list[dict[str, Any]]:
     data = models.body.get("data") if isinstance(models.body, dict) else None
     return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
 
 
-async def _find_kind(
-    client: ServerClient, models: Answer, cards: Sequence[dict[str, Any]], likely: str | None
+def _find_kind(
+    client: ServerClient, models: Response, cards: Sequence[dict[str, Any]], likely: str | None
 ) -> ServerKind:
     for card in cards:
         if (owner := _read_name(card.get("owned_by"))) in KINDS:
             return KINDS[owner]
-    info = await client.get("/info")
-    if isinstance(info.body, dict) and "model_id" in info.body:
-        return KINDS[TgiServer.name]
     if likely:
         return KINDS[likely]
     raise ServerError(
-        f"{client.endpoint.url}: no vLLM, SGLang or TGI server: /v1/models answers "
+        f"{client.endpoint.url}: no vLLM or SGLang server: /v1/models answers "
         f"{models.status}: {models.text}",
         hint=f"check the URL, or name its kind with --server-kind: {', '.join(KINDS)}",
     )
@@ -143,8 +131,7 @@ async def check_tokenizer(
         ModelError: they differ; the message has the first difference.
     """
     for text in (_PROBE, tokenizer.decode(list(ids[:_PROBE_TOKENS]))):
-        is_tgi = server.kind.name == TgiServer.name  # its /tokenize adds special tokens
-        here = list(tokenizer(text, add_special_tokens=is_tgi)["input_ids"])
+        here = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         there = await _tokenize(server, client, text)
         if there is None:
             return "the tokenizers were not compared: the server has no /tokenize"
@@ -173,14 +160,9 @@ def _show(ids: Sequence[int], place: int) -> str:
 
 
 async def _tokenize(server: Server, client: ServerClient, text: str) -> list[Any] | None:
-    is_tgi = server.kind.name == TgiServer.name
     body: dict[str, Any] = {"model": server.model, "prompt": text, "add_special_tokens": False}
-    answer = await client.post("/tokenize", {"inputs": text} if is_tgi else body)
-    if not answer.is_ok:
-        return None
-    if is_tgi and isinstance(answer.body, list):
-        return [token.get("id") if isinstance(token, dict) else token for token in answer.body]
-    tokens = answer.body.get("tokens") if isinstance(answer.body, dict) else None
+    answer = await client.post("/tokenize", body)
+    tokens = answer.body.get("tokens") if answer.is_ok and isinstance(answer.body, dict) else None
     return tokens if isinstance(tokens, list) else None
 
 

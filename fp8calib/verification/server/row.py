@@ -1,20 +1,25 @@
-"""The server in a report: a candidate like the emulated ones, and the conclusion."""
+"""The server in a report: a candidate like the emulated ones, or alone; and the conclusion."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from fp8calib.data.plan import DataPlan
-from fp8calib.verification.compare.summary import list_figures, split_positions
+from fp8calib.verification.compare.summary import bounded_exp, list_figures, list_positions
 from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
     SERVER,
     CandidateResult,
     Decision,
+    ReferenceResult,
     Verdict,
     VerifyReport,
 )
 from fp8calib.verification.server.assess import Assessment
-from fp8calib.verification.server.diagnose import Finding
+from fp8calib.verification.server.diagnose import ServerFinding
 
 
 def add_server(
@@ -23,7 +28,7 @@ def add_server(
     """Add the server to a report, before scale 1.0; its diagnosis is the advice."""
     result, summary = assessment.result, assessment.summary
     verdict, why = judge(summary, gate)
-    if result.finding == Finding.UNKNOWN and verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
+    if result.finding == ServerFinding.UNKNOWN and verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
     else:
         verdict, why = correct_if_misleading(verdict, why, damage="", summary=summary, gate=gate)
@@ -34,7 +39,7 @@ def add_server(
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
-        by_position=split_positions(-assessment.changes, None, list(map(len, plan.sequences))),
+        by_position=list_positions(-assessment.changes, None, list(map(len, plan.sequences))),
     )
     last = [one for one in report.candidates if one.name == SCALE_ONE]
     others = [one for one in report.candidates if one.name != SCALE_ONE]
@@ -45,3 +50,29 @@ def add_server(
             "decision": Decision(headline=result.sentence),
         }
     )
+
+
+def report_alone(
+    model: str, engine: str, assessment: Assessment, gate: Gate, plan: DataPlan, duration_s: float
+) -> tuple[VerifyReport, Mapping[str, torch.Tensor]]:
+    """Make the report of a server beside an unquantized one or a dump, and what --dump writes."""
+    mean = float(assessment.reference.double().mean())
+    report = VerifyReport(
+        model=model,
+        engine=engine,
+        engine_version="",
+        dtype="unknown",
+        device="none",
+        data=plan.sources,
+        tokens=len(assessment.logprobs),
+        sequences=len(plan.sequences),
+        seq_len=plan.seq_len,
+        duration_s=duration_s,
+        reference=ReferenceResult(ppl=bounded_exp(-mean)),
+        candidates=(),
+        layers=(),
+        decision=Decision(headline=""),
+        warnings=plan.warnings,
+    )
+    logprobs = {"reference": assessment.reference, SERVER: assessment.logprobs}
+    return add_server(report, assessment, gate, plan), logprobs

@@ -12,9 +12,9 @@ import torch
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
 from fp8calib.machine.progress import Progress
 from fp8calib.verification.server.client import (
-    Answer,
     Endpoint,
     RequestCount,
+    Response,
     ServerClient,
     hidden_key,
     run_to_end,
@@ -62,7 +62,7 @@ class ServerOptions:
     concurrency: int
     timeout_s: float
     count: RequestCount = field(default_factory=RequestCount)
-    """Grows during the run."""
+    """Counts grow during the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,8 @@ class ServerText:
 
     sequences: Sequence[torch.Tensor]
     """Token ids: 1-D int64."""
-    tokenizer: Any | None
-    """Of the model; None if it has none."""
     vocab_size: int
-    """Of the model."""
+    """The size of the model's vocabulary."""
 
 
 def connect(
@@ -120,12 +118,10 @@ def score(
         ServerError: the server fails, or answers with something else.
         ModelError: it has another model.
     """
-    most = server.kind.most_logprobs
-    num_top = options.num_top if most is None else min(options.num_top, most)
     progress.stage(stage, sum(map(len, text.sequences)), unit="tokens")
 
     async def ask(client: ServerClient, number: int) -> SequenceScores:
-        return await _ask(client, server, text, number, num_top)
+        return await _ask(client, server, text, number, options.num_top)
 
     with hidden_key(options.endpoint):
         found = _ask_each(options, text.sequences, ask, progress)
@@ -135,20 +131,6 @@ def score(
         model=server.model,
         sequences=tuple(found),
     )
-
-
-def spell_out(ids: Sequence[int], tokenizer: Any | None) -> str | None:
-    """Find the text that the tokenizer, with its special tokens, reads as `ids`; None if none is.
-
-    A text does not begin with the BOS that the tokenizer adds to it.
-    """
-    if tokenizer is None:
-        return None
-    for start in (0, 1):
-        text = str(tokenizer.decode(list(ids[start:])))
-        if list(tokenizer(text)["input_ids"]) == list(ids):
-            return text
-    return None
 
 
 def write(
@@ -227,8 +209,7 @@ async def _ask(
     client: ServerClient, server: Server, text: ServerText, number: int, num_top: int
 ) -> SequenceScores:
     kind, ids = server.kind, text.sequences[number].tolist()
-    spelled = None if kind.takes_ids else spell_out(ids, text.tokenizer)
-    request = kind.make_scoring(server.model, ids, spelled or "", num_top)
+    request = kind.make_scoring(server.model, ids, num_top)
     answer = await client.post(kind.path, request)
     where = f"{client.endpoint.url}{kind.path}: "
     if not answer.is_ok:
@@ -259,7 +240,7 @@ def _require_vocabulary(where: str, tokens: Sequence[int], text: ServerText) -> 
 
 
 def _refuse(
-    kind: ServerKind, where: str, answer: Answer, length: int, num_top: int
+    kind: ServerKind, where: str, answer: Response, length: int, num_top: int
 ) -> Fp8CalibError:
     """Explain an answer that is an error; name the server's option where one helps."""
     text = answer.text.lower()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Finding, Fit
+from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Fit, ServerFinding
 from fp8calib.verification.server.hypotheses import Fault, Mixup
 
 _CLOSE = 0.9
@@ -22,7 +22,7 @@ class Context:
     """What a sentence refers to."""
 
     faults: Mapping[str, Fault]
-    """By the name in the diagnosis."""
+    """Faults by the name in the diagnosis."""
     has_scales: bool
     """Whether scales were named that the server should use."""
     has_reference: bool
@@ -34,21 +34,21 @@ class Context:
     """The KL divergence, in words; empty if unknown."""
 
 
-def describe(found: Diagnosis, context: Context) -> str:
+def describe_diagnosis(found: Diagnosis, context: Context) -> str:
     """Describe what was found in one sentence."""
     how = f"(correlation {found.correlation:.2f})"
     match found.finding:
-        case Finding.CANDIDATE:
+        case ServerFinding.CANDIDATE:
             return f"the server {_describe_candidate(found.name, how, context)}."
-        case Finding.UNQUANTIZED if context.has_reference and not found.size:
+        case ServerFinding.UNQUANTIZED if context.has_reference and not found.size:
             return (
                 "the server and --reference-server give the same log-probabilities, bit for bit: "
                 "neither has an FP8 KV cache, or both are one server."
             )
-        case Finding.UNQUANTIZED:
+        case ServerFinding.UNQUANTIZED:
             plain = _describe_plain(found, context)
             return f"the server behaves like the unquantized model: {plain}."
-        case Finding.OTHER_SCALES:
+        case ServerFinding.OTHER_SCALES:
             return (
                 f"the server differs from {found.name} in {_list_layers(found)}, at least: it has "
                 "other scales there, or it serves another checkpoint."
@@ -59,23 +59,23 @@ def describe(found: Diagnosis, context: Context) -> str:
 
 def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
     match found.finding:
-        case Finding.EQUAL:
+        case ServerFinding.EQUAL:
             return (
                 f"{_name(found.name)} and {_name(found.other)} explain the server equally well "
                 f"{how}: use more text."
             )
-        case Finding.NOISE:
+        case ServerFinding.NOISE:
             return (
                 "nothing can be told: the server's answers differ more from one scoring to the "
                 "next than FP8 changes them; are there several servers behind the URL?"
             )
-        case Finding.UNLIKE:
+        case ServerFinding.UNLIKE:
             more = "" if context.has_reference else "; is it the engine? use --reference-server"
             return (
-                f"what the server does cannot be told: it changes as much as {found.name} does, "
-                f"but otherwise {how}{more}."
+                f"what the server does cannot be told: it differs as much as {found.name} does, "
+                f"but on other tokens {how}{more}."
             )
-        case Finding.NOTHING_EMULATED:
+        case ServerFinding.NOTHING_EMULATED:
             kld = f", {context.kld}" if context.kld else ""
             return (
                 f"nothing was emulated: perplexity ratio {context.ppl_ratio:.4f} to the "

@@ -1,4 +1,4 @@
-"""A small HTTP server that answers as vLLM, SGLang or TGI do, from given log-probabilities."""
+"""A small HTTP server that answers as vLLM or SGLang does, from given log-probabilities."""
 
 from __future__ import annotations
 
@@ -136,21 +136,13 @@ class FakeServer:
         except OSError:
             return  # the client gave up
 
-    def _answer(self, asked: Asked) -> Reply:  # noqa: PLR0911 -- one for every path
+    def _answer(self, asked: Asked) -> Reply:
         match asked.path:
             case "/v1/models":
-                owner = "tiny" if self._kind == "tgi" else self._kind
-                card = {"id": "tiny", "owned_by": owner, "max_model_len": self._max_model_len}
+                card = {"id": "tiny", "owned_by": self._kind, "max_model_len": self._max_model_len}
                 return _reply({"object": "list", "data": [card]})
-            case "/info" if self._kind == "tgi":
-                return _reply({"model_id": "tiny", "max_total_tokens": self._max_model_len})
-            case "/tokenize" if self._kind == "tgi":
-                found = self._tokenize(asked.body["inputs"])
-                return _reply([{"id": token, "text": "x"} for token in found])
             case "/tokenize":
                 return _reply({"tokens": self._tokenize(asked.body["prompt"])})
-            case "/generate" if self._kind == "tgi":
-                return _reply(self._score_text(asked.body["inputs"]))
             case "/generate" if self._kind == "sglang":
                 return _reply(self._score_ids(asked.body))
             case "/v1/completions" if "prompt_logprobs" in asked.body:
@@ -175,13 +167,6 @@ class FakeServer:
                 }
             )
         return rows
-
-    def _score_text(self, text: str) -> Any:
-        ids = self._tokenize(text)
-        logprobs = self._predict(ids).float()
-        sent = [None, *(float(logprobs[at, token]) for at, token in enumerate(ids[1:]))]
-        prefill = [{"id": i, "text": "x", "logprob": x} for i, x in zip(ids, sent, strict=True)]
-        return {"generated_text": "", "details": {"prefill": prefill, "tokens": []}}
 
     def _score_ids(self, body: Mapping[str, Any]) -> Any:
         ids, count = body["input_ids"], body["top_logprobs_num"]

@@ -26,6 +26,7 @@ KEY = "sk-secret-7f3a"
 TIMEOUT_S = 2.0
 SEQUENCES = 3
 COMPLETIONS = "/v1/completions"
+Command = tuple[object, ...]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"input_ids": [(7 * i + j) % 90 for j in range(16)]} for i in range(SEQUENCES)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def command(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Give the command to which `--server URL` is added, and an empty folder to run it in."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return ("verify", model, "--data", data, "--seq-len", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -66,17 +75,17 @@ def tokenize(text: str) -> list[int]:
 
 
 @pytest.fixture
-def ask(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Give a function that verifies against a server, in an empty folder, and needs an error."""
-    monkeypatch.chdir(tmp_path)
+def ask(command: Command, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give a function that verifies against a server, and needs an error."""
     monkeypatch.setenv("FP8CALIB_SERVER_KEY", KEY)
 
     def asked(code: int, broken: Break, *options: object, **more: Any) -> str:
         with FakeServer(predict, broken=broken, tokenize=tokenize, **more) as server:
             started = time.monotonic()
-            command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
-            timeout = ("--server-timeout", TIMEOUT_S)
-            text = fail(code, *command, "--server", server.url, *timeout, *options)
+            text = fail(
+                *(code, *command, "--dtype", "float32", "--server", server.url),
+                *("--server-timeout", TIMEOUT_S, *options),
+            )
             assert time.monotonic() - started < 10 * TIMEOUT_S
         assert KEY not in text
         return text
@@ -176,7 +185,7 @@ CASES: dict[str, Case] = {
     ),
     "html with status 500": Case(broken=say(500, HTML), says=("answers 500: 502 Bad Gateway",)),
     "html everywhere": Case(
-        broken=lambda _a, _r: Reply(body=HTML.encode()), says=("no vLLM, SGLang or TGI server",)
+        broken=lambda _a, _r: Reply(body=HTML.encode()), says=("no vLLM or SGLang server",)
     ),
     "nothing is found": Case(
         broken=lambda _a, _r: Reply(body=b"{}", status=404), says=("/v1/models answers 404",)
@@ -287,7 +296,7 @@ CASES: dict[str, Case] = {
     ),
     "an owner that is no name": Case(
         broken=edit(lambda d: d["data"][0].update(owned_by=["vllm"]), "/v1/models"),
-        says=("no vLLM, SGLang or TGI server",),
+        says=("no vLLM or SGLang server",),
     ),
     "a key where a log-probability belongs": Case(
         broken=edit(set_logprob(KEY)), says=("has '***' where a log-probability belongs",)
@@ -299,7 +308,7 @@ CASES: dict[str, Case] = {
     ),
     "no models": Case(
         broken=edit(lambda d: d.update(data=[]), "/v1/models"),
-        says=("no vLLM, SGLang or TGI server",),
+        says=("no vLLM or SGLang server",),
     ),
     "a wrong key": Case(
         broken=say(401, error(f"bad key {KEY}")),
@@ -336,11 +345,7 @@ def test_a_broken_server_gives_one_message(name: str, ask: Any) -> None:
     assert [words for words in case.says if words not in text] == [], text
 
 
-def test_a_reference_that_writes_tokens_of_another_vocabulary(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
+def test_a_reference_that_writes_tokens_of_another_vocabulary(command: Command) -> None:
     def rewrite(document: Any) -> None:
         if "token_ids" in document["choices"][0]:
             document["choices"][0]["token_ids"][0] = 200000
@@ -350,89 +355,78 @@ def test_a_reference_that_writes_tokens_of_another_vocabulary(
         FakeServer(predict, tokenize=tokenize, broken=edit(rewrite)) as other,
     ):
         urls = ("--server", server.url, "--reference-server", other.url)
-        text = fail(4, "verify", model, "--data", data, "--seq-len", 16, *urls, "--sampled")
+        text = fail(4, *command, *urls, "--sampled")
     assert "the continuation of sequence " in text
     assert "has token 200000, and the model has 128 tokens" in text
 
 
-def test_a_reference_that_is_the_server_itself_is_refused(model: Path, data: Path) -> None:
+def test_a_reference_that_is_or_may_be_the_server_itself(command: Command) -> None:
     with FakeServer(predict, tokenize=tokenize) as server:
-        urls = ("--server", server.url, "--reference-server", f"{server.url}/v1")
-        text = fail(2, "verify", model, "--data", data, "--seq-len", 16, *urls)
-    assert f"--reference-server: {server.url} is --server itself" in text
-
-
-def test_a_reference_that_may_be_the_server_itself_is_told(model: Path, data: Path) -> None:
-    with FakeServer(predict, tokenize=tokenize) as server:
+        urls = ("--server", server.url, "--reference-server")
+        text = fail(2, *command, *urls, f"{server.url}/v1")
         other = server.url.replace("127.0.0.1", "localhost")
-        urls = ("--server", server.url, "--reference-server", other)
-        advice = succeed("verify", model, "--data", data, "--seq-len", 16, *urls, "--json")
-    assert "neither has an FP8 KV cache, or both are one server" in advice.json["advice"]
+        advice = succeed(*command, *urls, other, "--json").json["advice"]
+    assert f"--reference-server: {server.url} is --server itself" in text
+    assert "neither has an FP8 KV cache, or both are one server" in advice
 
 
-def test_a_server_that_is_gone_is_named_at_once(model: Path, data: Path) -> None:
+def test_a_server_that_is_gone_is_named_at_once(command: Command) -> None:
     started = time.monotonic()
     with FakeServer(predict) as server:
         url = server.url
-    text = fail(4, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
-    assert "no connection" in text
+    assert "no connection" in fail(4, *command, "--server", url, "--server-timeout", 20)
     assert time.monotonic() - started < 10
 
 
-def test_a_server_without_encryption_is_told_from_a_wrong_certificate(
-    model: Path, data: Path
-) -> None:
+def test_a_server_without_encryption_is_told_from_a_wrong_certificate(command: Command) -> None:
     with FakeServer(predict) as server:
-        url = server.url.replace("http:", "https:")
-        text = fail(4, "verify", model, "--data", data, "--server", url)
+        text = fail(4, *command, "--server", server.url.replace("http:", "https:"))
     assert "/v1/models: TLS: " in text
     assert "SSL_CERT_FILE" in text
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
 def test_a_certificate_is_checked(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     options = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
     names = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate)
-    command = ["openssl", "req", "-x509", *options.split(), *names]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", "req", "-x509", *options.split(), *names], check=True, capture_output=True
+    )
     both = tmp_path / "both.pem"
     both.write_bytes(key.read_bytes() + certificate.read_bytes())
     with FakeServer(predict, tokenize=tokenize, certificate=both) as server:
-        ask = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
-        text = fail(4, *ask)
+        text = fail(4, *command, "--server", server.url)
         assert "TLS: " in text
         assert "certificate verify failed" in text
         assert "SSL_CERT_FILE" in text
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        succeed(*ask, "--json")
+        succeed(*command, "--server", server.url, "--json")
 
 
 def test_a_server_that_never_accepts_is_tried_again_and_named(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fp8calib.verification.server.client._CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
-        text = fail(4, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
+        text = fail(4, *command, "--server", url, "--server-timeout", 20)
     assert "no connection within 0.2 s" in text
     assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("path", ["/v1/models", COMPLETIONS])
 def test_a_proxy_without_a_server_is_named_soon(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    command: Command, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The time-out is for a sequence that takes long, not for this."""
     monkeypatch.setattr("fp8calib.verification.server.client._GATEWAY_S", 0.5)
-    monkeypatch.chdir(tmp_path)
     with FakeServer(predict, broken=say(502, HTML, path), tokenize=tokenize) as server:
         started = time.monotonic()
-        command = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
-        found = run(*command)
+        found = run(*command, "--server", server.url)
         assert time.monotonic() - started < 20
     assert found.code == 4
     assert f"{path}: answers 502: 502 Bad Gateway, for 0.5 s" in found.err
@@ -442,11 +436,11 @@ def test_a_proxy_without_a_server_is_named_soon(
 
 
 def test_before_the_text_a_busy_server_is_not_waited_for(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fp8calib.verification.server.score._CONNECTING_S", 1.0)
     with FakeServer(predict, broken=say(503, "", "/v1/models")) as server:
-        text = fail(4, "verify", model, "--data", data, "--server", server.url)
+        text = fail(4, *command, "--server", server.url)
     assert "answers 503: nothing, for 1 s" in text
 
 
@@ -461,56 +455,40 @@ def test_a_dump_that_does_not_exist_is_refused_before_the_server_is_asked(
         assert server.asked == []
 
 
-def test_a_busy_server_is_asked_again(model: Path, data: Path) -> None:
-    def busy(asked: Asked, reply: Reply) -> Reply:
-        is_busy = asked.path == COMPLETIONS and asked.number == 0
-        return Reply(status=503, body=b"") if is_busy else reply
-
-    with FakeServer(predict, broken=busy, tokenize=tokenize) as server:
-        found = succeed(
-            "verify", model, "--data", data, "--seq-len", 16, "--server", server.url, "--json"
-        )
-        assert server.count(COMPLETIONS) == 2 * SEQUENCES + 1
-    assert found.json["candidates"][0]["name"] == "server"
-
-
-def test_a_server_that_names_a_longer_pause_than_the_time_out_is_asked_again(
-    model: Path, data: Path
+@pytest.mark.parametrize(
+    ("number", "reply", "repeated"),
+    [
+        (0, {"status": 503, "body": b""}, 1),
+        # a longer pause than the time-out
+        (0, {"status": 429, "body": b"", "headers": {"retry-after": "30"}}, 1),
+        (1, {"delay_s": 10.0}, 1),
+    ],
+    ids=["busy", "a long pause", "no answer"],
+)
+def test_a_sequence_that_gets_no_answer_is_sent_again(
+    command: Command, number: int, reply: dict[str, Any], repeated: int
 ) -> None:
-    def busy(asked: Asked, reply: Reply) -> Reply:
-        is_busy = asked.path == COMPLETIONS and asked.number == 0
-        return Reply(status=429, body=b"", headers={"retry-after": "30"}) if is_busy else reply
+    def lose(asked: Asked, right: Reply) -> Reply:
+        is_lost = asked.path == COMPLETIONS and asked.number == number
+        return replace(right, **reply) if is_lost else right
 
-    with FakeServer(predict, broken=busy, tokenize=tokenize) as server:
-        ask = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
-        succeed(*ask, "--server-timeout", TIMEOUT_S)
-
-
-def test_a_sequence_without_an_answer_is_sent_again(model: Path, data: Path) -> None:
-    def lose(asked: Asked, reply: Reply) -> Reply:
-        is_lost = asked.path == COMPLETIONS and asked.number == 1
-        return replace(reply, delay_s=10.0) if is_lost else reply
-
-    command = ("verify", model, "--data", data, "--seq-len", 16, "--server-timeout", 2)
     with FakeServer(predict, broken=lose, tokenize=tokenize) as server:
-        found = succeed(*command, "--server", server.url, "--json")
-        assert server.count(COMPLETIONS) == 2 * SEQUENCES + 1
-    assert found.json["server"]["repeated_requests"] == 1
+        options = ("--server", server.url, "--server-timeout", TIMEOUT_S, "--json")
+        found = succeed(*command, *options).json
+        assert server.count(COMPLETIONS) == 2 * SEQUENCES + repeated
+    assert found["candidates"][0]["name"] == "server"
+    assert found["server"]["repeated_requests"] == repeated
 
 
-def test_a_server_that_stops_answering_is_asked_twice(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
+def test_a_server_that_stops_answering_is_asked_twice(command: Command) -> None:
     def hang(asked: Asked, reply: Reply) -> Reply:
         is_late = asked.path == COMPLETIONS and asked.number >= 2
         return replace(reply, delay_s=10.0) if is_late else reply
 
-    command = ("verify", model, "--data", data, "--seq-len", 16, "--server-timeout", 1)
+    options = ("--server-timeout", 1, "--server-concurrency", 1)
     with FakeServer(predict, broken=hang, tokenize=tokenize) as server:
         started = time.monotonic()
-        text = fail(4, *command, "--server", server.url, "--server-concurrency", 1)
+        text = fail(4, *command, "--server", server.url, *options)
         assert 1 <= time.monotonic() - started < 5
         assert server.count(COMPLETIONS) == 2 + 2
     assert f"{COMPLETIONS}: no answer within 1 s" in text
@@ -518,7 +496,7 @@ def test_a_server_that_stops_answering_is_asked_twice(
 
 
 def test_a_name_that_is_not_resolved_is_not_waited_for(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, found = threading.Event(), socket.getaddrinfo
 
@@ -530,94 +508,64 @@ def test_a_name_that_is_not_resolved_is_not_waited_for(
     monkeypatch.setattr("fp8calib.verification.server.client._RESOLVE_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     started = time.monotonic()
-    text = fail(4, "verify", model, "--data", data, "--server", "http://slow.example:8000")
+    text = fail(4, *command, "--server", "http://slow.example:8000")
     assert time.monotonic() - started < 5
     assert "no connection: the address of slow.example was not found within 0.2 s" in text
     done.set()
 
 
-def test_the_key_is_sent_and_never_written(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", [KEY, f"{KEY}\n", f"  {KEY}"], ids=["key", "line", "space"])
+def test_the_key_is_sent_without_space_and_never_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setenv("FP8CALIB_SERVER_KEY", KEY)
+    monkeypatch.setenv("FP8CALIB_SERVER_KEY", key)
     page, dump = tmp_path / "page.html", tmp_path / "dump.safetensors"
     with FakeServer(predict, tokenize=tokenize) as server:
-        found = run(
-            "verify", model, "--data", data, "--seq-len", 16, "--server", f"{server.url}/v1/",
-            "--report", page, "--dump", dump,
-        )  # fmt: skip
+        outputs = ("--report", page, "--dump", dump)
+        found = succeed(*command, "--server", f"{server.url}/v1/", *outputs)
         sent = {asked.headers.get("Authorization") for asked in server.asked}
-    assert found.code == 0
     assert sent == {f"Bearer {KEY}"}
     written = found.out + found.err + page.read_text() + dump.read_bytes().decode("latin-1")
     assert KEY not in written
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("SSL_CERT_FILE", "/nonexistent.pem"),
-        ("ALL_PROXY", "socks4://localhost:1"),
-        ("NO_PROXY", "[::"),
-    ],
-)
-def test_an_environment_that_httpx_cannot_use_is_named(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+LOCAL = "http://localhost"
+CERTIFICATES = "--server: httpx cannot use the certificates or the proxies"
+REFUSED: list[tuple[dict[str, str], tuple[str, ...], str]] = [
+    ({"SSL_CERT_FILE": "/nonexistent.pem"}, (LOCAL,), CERTIFICATES),
+    ({"ALL_PROXY": "socks4://localhost:1"}, (LOCAL,), CERTIFICATES),
+    ({"NO_PROXY": "[::"}, (LOCAL,), CERTIFICATES),
+    *(
+        ({"FP8CALIB_SERVER_KEY": key}, (LOCAL,), "FP8CALIB_SERVER_KEY: the key cannot be sent")
+        for key in (f"{KEY}\u00e9", f"{KEY}\x01", f"a {KEY}")
+    ),
+    ({}, ("localhost:8000",), "not a http or https URL"),
+    ({}, ("http://",), "not a http or https URL"),
+    ({}, (f"http://me:{KEY}@localhost",), "holds a user name or a password"),
+    ({}, ("http://localhost?key=1",), "ends with a query"),
+    ({}, ("http://[::1",), "not a URL"),
+    ({}, ("http://localhost:99999",), "port 99999 is not 1 to 65535"),
+    (
+        {},
+        (LOCAL, "--reference-server-model", "m"),
+        "--reference-server-model has no effect without --reference-server",
+    ),
+    ({}, (LOCAL, "--server-kind", "x"), "known: vllm, sglang"),
+]
+"""Variables, what follows `--server`, the message."""
+
+
+@pytest.mark.parametrize(("variables", "options", "says"), REFUSED)
+def test_what_cannot_be_asked_is_refused_before(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    options: tuple[str, ...],
+    says: str,
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    text = fail(2, "verify", model, "--data", data, "--server", "http://localhost")
-    assert "--server: httpx cannot use the certificates or the proxies" in text
-    assert "SSL_CERT_FILE" in text
-
-
-@pytest.mark.parametrize("key", [f"{KEY}\n", f"  {KEY}"])
-def test_space_around_a_key_is_removed(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    monkeypatch.setenv("FP8CALIB_SERVER_KEY", key)
-    with FakeServer(predict, tokenize=tokenize) as server:
-        succeed("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
-        assert {one.headers.get("Authorization") for one in server.asked} == {f"Bearer {KEY}"}
-
-
-@pytest.mark.parametrize("key", [f"{KEY}\u00e9", f"{KEY}\x01", f"a {KEY}"])
-def test_a_key_that_cannot_be_sent_is_refused(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    monkeypatch.setenv("FP8CALIB_SERVER_KEY", key)
-    text = fail(2, "verify", model, "--data", data, "--server", "http://localhost")
-    assert "FP8CALIB_SERVER_KEY: the key cannot be sent" in text
-    assert KEY not in text
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("localhost:8000", "not a http or https URL"),
-        ("http://", "not a http or https URL"),
-        ("http://me:secret@localhost", "holds a user name or a password"),
-        ("http://localhost?key=1", "ends with a query"),
-        ("http://[::1", "not a URL"),
-        ("http://localhost:99999", "port 99999 is not 1 to 65535"),
-    ],
-)
-def test_a_url_that_is_none_is_refused(model: Path, data: Path, url: str, says: str) -> None:
-    text = fail(2, "verify", model, "--data", data, "--server", url)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    text = fail(2, *command, "--server", *options)
     assert says in text
-    assert "secret" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            ("--server", "http://localhost", "--reference-server-model", "m"),
-            "--reference-server-model has no effect without --reference-server",
-        ),
-        (("--server", "http://localhost", "--server-kind", "x"), "known: vllm, sglang, tgi"),
-    ],
-)
-def test_options_that_need_others(
-    model: Path, data: Path, options: tuple[str, ...], says: str
-) -> None:
-    assert says in fail(2, "verify", model, "--data", data, *options)
+    assert ("SSL_CERT_FILE" in text) is (says == CERTIFICATES)
+    assert KEY not in text

@@ -14,8 +14,8 @@ from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.server.diagnose import (
     UNQUANTIZED,
     Changes,
-    Finding,
-    explain,
+    ServerFinding,
+    diagnose,
     explain_with_faults,
     needs_faults,
 )
@@ -56,52 +56,52 @@ def lost_in_all(role: Role, found: torch.Tensor) -> FaultEffect:
 
 
 def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
-    found = explain(changes(draw(1) + draw(3, 0.5), a=draw(1), b=draw(2)))
-    assert (found.finding, found.name) == (Finding.CANDIDATE, "a")
+    found = diagnose(changes(draw(1) + draw(3, 0.5), a=draw(1), b=draw(2)))
+    assert (found.finding, found.name) == (ServerFinding.CANDIDATE, "a")
     assert found.correlation == pytest.approx(1 / 1.25**0.5, abs=0.03)
     assert found.fits[0].residual == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_server_that_changes_little_is_unquantized() -> None:
-    found = explain(changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)))
-    assert (found.finding, found.name) == (Finding.UNQUANTIZED, UNQUANTIZED)
+    found = diagnose(changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)))
+    assert (found.finding, found.name) == (ServerFinding.UNQUANTIZED, UNQUANTIZED)
 
 
 def test_little_changes_are_no_fp8_even_if_related() -> None:
     """Seen with vLLM in bfloat16: a correlation of 0.42, and a 32nd of the squares."""
-    found = explain(changes(draw(1, 0.08) + draw(3, 0.16), a=draw(1), b=draw(2, 2.0)))
+    found = diagnose(changes(draw(1, 0.08) + draw(3, 0.16), a=draw(1), b=draw(2, 2.0)))
     assert found.fits[-1].energy > 30 * found.size**2
     assert max(fit.correlation or 0.0 for fit in found.fits) > 0.35
-    assert (found.finding, found.name) == (Finding.UNQUANTIZED, UNQUANTIZED)
+    assert (found.finding, found.name) == (ServerFinding.UNQUANTIZED, UNQUANTIZED)
     assert not needs_faults(found)
 
 
 def test_other_changes_of_the_same_size_cannot_be_told() -> None:
-    assert explain(changes(draw(3), a=draw(1))).finding is Finding.UNLIKE
+    assert diagnose(changes(draw(3), a=draw(1))).finding is ServerFinding.UNLIKE
 
 
 def test_much_larger_changes_are_unknown() -> None:
-    assert explain(changes(draw(3, 4.0), a=draw(1))).finding is Finding.UNKNOWN
+    assert diagnose(changes(draw(3, 4.0), a=draw(1))).finding is ServerFinding.UNKNOWN
 
 
 def test_equal_candidates_are_not_told_apart() -> None:
-    found = explain(changes(draw(1), a=draw(1), b=draw(1)))
-    assert (found.finding, {found.name, found.other}) == (Finding.EQUAL, {"a", "b"})
+    found = diagnose(changes(draw(1), a=draw(1), b=draw(1)))
+    assert (found.finding, {found.name, found.other}) == (ServerFinding.EQUAL, {"a", "b"})
 
 
 def test_candidates_within_the_noise_of_a_server_are_not_told_apart() -> None:
-    assert explain(changes(draw(1), noise=0.5, a=draw(1))).finding is Finding.NOISE
+    assert diagnose(changes(draw(1), noise=0.5, a=draw(1))).finding is ServerFinding.NOISE
 
 
 def test_a_candidate_within_the_noise_is_not_told_from_no_fp8() -> None:
     """Another candidate changes far more than the noise, and is excluded."""
     server = draw(1, 0.1) + draw(3, 0.5)
-    found = explain(changes(server, noise=0.5, a=draw(1, 0.1), b=draw(2, 3.0)))
-    assert (found.finding, found.name, found.other) == (Finding.EQUAL, "a", UNQUANTIZED)
+    found = diagnose(changes(server, noise=0.5, a=draw(1, 0.1), b=draw(2, 3.0)))
+    assert (found.finding, found.name, found.other) == (ServerFinding.EQUAL, "a", UNQUANTIZED)
 
 
 def test_nothing_is_found_where_nothing_was_emulated() -> None:
-    assert explain(changes(draw(1))).finding is Finding.NOTHING_EMULATED
+    assert diagnose(changes(draw(1))).finding is ServerFinding.NOTHING_EMULATED
 
 
 def test_a_sum_of_faults_means_other_scales() -> None:
@@ -110,8 +110,8 @@ def test_a_sum_of_faults_means_other_scales() -> None:
     given = changes(base + one + two + draw(5), x=base)
     effects = (one * 0.5, two * 0.5, draw(6, 0.5))
     faults = {str(i): effect(i, base + each) for i, each in enumerate(effects)}
-    found = explain_with_faults(explain(given), given, "x", faults)
-    assert found.finding is Finding.OTHER_SCALES
+    found = explain_with_faults(diagnose(given), given, "x", faults)
+    assert found.finding is ServerFinding.OTHER_SCALES
     assert found.layers == (0, 1)
 
 
@@ -123,8 +123,8 @@ def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() ->
         str(i): effect(i, base + each * 0.3) for i, each in enumerate((one, two))
     }
     faults["v"] = lost_in_all(Role.V, base + (one + two) * 0.5)
-    found = explain_with_faults(explain(given), given, "x", faults)
-    assert (found.finding, found.layers) == (Finding.OTHER_SCALES, (0, 1))
+    found = explain_with_faults(diagnose(given), given, "x", faults)
+    assert (found.finding, found.layers) == (ServerFinding.OTHER_SCALES, (0, 1))
 
 
 def test_beside_a_fault_of_all_layers_no_others_are_named() -> None:
@@ -135,8 +135,8 @@ def test_beside_a_fault_of_all_layers_no_others_are_named() -> None:
         "v": lost_in_all(Role.V, base + lost),
         "0": effect(0, base + more * 0.1, is_lost=True),
     }
-    found = explain_with_faults(explain(given), given, "x", faults)
-    assert (found.finding, found.name, found.layers) == (Finding.CANDIDATE, "v", ())
+    found = explain_with_faults(diagnose(given), given, "x", faults)
+    assert (found.finding, found.name, found.layers) == (ServerFinding.CANDIDATE, "v", ())
 
 
 def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
@@ -150,8 +150,8 @@ def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
     for is_own in (False, True):
         server = x - roundings[0][0] + roundings[0][2] if is_own else x
         given = changes(server + draw(99, 0.3), x=x, one=at_one)
-        found = explain_with_faults(explain(given), given, "x", faults)
-        assert found.finding is (Finding.OTHER_SCALES if is_own else Finding.CANDIDATE)
+        found = explain_with_faults(diagnose(given), given, "x", faults)
+        assert found.finding is (ServerFinding.OTHER_SCALES if is_own else ServerFinding.CANDIDATE)
         assert found.layers == ((0,) if is_own else ())
 
 
@@ -159,15 +159,15 @@ def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
 def test_arithmetic_of_the_engine_is_not_explained_by_faults(left: float, is_enough: bool) -> None:
     """9 % of the roundings are; where the base clips, 1.5 % of its changes are far more."""
     given = changes(draw(1) + draw(3, left), x=draw(1), clipping=draw(2, 5.0))
-    assert needs_faults(explain(given)) is not is_enough
+    assert needs_faults(diagnose(given)) is not is_enough
     given = changes(draw(2, 4.0) + draw(3, 0.6), x=draw(1), clipping=draw(2, 4.0))
-    assert needs_faults(explain(given))
+    assert needs_faults(diagnose(given))
 
 
 def test_a_fault_is_named_only_beyond_doubt() -> None:
     base, more = draw(1), draw(2, 0.05)
     given = changes(base + more + draw(3, 0.7), x=base)
-    found = explain(given)
+    found = diagnose(given)
     assert needs_faults(found)
     assert explain_with_faults(found, given, "x", {"fault": effect(0, base + more)}).name == "x"
     clear = replace(given, server=base + more * 20)
@@ -260,10 +260,10 @@ def test_servers_that_lose_scales_are_told_from_right_and_unquantized_ones(
             given = Changes(
                 server=(served - reference).double(), candidates=candidates, lengths=[64] * 6
             )
-            found = explain(given)
+            found = diagnose(given)
             if needs_faults(found):
                 found = explain_with_faults(found, given, "scales", effects)
-            finding = Finding.CANDIDATE if fault else Finding.UNQUANTIZED
+            finding = ServerFinding.CANDIDATE if fault else ServerFinding.UNQUANTIZED
             assert (found.finding, found.name) == (finding, expected), dtype
 
 

@@ -1,8 +1,8 @@
 """What servers are sent and how their answers are read.
 
-The answers of vLLM are as `tests/real_engines/test_vllm_server.py` gets them. Those of SGLang and
-TGI are not recorded from a running server: they have the form that the sources of sglang 0.5.23
-(`srt/managers/tokenizer_manager.py`) and of TGI's router (`router/src/server.rs`) give them.
+The answers of vLLM are as `tests/real_engines/test_vllm_server.py` gets them. Those of SGLang are
+not recorded from a running server: they have the form that the source of sglang 0.5.23
+(`srt/managers/tokenizer_manager.py`) gives them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,6 @@ SGLANG = json.loads(
     "output_top_logprobs": [[[-0.5, 7, null], [-1.0, 2, null]]],
     "reasoning_tokens": 0, "completion_tokens": 1, "cached_tokens": 0}}"""
 )
-TGI = json.loads(
-    """{"generated_text": " a", "details": {"finish_reason": "length", "generated_tokens": 1,
-    "seed": null, "prefill": [{"id": 5, "text": "x", "logprob": null},
-    {"id": 3, "text": "y", "logprob": -1.5}, {"id": 8, "text": "z", "logprob": -0.25}],
-    "tokens": [{"id": 7, "text": " a", "logprob": -0.5, "special": false}]}}"""
-)
 VLLM = json.loads(
     """{"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [{"index": 0,
     "text": " a", "logprobs": null, "finish_reason": "length", "stop_reason": null,
@@ -44,21 +38,16 @@ VLLM = json.loads(
      "1": {"logprob": -2.0, "rank": 2, "decoded_token": "u"}}]}],
     "usage": {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}}"""
 )
-ANSWERS = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI}
+ANSWERS = {"vllm": VLLM, "sglang": SGLANG}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_log_probabilities_of_a_prompt(name: str) -> None:
-    kind = KINDS[name]
-    num_top = 0 if name == "tgi" else 2
-    found = kind.read_scores(ANSWERS[name], IDS, num_top)
+    found = KINDS[name].read_scores(ANSWERS[name], IDS, 2)
     assert found.logprobs.tolist() == [-1.5, -0.25]
     assert found.logprobs.dtype == torch.float32
-    if num_top:
-        assert found.top_ids.tolist() == [[4, 3], [8, 1]]
-        assert found.top_logprobs.tolist() == [[-0.5, -1.5], [-0.25, -2.0]]
-    else:
-        assert found.top_ids.shape == found.top_logprobs.shape == (2, 0)
+    assert found.top_ids.tolist() == [[4, 3], [8, 1]]
+    assert found.top_logprobs.tolist() == [[-0.5, -1.5], [-0.25, -2.0]]
 
 
 def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
@@ -102,7 +91,7 @@ def test_a_continuation(name: str) -> None:
         KINDS[name].read_written(ANSWERS[name], 2)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", KINDS)
 def test_text_is_drawn_from_the_whole_distribution(name: str) -> None:
     """A server would use the model's generation_config.json where a request is silent."""
     request = KINDS[name].make_writing("m", IDS, 4, 9)
@@ -116,15 +105,12 @@ def test_text_is_drawn_from_the_whole_distribution(name: str) -> None:
 
 def test_ids_are_sent_as_they_are() -> None:
     """No BOS is added, and every log-probability is asked for."""
-    vllm = KINDS["vllm"].make_scoring("m", IDS, "", 5)
+    vllm = KINDS["vllm"].make_scoring("m", IDS, 5)
     assert (vllm["prompt"], vllm["prompt_logprobs"]) == (IDS, 5)
     assert vllm["add_special_tokens"] is False
-    sglang = KINDS["sglang"].make_scoring("m", IDS, "", 5)
+    sglang = KINDS["sglang"].make_scoring("m", IDS, 5)
     assert (sglang["input_ids"], sglang["logprob_start_len"]) == (IDS, 0)
     assert (sglang["return_logprob"], sglang["top_logprobs_num"]) == (True, 5)
-    tgi = KINDS["tgi"].make_scoring("m", IDS, "x y z", 0)
-    assert tgi["inputs"] == "x y z"
-    assert tgi["parameters"]["decoder_input_details"] is True
 
 
 @pytest.mark.parametrize(
@@ -133,9 +119,7 @@ def test_ids_are_sent_as_they_are() -> None:
         ("sglang", ("meta_info", "input_token_logprobs"), [[-1.5, 3, None]], "of 1 tokens, not"),
         ("sglang", ("meta_info", "input_token_logprobs"), None, "has no list meta_info.input"),
         ("sglang", ("meta_info", "input_top_logprobs"), [None], "of 0 positions, not of 2"),
-        ("tgi", ("details", "prefill"), [], "has no log-probabilities of the prompt"),
-        ("tgi", ("details", "prefill"), TGI["details"]["prefill"][1:], "is about another text"),
-        ("tgi", ("details",), None, "has no details.prefill"),
+        ("vllm", ("choices",), [], "has no choices.0"),
     ],
 )
 def test_what_is_missing_is_named(name: str, path: tuple[str, ...], value: Any, says: str) -> None:
@@ -145,4 +129,4 @@ def test_what_is_missing_is_named(name: str, path: tuple[str, ...], value: Any, 
         place = place[step]
     place[path[-1]] = value
     with pytest.raises(AnswerError, match=says):
-        KINDS[name].read_scores(answer, IDS, 0 if name == "tgi" else 2)
+        KINDS[name].read_scores(answer, IDS, 2)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 _ROUNDING = 1e-3
-"""A log-probability above 0 by more than this is none."""
+"""A value above 0 by more than this is not a log-probability."""
 _MOST_PROBABILITY = 1.01
-"""Rounding adds up to less."""
+"""The sum of probabilities exceeds 1 by less than this through rounding."""
 _LARGEST_TOKEN = 2**31 - 1
 
 
@@ -62,11 +62,7 @@ class ServerKind(Protocol):
 
     name: str
     path: str
-    """Where text is sent."""
-    takes_ids: bool
-    """Whether it takes token ids; if not, text."""
-    most_logprobs: int | None
-    """The most tokens at a position that it reports; None: no limit of the API."""
+    """Where token ids are sent."""
     length_flag: str
     """The option of the server that allows longer prompts."""
     logprobs_flag: str
@@ -74,10 +70,8 @@ class ServerKind(Protocol):
     cache_flag: str
     """The option of the server that turns prompt caching off."""
 
-    def make_scoring(
-        self, model: str, ids: Sequence[int], text: str, num_top: int
-    ) -> Mapping[str, Any]:
-        """Make the request for the log-probabilities of `ids`; `text` is what they spell."""
+    def make_scoring(self, model: str, ids: Sequence[int], num_top: int) -> Mapping[str, Any]:
+        """Make the request for the log-probabilities of `ids`."""
 
     def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
         """Read the answer.
@@ -215,7 +209,7 @@ def find_list(body: Any, *path: str | int) -> list[Any]:
     """Find a list inside an answer.
 
     Raises:
-        AnswerError: it is not there, or no list.
+        AnswerError: it is not there, or not a list.
     """
     found = find(body, *path)
     if not isinstance(found, list):
@@ -228,7 +222,7 @@ def read_token(value: Any) -> int:
     """Read a token id.
 
     Raises:
-        AnswerError: it is none.
+        AnswerError: it is not a token id.
     """
     is_token = isinstance(value, int) and 0 <= value <= _LARGEST_TOKEN
     if isinstance(value, bool) or not is_token:
@@ -240,7 +234,7 @@ def read_number(value: Any) -> float:
     """Read a log-probability.
 
     Raises:
-        AnswerError: it is no number.
+        AnswerError: it is not a number.
     """
     try:
         number = None if isinstance(value, bool | str) else float(value)
@@ -260,6 +254,7 @@ def read_tokens(values: Sequence[Any], count: int) -> list[int]:
     if len(values) != count:
         raise AnswerError(
             f"continues the text by {len(values)} tokens, not by {count}",
-            hint="the server stops at its own end: serve a model, not a chat",
+            hint="the server stopped early; use the plain completions endpoint, without a chat "
+            "template",
         )
     return [read_token(value) for value in values]

@@ -30,8 +30,6 @@ class SglangServer:
 
     name = "sglang"
     path = "/generate"
-    takes_ids = True
-    most_logprobs: int | None = None
     length_flag = "--context-length"
     logprobs_flag = "a larger --context-length"
     cache_flag = "--disable-radix-cache"
@@ -40,7 +38,6 @@ class SglangServer:
         self,
         model: str,  # noqa: ARG002 -- a server has one model
         ids: Sequence[int],
-        text: str,  # noqa: ARG002 -- ids are sent
         num_top: int,
     ) -> Mapping[str, Any]:
         """Ask for the log-probabilities of a prompt from its first token on."""

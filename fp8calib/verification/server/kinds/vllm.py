@@ -31,8 +31,6 @@ class VllmServer:
 
     name = "vllm"
     path = "/v1/completions"
-    takes_ids = True
-    most_logprobs: int | None = None
     length_flag = "--max-model-len"
     logprobs_flag = "--max-logprobs"
     cache_flag = "--no-enable-prefix-caching"
@@ -41,7 +39,6 @@ class VllmServer:
         self,
         model: str,
         ids: Sequence[int],
-        text: str,  # noqa: ARG002 -- ids are sent
         num_top: int,
     ) -> Mapping[str, Any]:
         """Ask for the log-probabilities of a prompt."""
