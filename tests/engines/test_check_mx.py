@@ -137,6 +137,8 @@ DAMAGED = {
         "is F8_E8M0, and the config means U8",
     ),
     "blocks of 16": (BYTES.repeat(1, 2), Status.UNKNOWN, r"has shape [32, 10]"),
+    "swizzled": (BYTES.new_full((128, 8), 120), Status.UNKNOWN, r"has shape [128, 8]"),
+    "swizzled flat": (BYTES.new_full((1024,), 120), Status.UNKNOWN, r"has shape [1024]"),
 }
 
 

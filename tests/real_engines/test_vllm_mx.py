@@ -14,8 +14,10 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from tests import zoo
 from tests.cli.program import run as run_program
 from tests.dialects.foreign import FOLDER
+from tests.engines.test_check_mx import DAMAGED, change
+from tests.engines.test_check_weights import ask
 from tests.quantization.by_hand import LAYER, quantize_head, run
-from tests.real_engines.vllm_job import VllmServer, load_in_vllm
+from tests.real_engines.vllm_job import VllmServer, load_in_vllm, load_or_refuse
 
 SEQUENCES = [[(3 * i + j * j) % 60 + 3 for j in range(24)] for i in range(4)]
 
@@ -87,6 +89,25 @@ def test_experts_are_loaded(form: str, tmp_path: Path) -> None:
             assert torch.equal(
                 held[name].view(torch.uint8), torch.stack(expected).view(torch.uint8)
             )
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_damaged_exponents_are_never_ok(form: str, tmp_path: Path) -> None:
+    """Those that vLLM loads are other bytes, or memory that nothing has set: here 255."""
+    whole = run(FOLDER / "llama", tmp_path / "whole", "mxfp8", form).out
+    folders = {name: change(whole, tmp_path / name, each[0]) for name, each in DAMAGED.items()}
+    loaded = {}
+    for name, found in load_or_refuse(folders).items():
+        assert not ask(folders[name], "vllm==0.32").ok
+        if not isinstance(found, str):
+            loaded[name] = found[f"loaded.{LAYER}.mlp.down_proj.weight_scale"].unique().tolist()
+    assert loaded == {
+        "missing": [255],
+        "NaN": [255],
+        "float": [120],
+        "e8m0": [0],  # 2^-7 as an integer
+        "blocks of 16": [120],  # the first half of them
+    }
 
 
 def test_models_other_than_those_it_names_are_refused_in_the_dialect_of_releases(
