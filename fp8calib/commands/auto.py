@@ -285,6 +285,8 @@ def _check_task(task: AutoRequest) -> None:
     """
     if task.gate not in GATES:
         raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
+    if task.mxfp8 and task.gate == "kv":
+        raise UsageError("--mxfp8 --gate kv: MXFP8 is for weights", hint="drop one of them")
     known = list_emulated_and_replayed()
     if task.engine.partition("==")[0] not in known:
         raise UsageError(

@@ -316,6 +316,7 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     assert "reference" in fail(2, "auto", model, "--engine", "reference")
     assert "printable" in fail(2, "auto", model, "--out", tmp_path / "a\x01b")
     assert "two sequences" in fail(2, "auto", model, "--samples", 1)
+    assert "--mxfp8" in fail(2, "auto", model, "--gate", "kv", "--mxfp8")
 
 
 def test_weights_that_cannot_be_quantized_are_refused_before_text_is_run(
