@@ -31,6 +31,7 @@ from fp8calib.jobs.auto.measure import (
     find_unused_kv,
     leave_layers,
     list_candidates,
+    list_considered,
     list_left_counts,
     list_refused,
     plan_texts,
@@ -161,7 +162,7 @@ def _plan(task: AutoRequest) -> RunPlan:
         job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
         mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
         pass_s = None if mode.plan is None else mode.plan.expected_s
-        candidates = 1 + (len(CONSIDERED) if task.gate == "w8a8" else 0)
+        candidates = 1 + len(list_considered(task))
         compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1
         tokens, steps = opened.calibration.num_tokens, _count_steps(task)
         left = _count_left_tokens(task, opened)
@@ -284,6 +285,8 @@ def _check_task(task: AutoRequest) -> None:
     """
     if task.gate not in GATES:
         raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
+    if task.mxfp8 and task.gate == "kv":
+        raise UsageError("--mxfp8 --gate kv: MXFP8 is for weights", hint="drop one of them")
     known = list_emulated_and_replayed()
     if task.engine.partition("==")[0] not in known:
         raise UsageError(
@@ -304,12 +307,15 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     task, model, reporter = measured.task, measured.model, measured.reporter
     unused = find_unused_kv(task, model)
     stats = drop_kv(measured.stats) if unused else measured.stats
-    refused = dict(list_refused(task, model, stats, CONSIDERED)) if task.gate == "w8a8" else {}
+    schemes = list_considered(task)
+    refused = dict(list_refused(task, model, stats, schemes))
+    # a scheme of MXFP8 that is refused may have no blocks to emulate
+    compared = [each for each in schemes if each in CONSIDERED or each not in refused]
     steps = _count_steps(task)
     reporter.say(
         f"step 2 of {steps}: compare candidates on {measured.held_out.num_tokens:,} tokens"
     )
-    found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
+    found = measured.compare(lambda *both: list(list_candidates(measured, *both, schemes=compared)))
     decisions: list[AnsweredQuestion] = []
 
     def note(*made: AnsweredQuestion) -> None:

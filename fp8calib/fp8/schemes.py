@@ -128,7 +128,7 @@ SCHEMES = {
 
 
 CONSIDERED = tuple(name for name, scheme in SCHEMES.items() if not scheme.is_mx)
-"""What `auto` chooses from: whether MXFP8 gains anything depends on the GPU."""
+"""What `auto` chooses from by itself: whether MXFP8 gains anything depends on the GPU."""
 
 
 def find_scheme(name: str, *, option: str = "") -> Scheme:

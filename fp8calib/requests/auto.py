@@ -46,6 +46,14 @@ class AutoRequest:
             help=f"The engine that has to serve it: {', '.join(list_emulated_and_replayed())}.",
         ),
     ] = "vllm"
+    mxfp8: Annotated[
+        bool,
+        Option(
+            "--mxfp8",
+            help="Consider mxfp8 among the schemes, if the engine loads it. Only Blackwell, MI350 "
+            "and MI355 multiply it.",
+        ),
+    ] = False
     out: Annotated[
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),

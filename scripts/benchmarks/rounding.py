@@ -330,14 +330,17 @@ def show_range(ratios: Sequence[tuple[float, float]]) -> str:
 
 def show_difference(gptq: Sequence[Sums], nearest: Sequence[Sums]) -> str:
     """Show how much larger the perplexity is than by nearest, with the largest standard error."""
-    shown = []
-    for a, b in zip(gptq, nearest, strict=True):
-        tokens = sum(a["tokens"])
-        losses = [x - y for x, y in zip(a["loss"], b["loss"], strict=True)]
-        average = sum(losses) / tokens
-        residuals = [x - average * n for x, n in zip(losses, a["tokens"], strict=True)]
-        shown.append((average, _cluster_error(residuals) / tokens))
+    shown = [measure_difference(a, b, "loss") for a, b in zip(gptq, nearest, strict=True)]
     return f"{mean(a for a, _ in shown):+.4f} ± {max(e for _, e in shown):.4f}"
+
+
+def measure_difference(upper: Sums, lower: Sums, name: str) -> tuple[float, float]:
+    """Give how much larger a sum of one checkpoint is, a token, and the standard error of that."""
+    tokens = sum(upper["tokens"])
+    differences = [x - y for x, y in zip(upper[name], lower[name], strict=True)]
+    average = sum(differences) / tokens
+    residuals = [x - average * n for x, n in zip(differences, upper["tokens"], strict=True)]
+    return average, _cluster_error(residuals) / tokens
 
 
 def format_times(runs: Sequence[Run]) -> Iterator[list[str]]:

@@ -31,9 +31,9 @@ LENGTH = 32
 QUICK = ("--seq-len", LENGTH, "--dtype", "float32", "--batch-size", 12)
 
 
-def plant(folder: Path, change: Callable[[Any], None]) -> tuple[Path, Path]:
+def plant(folder: Path, change: Callable[[Any], None], **sizes: int) -> tuple[Path, Path]:
     """Write a changed llama of four layers, and text that it wrote itself."""
-    model: Any = zoo.build("llama", num_hidden_layers=4)
+    model: Any = zoo.build("llama", num_hidden_layers=4, **sizes)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         change(model)
@@ -315,6 +315,7 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     assert "reference" in fail(2, "auto", model, "--engine", "reference")
     assert "printable" in fail(2, "auto", model, "--out", tmp_path / "a\x01b")
     assert "two sequences" in fail(2, "auto", model, "--samples", 1)
+    assert "--mxfp8" in fail(2, "auto", model, "--gate", "kv", "--mxfp8")
 
 
 def test_weights_that_cannot_be_quantized_are_refused_before_text_is_run(
@@ -519,3 +520,31 @@ def test_samples_count_the_text_that_is_held_out(plain: tuple[Path, Path], tmp_p
         f"only {8 * LENGTH} tokens, fewer than 4096",
         f"only {outcome.json['tokens']} tokens are held out, fewer than 4096",
     ]
+
+
+def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
+    plain: tuple[Path, Path], tmp_path: Path
+) -> None:
+    whole_blocks = plant(tmp_path, lambda _: None, hidden_size=64, intermediate_size=96)
+
+    def compare(
+        engine: str, *options: object, planted: tuple[Path, Path] = whole_blocks
+    ) -> tuple[set[str], str]:
+        model, text = planted
+        out = tmp_path / f"{engine}-{len(options)}-{len(list(tmp_path.iterdir()))}"
+        asked = ("auto", model, "--data", text, *QUICK, "--engine", engine, *options)
+        report = run(*asked, "--out", out, "--json").json
+        names = {each["name"] for each in report["candidates"]}
+        (which,) = (each for each in report["decisions"] if "which scheme" in each["question"])
+        return names, which["why"]
+
+    assert "mxfp8" not in compare("vllm")[0]
+    names, why = compare("vllm", "--mxfp8")
+    assert "mxfp8" in names
+    assert "mxfp8: vllm cannot load it" not in why
+    names, why = compare("sglang", "--mxfp8")
+    assert "mxfp8" not in names
+    assert "mxfp8: sglang cannot load it: SGLang 0.5.23 loads no linears in MXFP8" in why
+    names, why = compare("vllm", "--mxfp8", planted=plain)
+    assert "mxfp8" not in names
+    assert "no multiple of 32: MXFP8 has no smaller blocks" in why

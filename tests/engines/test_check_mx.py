@@ -17,14 +17,17 @@ from tests import zoo
 from tests.dialects.foreign import FOLDER
 from tests.engines.test_check_weights import ask
 from tests.kit.checkpoints import change_config, change_json
-from tests.quantization.by_hand import LAYER, run
+from tests.quantization.by_hand import LAYER, quantize_head, run
 
 FORMS = ("compressed-tensors", "modelopt", "mxfp8")
 LOADS = {
     ("vllm", "compressed-tensors"): "",
     ("vllm", "modelopt"): "",
     ("vllm", "mxfp8"): "only its MiniMax M3 and Mistral 3",
-    ("sglang", "compressed-tensors"): "no scheme for MXFP8 of compressed-tensors",
+    (
+        "sglang",
+        "compressed-tensors",
+    ): "loads no linears in MXFP8 of compressed-tensors (NotImplementedError)",
     ("sglang", "modelopt"): "leave them 0 with a warning",
     ("sglang", "mxfp8"): "leave them 0 with a warning",
     ("transformers", "compressed-tensors"): "",
@@ -58,6 +61,43 @@ def test_another_class_than_llamas_finds_the_scales_in_sglang(tmp_path: Path) ->
         report = ask(run(tmp_path / "model", tmp_path / form, "mxfp8", form).out, "sglang")
         assert report.weights is None
         assert not report.unknown
+
+
+@pytest.mark.parametrize(
+    ("engine", "form", "why"),
+    [
+        *(("vllm==0.26", form, "") for form in ("compressed-tensors", "modelopt")),
+        ("sglang==0.5.18", "modelopt", ""),
+        ("sglang==0.5.17", "modelopt", "takes it for FP8 with a scale per tensor"),
+        ("sglang==0.5.16", "mxfp8", ""),
+        ("sglang==0.5.16", "compressed-tensors", "NotImplementedError"),
+    ],
+)
+def test_older_releases(engine: str, form: str, why: str, tmp_path: Path) -> None:
+    """SGLang 0.5.17 found FP8 in the name of the algorithm."""
+    zoo.save("qwen2", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    report = ask(run(tmp_path / "model", tmp_path / "out", "mxfp8", form).out, engine)
+    assert not report.unknown
+    narrow = "scales the largest input of a block to less than 2"
+    assert (narrow in " ".join(report.problems)) is (engine == "vllm==0.26")
+    if not why:
+        assert report.weights is None
+        return
+    assert report.weights is not None
+    assert report.weights.status is Status.REFUSED
+    assert why in report.weights.why
+    newer = {"sglang==0.5.17": "serve it with SGLang 0.5.18"}
+    assert newer.get(engine, "write it as mxfp8") in report.weights.fix
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_vllm_loads_experts_and_an_output_layer(form: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": False}
+    zoo.save("mixtral", tmp_path / "model", **sizes)
+    out = quantize_head(run(tmp_path / "model", tmp_path / "out", "mxfp8", form).out)
+    for release in ("vllm==0.26", "vllm"):
+        report = ask(out, release)
+        assert (report.weights, report.unknown) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -97,6 +137,8 @@ DAMAGED = {
         "is F8_E8M0, and the config means U8",
     ),
     "blocks of 16": (BYTES.repeat(1, 2), Status.UNKNOWN, r"has shape [32, 10]"),
+    "swizzled": (BYTES.new_full((128, 8), 120), Status.UNKNOWN, r"has shape [128, 8]"),
+    "swizzled flat": (BYTES.new_full((1024,), 120), Status.UNKNOWN, r"has shape [1024]"),
 }
 
 

@@ -31,6 +31,7 @@ from fp8calib.quantization.plan import (
 )
 from fp8calib.quantization.quantize import Written, quantize
 from fp8calib.selection.layer_schemes import LayerSchemes
+from tests.kit.checkpoints import change_config, change_tensors
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"
@@ -183,3 +184,25 @@ def codes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the codes of an e4m3fn tensor: uint8."""
     assert tensor.dtype is torch.float8_e4m3fn
     return tensor.view(torch.uint8).numpy()
+
+
+def quantize_head(folder: Path) -> Path:
+    """Quantize the output layer of an MXFP8 checkpoint too, as other tools can."""
+
+    def quantize_weight(tensors: Tensors) -> Tensors:
+        weight = tensors["lm_head.weight"].float()
+        blocks = weight.reshape(len(weight), -1, 32)
+        exponents = (blocks.abs().amax(2) / 448).log2().ceil()
+        codes = (blocks / exponents.exp2().unsqueeze(2)).to(torch.float8_e4m3fn)
+        scale = (exponents + 127).to(torch.uint8)
+        return {**tensors, "lm_head.weight": codes.flatten(1), "lm_head.weight_scale": scale}
+
+    def change(config: dict[str, Any]) -> None:
+        section = config["quantization_config"]
+        section["ignore"] = []
+        for group in section.get("config_groups", {}).values():
+            group["targets"].append("re:.*lm_head")
+
+    change_tensors(folder, quantize_weight)
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    return change_config(folder, change)

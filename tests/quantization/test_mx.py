@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER, load_tensors
 from tests.quantization.by_hand import LAYER, random, run, save
+from tests.quantization.stacked import STACKED
+from tests.quantization.test_resume import check_same, stop
 
 FORMS = {
     "compressed-tensors": "weight_scale",
@@ -27,6 +30,10 @@ FORMS = {
     "mxfp8": "weight_scale_inv",
 }
 Tensors = dict[str, torch.Tensor]
+_EXPERT_SIZE: dict[str, dict[str, int]] = {
+    "granitemoe": {"hidden_size": 64},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
+}
 
 
 def test_these_are_the_forms_that_can_express_it() -> None:
@@ -343,3 +350,49 @@ def test_a_second_rounding_is_measured(tmp_path: Path) -> None:
     again = ("quantize", tmp_path / "second", "--dequantize", "--scheme", "mxfp8", "--json")
     kept = succeed(*again, "--format", "modelopt", "--out", tmp_path / "third").json
     assert not any("a second time" in text for text in kept["notes"])
+
+
+def quantize_by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the codes and exponents of a weight, as bytes."""
+    blocks = weight.double().unflatten(-1, (-1, 32))
+    exponents = (blocks.abs().amax(-1) / 448).log2().ceil()
+    codes = (blocks / exponents.exp2().unsqueeze(-1)).flatten(-2).float()
+    return codes.to(torch.float8_e4m3fn).view(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
+@pytest.mark.parametrize("form", FORMS)
+def test_stacked_experts_become_single_ones(family: str, form: str, tmp_path: Path) -> None:
+    own = STACKED[family]
+    made = replace(own, changes={**own.changes, "intermediate_size": 32, **_EXPERT_SIZE[family]})
+    source = made.save(made.build(family), tmp_path / "model")
+    out = load(run(source, tmp_path / "out", "mxfp8", form).out)
+    stacks = {name: each for name, each in load(source).items() if each.ndim == 3}
+    assert len(stacks) == 4
+    count = 0
+    for stack in stacks.values():
+        for matrix in stack:
+            parts = matrix.chunk(2) if matrix.shape[1] != 32 else (matrix,)
+            for part in parts:
+                codes, exponents = quantize_by_hand(part)
+                (name,) = (
+                    name
+                    for name in list_linears(out)
+                    if ".experts." in name
+                    and torch.equal(out[f"{name}.weight"].view(torch.uint8), codes)
+                )
+                assert torch.equal(out[f"{name}.{FORMS[form]}"], exponents)
+                count += 1
+    assert count == 2 * 4 * 3
+
+
+def test_a_run_to_nearest_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    names = [f"{LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    tensors = {name: random(64, 64, seed=seed) for seed, name in enumerate(names)}
+    source = save(tmp_path / "source", tensors, shards=3)
+    whole = run(source, tmp_path / "whole", "mxfp8")
+    with pytest.raises(KeyboardInterrupt):
+        stop(source, tmp_path / "out", scheme="mxfp8")
+    resumed = run(source, tmp_path / "out", "mxfp8", resume=True)
+    assert resumed.written.resumed == (whole.plan.shards[0].name,)
+    check_same(whole, resumed)

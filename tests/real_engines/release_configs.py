@@ -65,6 +65,34 @@ SCHEMES: Mapping[str, tuple[object, object]] = {
     "alone": (_TENSOR, None),
     "channel-alone": (_CHANNEL, None),
 }
+_MX = {**_STATIC, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+MX_CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "compressed-tensors": (
+        "CompressedTensorsConfig",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp8-quantized",
+            "config_groups": {
+                "group_0": {
+                    "weights": _MX,
+                    "input_activations": {**_MX, "dynamic": True},
+                    "targets": ["Linear", "lm_head"],
+                }
+            },
+        },
+    ),
+    "modelopt": (
+        "ModelOptMxFp8Config",
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []},
+    ),
+    "mxfp8": ("ModelOptMxFp8Config", {"quant_method": "mxfp8", "activation_scheme": "dynamic"}),
+}
+"""By dialect: vLLM's class of its config, and a config of MXFP8."""
+MX_PATHS = {
+    "linear": f"{LAYER}.self_attn.o_proj",
+    "experts": f"{LAYER}.mlp.experts",
+    "head": "lm_head",
+}
 LISTS: tuple[list[str], ...] = (
     [],
     ["lm_head"],
@@ -401,6 +429,7 @@ _VLLM_OWN = {
     "CompressedTensorsConfig": f"{_VLLM}compressed_tensors/compressed_tensors.py",
     "Fp8Config": f"{_VLLM}fp8.py",
     "ModelOptFp8Config": f"{_VLLM}modelopt.py",
+    "ModelOptMxFp8Config": f"{_VLLM}modelopt.py",
     "ModelOptMixedPrecisionConfig": f"{_VLLM}modelopt.py",
 }
 _SGLANG = "sglang/srt/layers/quantization/"

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ from tests.real_engines.package import Package, list_names
 from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
     LAYER,
+    MX_CONFIGS,
+    MX_PATHS,
     PARTS,
     make_compressed,
     make_mixed,
@@ -39,10 +41,12 @@ from tests.real_engines.sglang_loader import list_models_with_scales
 from tests.real_engines.sglang_sources import REQUIREMENT, list_entries, read_models
 from tests.real_engines.sglang_survey import gives_parameters, hold_zeros, survey
 from tests.real_engines.test_sglang_models import MODELS, OTHERS, WRAPPERS
+from tests.real_engines.vllm_sources import take
 
 ROOT = Path(__file__).parents[2]
 _O = f"{LAYER}.self_attn.o_proj"
 _COMPRESSED = "compressed_tensors/compressed_tensors.py"
+_CONFIG = "srt/configs/model_config.py"
 _MODELS = "srt/models/"
 _JOINED = ("qkv_proj", "gate_up_proj")
 _LOADING_IN_PART = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
@@ -90,6 +94,24 @@ def read_mixed(package: Package, path: str) -> list[str]:
     """Run the choice for a layer of a mixed precision, algorithm by algorithm."""
     algorithms = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN")
     return [each for each in algorithms if choose(package, make_mixed(each), path) == "quantized"]
+
+
+def read_mx(package: Package) -> Iterator[str]:
+    """Run the choice for MXFP8 of each dialect; ModelOpt's becomes `mxfp8` or is taken for FP8."""
+    unwrap = "unwrap_modelopt_quantization_config"
+    names = {unwrap: take(package, _CONFIG, unwrap)} if unwrap in package.read(_CONFIG) else {}
+    parse = take(package, _CONFIG, "ModelConfig._parse_modelopt_quant_config", **names)
+    for form, (_, section) in MX_CONFIGS.items():
+        is_modelopt = form == "modelopt"
+        parsed = parse(None, {"quantization": section}) if is_modelopt else section
+        if is_modelopt and parsed["quant_method"] != "mxfp8":
+            continue
+        name = "CompressedTensorsConfig" if "config_groups" in parsed else "Fp8Config"
+        configs = open_sglang_configs(package, name)
+        whole = {**parsed, "packed_modules_mapping": PARTS}
+        for what, path in MX_PATHS.items():
+            if configs.choose(name, whole, path) == "quantized":
+                yield f"{form} {what}"
 
 
 def list_placeless() -> Iterable[str]:
@@ -236,6 +258,11 @@ PROBES: Mapping[str, Probe] = {
     ),
     "compressed-tensors quantizes the output layer": Probe(
         read=quantizes_head, source=_CHOICE, how=Evidence.RUN
+    ),
+    "MXFP8 is loaded as MXFP8": Probe(
+        read=read_mx,
+        source=f"{_CONFIG} ModelConfig._parse_modelopt_quant_config; fp8.py Fp8Config; {_CHOICE}",
+        how=Evidence.RUN,
     ),
     **{
         f"mixed precision {what}": Probe(

@@ -11,17 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from tests import zoo
 from tests.cli.program import run as run_program
 from tests.dialects.foreign import FOLDER
-from tests.quantization.by_hand import run
-from tests.real_engines.vllm_job import VllmServer
+from tests.engines.test_check_mx import DAMAGED, change
+from tests.engines.test_check_weights import ask
+from tests.quantization.by_hand import LAYER, quantize_head, run
+from tests.real_engines.vllm_job import VllmServer, load_in_vllm, load_or_refuse
 
 SEQUENCES = [[(3 * i + j * j) % 60 + 3 for j in range(24)] for i in range(4)]
 
 
-def save_decoded(quantized: Path, out: Path) -> Path:
+def save_decoded(quantized: Path, out: Path, source: Path = FOLDER / "llama") -> Path:
     """Write the model that the codes and exponents stand for; bfloat16 holds it exactly."""
-    shutil.copytree(FOLDER / "llama", out)
+    shutil.copytree(source, out)
     tensors = load_file(out / "model.safetensors")
     with Fp8Checkpoint.open(quantized, fuse=False) as found:
         for name in found.quantized:
@@ -47,6 +50,64 @@ def test_log_probabilities_are_those_of_the_decoded_model(
     found, expected, original = (torch.tensor(each.logprobs) for each in answers.values())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert float((expected - original).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_the_output_layer_too(form: str, vllm: VllmServer, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "tie_word_embeddings": False}
+    zoo.save("llama", tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    whole = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
+    quantized = quantize_head(whole)
+    decoded = save_decoded(quantized, tmp_path / "decoded", tmp_path / "model")
+    assert run_program("check", quantized, "--engine", "vllm==0.32").code == 0
+    answers = [
+        vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES) for path in (quantized, decoded)
+    ]
+    assert not any(answer.error for answer in answers)
+    found, expected = (torch.tensor(each.logprobs) for each in answers)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_experts_are_loaded(form: str, tmp_path: Path) -> None:
+    """Their kernel for emulation needs a GPU, so their parameters are compared."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    zoo.save("mixtral", tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    quantized = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
+    held = load_in_vllm({form: quantized})[form]
+    stored = load_file(quantized / "model.safetensors")
+    for leaf in ("weight", "weight_scale"):
+        names = [f"{LAYER}.block_sparse_moe.experts.{i}.{{}}.{leaf}" for i in range(4)]
+        gate_up = [torch.cat([stored[n.format("w1")], stored[n.format("w3")]]) for n in names]
+        down = [stored[name.format("w2")] for name in names]
+        for part, expected in (("w13", gate_up), ("w2", down)):
+            (name,) = (
+                n
+                for n in held
+                if n.startswith(f"loaded.{LAYER}.") and f"{part}_{leaf}" == n.rpartition(".")[2]
+            )
+            assert torch.equal(
+                held[name].view(torch.uint8), torch.stack(expected).view(torch.uint8)
+            )
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_damaged_exponents_are_never_ok(form: str, tmp_path: Path) -> None:
+    """Those that vLLM loads are other bytes, or memory that nothing has set: here 255."""
+    whole = run(FOLDER / "llama", tmp_path / "whole", "mxfp8", form).out
+    folders = {name: change(whole, tmp_path / name, each[0]) for name, each in DAMAGED.items()}
+    loaded = {}
+    for name, found in load_or_refuse(folders).items():
+        assert not ask(folders[name], "vllm==0.32").ok
+        if not isinstance(found, str):
+            loaded[name] = found[f"loaded.{LAYER}.mlp.down_proj.weight_scale"].unique().tolist()
+    assert loaded == {
+        "missing": [255],
+        "NaN": [255],
+        "float": [120],
+        "e8m0": [0],  # 2^-7 as an integer
+        "blocks of 16": [120],  # the first half of them
+    }
 
 
 def test_models_other_than_those_it_names_are_refused_in_the_dialect_of_releases(

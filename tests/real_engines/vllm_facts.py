@@ -8,12 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from fp8calib.engines.evidence import Evidence
 from tests.engines.check_handmade import MODELOPT
 from tests.real_engines.package import Package, find_symbol
 from tests.real_engines.probe import Probe
 from tests.real_engines.release_configs import (
     LAYER,
+    MX_CONFIGS,
+    MX_PATHS,
     PARTS,
     make_compressed,
     make_group_config,
@@ -37,6 +41,7 @@ _REGISTRY = "model_executor/models/registry.py"
 _CACHE = "config/cache.py"
 _TRITON = "v1/attention/backends/triton_attn.py"
 _ORACLE = "fused_moe/oracle/fp8.py"
+_MX_UTILITIES = f"{QUANTIZATION}utils/mxfp8_utils.py"
 _PLAIN_TYPES = frozenset({"auto", "float16", "bfloat16", "CacheDType"})
 _PLAIN_CACHE_TYPES = ("auto", "float16", "bfloat16", "fp8", "nvfp4")
 """How the other cache types begin: for none of them scales are made when tokens come."""
@@ -177,9 +182,26 @@ def _choose(package: Package, section: Mapping[str, Any], path: str) -> str:
 
 def read_mixed(package: Package, path: str) -> Iterator[str]:
     """Run the choice for a layer of a mixed precision, algorithm by algorithm."""
-    for algorithm in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"):
+    for algorithm in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"):
         if _choose(package, make_mixed(algorithm), path) == "quantized":
             yield algorithm
+
+
+def read_mx(package: Package) -> Iterator[str]:
+    """Run the choice for MXFP8 of each dialect: linears, experts, the output layer."""
+    for form, (name, section) in MX_CONFIGS.items():
+        configs = open_vllm_configs(package, name)
+        for what, path in MX_PATHS.items():
+            if configs.choose(name, section, path, packed_modules_mapping=PARTS) == "quantized":
+                yield f"{form} {what}"
+
+
+def uses_whole_range(package: Package) -> bool:
+    """Run vLLM's own quantizer of MXFP8's inputs, which GPUs without FlashInfer use."""
+    names = {"MXFP8_BLOCK_SIZE": 32, "MXFP8_VALUE_DTYPE": torch.float8_e4m3fn}
+    quantize = take(package, _MX_UTILITIES, "_mxfp8_e4m3_quantize_torch", **names)
+    codes, exponents = quantize(torch.full((1, 32), 7.0))
+    return (codes.float().tolist(), exponents.tolist()) == ([[448.0] * 32], [[121]])
 
 
 def read_classes(package: Package) -> list[str]:
@@ -264,6 +286,16 @@ PROBES: Mapping[str, Probe] = {
             ("expert", f"{LAYER}.mlp.experts"),
         )
     },
+    "MXFP8 is loaded as MXFP8": Probe(
+        read=read_mx,
+        source=f"{COMPRESSED} _get_scheme_from_parts; {MODELOPT_FILE} ModelOptMxFp8Config",
+        how=Evidence.RUN,
+    ),
+    "inputs of MXFP8 use the whole range of e4m3 without FlashInfer": Probe(
+        read=uses_whole_range,
+        source=f"{_MX_UTILITIES} _mxfp8_e4m3_quantize_torch",
+        how=Evidence.RUN,
+    ),
     "the scales of experts are repeated for smaller blocks": Probe(
         read=_contains(_ORACLE, "def refine_fp8_moe_block_shape"),
         source=f"{_ORACLE} refine_fp8_moe_block_shape",

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from fp8calib.dialects.fp8.compressed_tensors import FORMATS, MX_FORMAT
+from fp8calib.dialects.fp8.compressed_tensors import FORMATS
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
@@ -29,6 +30,7 @@ from fp8calib.engines.weights.schemes import (
     Unquantized,
     covers_parts,
     list_strings,
+    require_mx,
 )
 from fp8calib.fp8.schemes import Granularity, InputScaling
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -45,6 +47,11 @@ _W4AFP8_LINEARS: Mapping[str, object] = {
 """How w4afp8 creates all linears but experts, which it reads as int4 (`w4afp8.py`)."""
 _FALLBACK_PROJECTIONS = ("qkv_proj", "gate_up_proj")
 _FUSED_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_MX_ERRORS = {
+    "compressed-tensors": "NotImplementedError",
+    "modelopt": "it takes it for FP8 with a scale per tensor: AssertionError",
+    "mxfp8": "ValueError",
+}
 _UNMATCHED_FIX = "list it in `ignore`, or in a config group"
 
 
@@ -73,7 +80,7 @@ class SglangSchemes(GroupSchemes):
         unlisted: the names of what the model's class joins without saying of which projections.
     """
 
-    formats = (*(each for each in FORMATS if each != MX_FORMAT), "pack-quantized")
+    formats = (*FORMATS, "pack-quantized")
 
     def __init__(
         self, section: Section, config: Section, release: Release, unlisted: Collection[str]
@@ -83,6 +90,7 @@ class SglangSchemes(GroupSchemes):
         super().__init__(section, config)
         algorithm = str(self.section.get("quant_algo")).upper()
         self._is_mx = self.method == "mxfp8" or algorithm == "MXFP8"
+        self._is_mixed = algorithm == "MIXED_PRECISION"
         if self._is_mx:
             self.excluded = self._read_mx_exclusions(self.section)
 
@@ -93,6 +101,10 @@ class SglangSchemes(GroupSchemes):
         if is_head and is_compressed and not self._release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
         found = self.find_fp8(group) if self._is_mx else super().find(group)
+        if isinstance(found, StoredScheme) and found.is_mx:
+            if self._is_mixed:
+                raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
+            require_mx(self._release, self.method, group, _MX_ERRORS[self.method])
         has_blocks = getattr(found, "weights", None) is Granularity.BLOCK
         if is_head and is_compressed and has_blocks:
             why = "compressed-tensors' output layer in blocks is not supported"
@@ -112,9 +124,6 @@ class SglangSchemes(GroupSchemes):
 
     def read_group(self, group: Section) -> Found:
         """Read a config group, for which older releases have fewer schemes."""
-        if (super().find_own_format(group) or self.section.get("format")) == MX_FORMAT:
-            why = "it has no scheme for MXFP8 of compressed-tensors (NotImplementedError)"
-            raise Refusal(why, fix="write it as modelopt or mxfp8")
         scheme = super().read_group(group)
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
@@ -197,7 +206,7 @@ class SglangSchemes(GroupSchemes):
         """Tell whether a layer of a mixed precision may have an algorithm."""
         what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
         layers = self.section.get("quantized_layers")
-        if str(self.section.get("quant_algo")).upper() != "MIXED_PRECISION":
+        if not self._is_mixed:
             return True
         is_found = self._lists_parts(group) or (isinstance(layers, dict) and group.path in layers)
         is_read = algorithm in self._release.list_values(f"mixed precision {what}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
+_WHOLE_RANGE = "inputs of MXFP8 use the whole range of e4m3 without FlashInfer"
 _REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
 
 
@@ -160,6 +161,13 @@ _WEIGHT_RULES = (
         source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried; models/mistral3.py",
     ),
 )
+_NARROW_INPUTS = WeightRule(
+    schemes=("mxfp8", "mxfp8-a16"),
+    status=Status.USED,
+    why="on gfx95x it scales the largest input of a block to less than 2, so that inputs below a "
+    "thousandth of it are lost; vLLM 0.27 scales it to up to 448",
+    source="vLLM 0.26.0 quantization/utils/mxfp8_utils.py (_mxfp8_e4m3_quantize_torch), run",
+)
 _NAME_RULES = NameRules(
     is_silent_if_quantized=True,
     bare_types=tuple(ADDED_ROOTS),
@@ -190,7 +198,9 @@ def _make_engine(release: Release) -> Engine:
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
         make_reader=_make_reader_factory(release),
-        weight_rules=_WEIGHT_RULES,
+        weight_rules=_WEIGHT_RULES
+        if release.has(_WHOLE_RANGE)
+        else (*_WEIGHT_RULES, _NARROW_INPUTS),
         repeats_expert_scales=release.has(_REPEATS_SCALES),
         name_rules=_NAME_RULES,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
@@ -37,6 +38,7 @@ from fp8calib.engines.weights.schemes import (
     covers_group,
     covers_parts,
     list_strings,
+    require_mx,
 )
 from fp8calib.engines.weights.stored import HEADS
 from fp8calib.fp8.schemes import Granularity
@@ -56,6 +58,8 @@ class VllmReader(LinearReader):
         super().__init__(folder, VllmSchemes(section, folder.config, release))
         if self.schemes.section.get("quant_algo") == "MXFP8":
             _require_bfloat16(geometry, release)
+        self._release = release
+        self._mx_form = str(section.get("quant_method", "modelopt"))
         self._renames = geometry.model_type in RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
         self._is_separate = geometry.model_type in SEPARATE_TYPES
@@ -100,7 +104,9 @@ class VllmReader(LinearReader):
         if self.schemes.method == "quark" and self.creates(group):
             self._require_excluded(self._rename(group))
         found = self.schemes.find(self._rename(group))
-        if group.kind is GroupKind.HEAD and getattr(found, "weights", None) is Granularity.BLOCK:
+        if isinstance(found, StoredScheme) and found.is_mx:
+            require_mx(self._release, self._mx_form, group, "ValueError")
+        elif group.kind is GroupKind.HEAD and _has_blocks(found):
             raise Unjudged("an output layer in blocks, which vLLM may not have")
         return found
 
@@ -198,6 +204,10 @@ class VllmSchemes(GroupSchemes):
         what = "expert" if group.kind is GroupKind.EXPERTS else "linear"
         is_mixed = str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
         return not is_mixed or algorithm in self._release.list_values(f"mixed precision {what}")
+
+
+def _has_blocks(found: Found) -> bool:
+    return isinstance(found, StoredScheme) and found.weights is Granularity.BLOCK
 
 
 def _require_bfloat16(geometry: ModelGeometry, release: Release) -> None:

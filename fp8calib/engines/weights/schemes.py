@@ -20,6 +20,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     FindScheme,
     StoredScheme,
 )
+from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.compressed_groups import read_compressed_group
@@ -38,6 +39,12 @@ _WRAPPERS = ("model", "language_model", "text_model", "llm")
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _PART_FIX = "quantize all of these projections, or none"
 _NO_CONFIG = "there is no quantization config"
+_LOADS_MX = "MXFP8 is loaded as MXFP8"
+_KINDS = {
+    GroupKind.LINEAR: "linears",
+    GroupKind.EXPERTS: "experts",
+    GroupKind.HEAD: "output layer",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +319,27 @@ class GroupSchemes:
         if scheme is None:
             raise Unjudged(f"weights of quant_algo {algorithm!a:.40} are not judged offline")
         return scheme
+
+
+def require_mx(release: Release, form: str, group: LinearGroup, error: str) -> None:
+    """Require that a release loads MXFP8 of a dialect in a group.
+
+    Raises:
+        Refusal: it stops, with this error.
+    """
+    values = release.list_values(_LOADS_MX)
+    if f"{form} {group.kind}" in values:
+        return
+    first = release.begins[_LOADS_MX].get(f"{form} {group.kind}")
+    others = dict.fromkeys(each.partition(" ")[0] for each in values)
+    fixes = (
+        f"serve it with {release.engine} {first}" if first else "",
+        f"write it as {' or '.join(others)}" if others else "",
+    )
+    raise Refusal(
+        f"{release.title} loads no {_KINDS[group.kind]} in MXFP8 of {form} ({error})",
+        fix=", or ".join(filter(None, fixes)),
+    )
 
 
 def covers_group(group: LinearGroup, matches: Callable[[str], bool]) -> bool:

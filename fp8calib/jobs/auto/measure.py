@@ -153,7 +153,16 @@ def warn_of_few(tokens: int) -> Iterator[str]:
         yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
 
 
-def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> Iterator[Candidate]:
+def list_considered(task: AutoRequest) -> tuple[str, ...]:
+    """List the schemes to choose from; those of MXFP8 whose inputs are quantized if asked for."""
+    if task.gate != "w8a8":
+        return ()
+    return (*CONSIDERED, "mxfp8") if task.mxfp8 else CONSIDERED
+
+
+def list_candidates(
+    measured: Measured, model: LoadedModel, target: Target, *, schemes: Iterable[str]
+) -> Iterator[Candidate]:
     """List what could be written: scales of the KV cache, and each scheme.
 
     Raises:
@@ -162,7 +171,7 @@ def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> I
     queries = list_unfit_queries(measured.stats)
     for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
         yield _build_kv(measured, name, name)
-    for name in CONSIDERED if measured.task.gate == "w8a8" else ():
+    for name in schemes:
         yield _build_scheme(measured, name, name, (), model, target)
 
 

@@ -22,11 +22,15 @@ import transformers
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.engines.registry import find_emulated
+from fp8calib.fp8.encode import decode_rows, encode_rows
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import MX_BLOCK
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.run.forward.lm_head import open_lm_head
+from fp8calib.scales.scale_table import SMALLEST_EXPONENT, power_of_two_scale_of
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
     Target,
@@ -35,6 +39,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.compare.token_scores import TokenScores, score_batch, split_sequences
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 from scripts.benchmarks.workers.timing import load_batches
 
 _GROUP = 8
@@ -56,17 +61,39 @@ class Inputs(EmulationHooks):
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized
         rows = x.reshape(-1, x.shape[-1])
-        quantized = quantizer.fake(rows).values.to(x.dtype).reshape(x.shape)
+        quantized = self.quantize(quantizer, rows).to(x.dtype).reshape(x.shape)
         self._inputs[:] = [(x, x._version, quantizer, quantized, quantized)]
         return quantized
+
+    def quantize(self, quantizer: Quantizer, rows: torch.Tensor) -> torch.Tensor:
+        """Quantize inputs as the engine does."""
+        return quantizer.fake(rows).values
+
+
+class SaturatingInputs(Inputs):
+    """Quantizes inputs with the exponents of the OCP specification, whatever the engine does."""
+
+    def quantize(self, quantizer: Quantizer, rows: torch.Tensor) -> torch.Tensor:
+        """Quantize blocks of 32, of which the largest values saturate."""
+        if quantizer.block != MX_BLOCK:
+            return super().quantize(quantizer, rows)
+        blocks = rows.reshape(len(rows), -1, MX_BLOCK[1])
+        amax = blocks.abs().amax(-1, keepdim=True)
+        scale = power_of_two_scale_of(amax, E4M3FN, smallest=SMALLEST_EXPONENT, saturates=True)
+        return decode_rows(encode_rows(blocks, scale)).mul_(scale).flatten(-2)
 
 
 class Scorer:
     """A loaded model and the checkpoints that are compared with it."""
 
     def __init__(
-        self, model: LoadedModel, prepared: PreparedModel, emulations: Mapping[str, Emulation]
+        self,
+        model: LoadedModel,
+        prepared: PreparedModel,
+        emulations: Mapping[str, Emulation],
+        inputs: type[Inputs] = Inputs,
     ) -> None:
+        self._inputs = inputs
         self._model = model
         self._prepared = prepared
         self._emulations = emulations
@@ -86,7 +113,7 @@ class Scorer:
             self._model,
             self._prepared.geometry,
             emulation,
-            Inputs(emulation.quantizers),
+            self._inputs(emulation.quantizers),
             originals=self._prepared.weights,
         ) as run:
             return [run(batch) for batch in batches]
@@ -94,14 +121,21 @@ class Scorer:
 
 @torch.no_grad()
 def main(
-    model: str, dtype: str, out: Path, texts: list[Path], checkpoints: list[str], engine: str
+    model: str,
+    dtype: str,
+    out: Path,
+    texts: list[Path],
+    checkpoints: list[str],
+    engine: str,
+    saturating_inputs: bool,
 ) -> None:
     """Score group by group, and write what is found so far after each."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     found: Found = defaultdict(dict)
     with ExitStack() as stack:
-        scorer = open_scorer(model, dtype, checkpoints, engine, stack)
+        inputs = SaturatingInputs if saturating_inputs else Inputs
+        scorer = open_scorer(model, dtype, checkpoints, engine, stack, inputs)
         batches = {text.stem: make_batches(text) for text in texts}
         step = _GROUP // _BATCH
         for first in range(0, max(map(len, batches.values())), step):
@@ -115,7 +149,12 @@ def main(
 
 
 def open_scorer(
-    model: str, dtype: str, checkpoints: list[str], engine: str, stack: ExitStack
+    model: str,
+    dtype: str,
+    checkpoints: list[str],
+    engine: str,
+    stack: ExitStack,
+    inputs: type[Inputs],
 ) -> Scorer:
     """Load the model, and open the checkpoints as an engine loads them."""
     numerics = find_emulated(engine)[1]
@@ -134,7 +173,7 @@ def open_scorer(
         ).emulation
         for name in checkpoints
     }
-    return Scorer(loaded, prepared, emulations)
+    return Scorer(loaded, prepared, emulations, inputs)
 
 
 def make_batches(tokens: Path) -> list[Batch]:
@@ -174,4 +213,5 @@ if __name__ == "__main__":
     parser.add_argument("--texts", nargs="+", type=Path, required=True)
     parser.add_argument("--checkpoints", nargs="+", required=True)
     parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--saturating-inputs", action="store_true")
     main(**vars(parser.parse_args()))

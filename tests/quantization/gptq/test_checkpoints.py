@@ -336,12 +336,15 @@ def interrupt_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerRounding, "finish_layer", stop)
 
 
-@pytest.mark.parametrize(("scheme", "saves"), [("w8a16", False), ("fp8-static", True)])
+@pytest.mark.parametrize(
+    ("scheme", "saves"), [("w8a16", False), ("fp8-static", True), ("mxfp8-a16", False)]
+)
 def test_a_resumed_run_writes_the_same_bytes(
     scheme: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the hidden states of the last finished layer on disk, and with its codes alone."""
-    zoo.save("llama", tmp_path / "model", num_hidden_layers=4)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of MXFP8
+    zoo.save("llama", tmp_path / "model", num_hidden_layers=4, **sizes)
     succeed(*command(tmp_path / "model", tmp_path, scheme, "whole"))
     monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0 if saves else 1e9)
     monkeypatch.setattr(layer_journal, "_INTERVAL_PER_COST", 0.0)
