@@ -155,7 +155,7 @@ def cache_table(report: VerifyReport) -> Table | None:
     if not has_memory:
         del columns["tokens that fit"]
     return Table(
-        title=f"KV caches in {report.engine_version}",
+        title=f"KV caches in {report.engine_version}{f' on {report.gpu}' if report.gpu else ''}",
         columns=list(columns),
         rows=list(zip(*columns.values(), strict=True)),
         words=(0, len(columns) - 1),

@@ -46,6 +46,7 @@ class AutoRequest:
             help=f"The engine that has to serve it: {', '.join(list_emulated_and_replayed())}.",
         ),
     ] = "vllm"
+    gpu: shared.GpuOption = None
     out: Annotated[
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),
