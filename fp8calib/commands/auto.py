@@ -15,6 +15,7 @@ from fp8calib.checkpoint.json_files import encode_json, load_json_object
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.commands.auto_writing import write_combination
 from fp8calib.data.plan import DataPlan
+from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import (
     find_emulated,
     find_replayed,
@@ -50,6 +51,7 @@ from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
 from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
@@ -142,8 +144,8 @@ def _read_finished(task: AutoRequest) -> AutoResult:
         finished = AutoResult.from_json(load_json_object(path))
     except (ModelError, ValidationError):
         finished = None
-    asked = (task.model, task.engine, task.gate)
-    if finished is None or (finished.model, finished.engine, finished.gate) != asked:
+    asked = (task.model, task.engine, task.gate, task.gpu or "")
+    if finished is None or asked != (finished.model, finished.engine, finished.gate, finished.gpu):
         raise UsageError(
             f"{path.parent} is finished already, by another run",
             hint="use --force instead of --resume to replace it, or another --out",
@@ -293,8 +295,10 @@ def _check_task(task: AutoRequest) -> None:
             f"--engine {task.engine}: auto needs one whose loading and arithmetic are both known",
             hint=f"choose one of {', '.join(known)}",
         )
-    find_emulated(task.engine)
+    engine, _ = find_emulated(task.engine)
     find_replayed(task.engine)
+    if task.gpu is not None:
+        require_known(find_gpu(task.gpu), engine)
     if task.samples < 2:
         hint = "some are held out from calibration: use 2 or more"
         raise UsageError(f"--samples {task.samples}: auto needs two sequences", hint=hint)
@@ -315,7 +319,10 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     reporter.say(
         f"step 2 of {steps}: compare candidates on {measured.held_out.num_tokens:,} tokens"
     )
-    found = measured.compare(lambda *both: list(list_candidates(measured, *both, schemes=compared)))
+    found = measured.compare(
+        lambda *both: list(list_candidates(measured, *both, schemes=compared)),
+        with_types=task.gpu is not None,
+    )
     decisions: list[AnsweredQuestion] = []
 
     def note(*made: AnsweredQuestion) -> None:
@@ -327,6 +334,8 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     note(*kv.decisions)
     if kv.left_out is not None and task.gate == "w8a8":
         note(kv.left_out)
+    if task.gpu is not None:
+        note(decide.describe_cache_type(found))
     ranked = decide.rank_schemes(found, refused)
     tried: list[Outcome] = []
     for choice in _list_choices(measured, found, refused, ranked, kv, note):
@@ -449,6 +458,7 @@ def _make_report(
         gate=task.gate,
         engine=task.engine,
         engine_version=found.engine_version,
+        gpu=task.gpu or "",
         dtype=found.dtype,
         device=found.device,
         seq_len=found.seq_len,

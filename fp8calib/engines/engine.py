@@ -7,12 +7,14 @@ replays) is a function that imports its module when it is called.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.evidence import Evidence
+from fp8calib.engines.facts.gpus import Gpu
+from fp8calib.fp8.schemes import InputScaling, Scheme
 
 if TYPE_CHECKING:
     from fp8calib.engines.numerics import Numerics
@@ -65,6 +67,18 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A backend that stores a type of the KV cache on a generation of GPUs."""
+
+    cache_type: str
+    backend: str
+    generation: str
+    rank: int
+    """Its place among those that the engine tries."""
+    refused_head_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """Everything this tool knows about one inference engine."""
 
@@ -93,8 +107,12 @@ class Engine:
     """None where no command of its own starts a server."""
     numerics: Numerics | None = None
     """What `verify` emulates."""
-    cache_types: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By value of its --kv-cache-dtype: the backends that store it. Empty where it is not known."""
+    cache_types: Sequence[str] = ()
+    """The values of its --kv-cache-dtype that quantize; empty where they are not known."""
+    storage: Sequence[Storage] = ()
+    """What stores them on which GPU; empty where that is not known."""
+    multiplied: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """The generations of GPUs whose linears multiply quantized inputs, by `fp8` and `mxfp8`."""
     no_numerics: str = ""
     """Why `verify` cannot emulate it."""
     replay_folder: ReplayFolder | None = None
@@ -118,6 +136,43 @@ class Engine:
     """It repeats the scales of experts in blocks of quant_method fp8 for smaller blocks."""
     name_rules: NameRules | None = None
     """Which names of tensors it takes beside those of the model's class."""
+
+    def list_backends(
+        self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int] = ()
+    ) -> tuple[str, ...]:
+        """List the backends that store a type of the KV cache, what the engine tries first, first.
+
+        Args:
+            cache_type: the value of --kv-cache-dtype.
+            gpu: the one that serves; None for any.
+            head_sizes: of the model.
+        """
+        found = [
+            each
+            for each in self.storage
+            if each.cache_type == cache_type
+            and (gpu is None or each.generation == gpu.generation)
+            and not set(each.refused_head_sizes).intersection(head_sizes)
+        ]
+        return tuple(dict.fromkeys(each.backend for each in sorted(found, key=lambda e: e.rank)))
+
+    def explain_unserved(self, cache_type: str, gpu: Gpu, head_sizes: Collection[int] = ()) -> str:
+        """Say why a GPU does not serve a type of the KV cache; empty where it does."""
+        if self.list_backends(cache_type, gpu, head_sizes):
+            return ""
+        if self.list_backends(cache_type, gpu):
+            sizes = " or ".join(map(str, sorted(head_sizes)))
+            return f"{self.release} does not store it for heads of {sizes} on {gpu.title}"
+        others = sorted({e.generation for e in self.storage if e.cache_type == cache_type})
+        where = f", but on {', '.join(others)}" if others else ""
+        return f"{self.release} does not store it on {gpu.title}{where}"
+
+    def explain_unmultiplied(self, scheme: Scheme, gpu: Gpu) -> str:
+        """Say why a GPU does not run the inputs of a scheme as they are stored; empty where so."""
+        kind = "mxfp8" if scheme.is_mx else "fp8"
+        if scheme.inputs is InputScaling.NONE or gpu.generation in self.multiplied[kind]:
+            return ""
+        return f"{self.release} leaves inputs in 16 bits on {gpu.title}, which has no {kind}"
 
     @property
     def name(self) -> str:

@@ -22,12 +22,14 @@ from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
 from fp8calib.errors import UsageError, suggest
 
+_QUANTIZED_CACHE = "fp8_quantized_cache"
+"""What transformers calls cache_implementation="quantized" with the backend fp8."""
 REFERENCE = Engine(
     key="reference",
     title="the plain rule",
     version="",
     numerics=Numerics(name="reference"),
-    cache_types=VLLM.cache_types,
+    cache_types=tuple(dict.fromkeys([*VLLM.cache_types, *SGLANG.cache_types, _QUANTIZED_CACHE])),
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
 ENGINES: dict[str, Engine] = {}

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.kv_types import fp4, per_token_head, turboquant
+from fp8calib.kv_types import first_update, fp4, per_token_head, powers_of_two, turboquant
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""
@@ -103,7 +103,8 @@ def _make_nvfp4(name: str, description: str, store: Callable[..., torch.Tensor])
         head_multiple=fp4.NVFP4_BLOCK,
         has_global_scales=True,
         largest_code=fp4.LARGEST_CODE,
-        note="on B200 q is rounded to E4M3 too, which is left out",
+        note="on B200 q is rounded to E4M3 too, and SGLang takes 6 times the global scales, which "
+        "is left out",
     )
 
 
@@ -166,6 +167,39 @@ CACHE_TYPES = {
             num_plain_ends=2,
             is_kernel_run=True,
         ),
+        CacheType(
+            name="mxfp8",
+            description="E4M3, a power of two for 32 values of K, V and q",
+            key=powers_of_two.mxfp8,
+            value=powers_of_two.mxfp8,
+            query=powers_of_two.mxfp8,
+            count_key_bytes=_in_blocks(8, powers_of_two.MXFP8_BLOCK),
+            count_value_bytes=_in_blocks(8, powers_of_two.MXFP8_BLOCK),
+            per=Granularity.GROUP,
+            head_multiple=powers_of_two.MXFP8_BLOCK,
+            is_kernel_run=True,
+        ),
+        CacheType(
+            name="fp4_mx_block16",
+            description="E2M1, a power of two for 16 values",
+            key=powers_of_two.mx_block16,
+            value=powers_of_two.mx_block16,
+            count_key_bytes=_in_blocks(4, powers_of_two.MX_BLOCK16),
+            count_value_bytes=_in_blocks(4, powers_of_two.MX_BLOCK16),
+            per=Granularity.GROUP,
+            head_multiple=powers_of_two.MX_BLOCK16,
+            is_kernel_run=True,
+        ),
+        CacheType(
+            name="fp8_quantized_cache",
+            description="transformers' QuantizedCache in E4M3, a scale for the first update",
+            key=first_update.fp8,
+            value=first_update.fp8,
+            count_key_bytes=lambda size: size,
+            count_value_bytes=lambda size: size,
+            per=Granularity.TENSOR,
+            note="every sequence is taken for a prompt; what is larger after a prompt clips",
+        ),
     )
 }
 FP8_CACHES = ("fp8", "fp8_e4m3")
@@ -179,4 +213,6 @@ def explain_not_emulated(name: str) -> str:
         return "it stores latents in tiles, by kernels in CUDA that cannot run here"
     if name == "fp8_inc":
         return "it is FP8 on Gaudi, where no scale of a file is used"
+    if name == "fp4_e2m1":
+        return "SGLang's older name of fp4_mx_block16"
     return "its kernels were not compared with an emulation yet"

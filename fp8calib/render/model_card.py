@@ -19,6 +19,7 @@ from fp8calib.errors import shorten
 from fp8calib.jobs.card.facts import CardFacts, Loss, find_version
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.render.templates import MARKDOWN
+from fp8calib.render.verify_tables import tabulate_caches
 from fp8calib.results.check import CheckResult
 from fp8calib.verification.report import SCALE_ONE, SERVER, CandidateResult, candidates_table
 
@@ -44,7 +45,7 @@ def render_card(
         ),
         title=repo.rpartition("/")[2],
         summary=_summarize(facts, base),
-        losses=[(loss, _tabulate(loss)) for loss in facts.losses],
+        losses=[(loss, _tabulate(loss), _tabulate_caches(loss)) for loss in facts.losses],
         is_pack=pack,
         repo=repo,
         engines=None if report is None else _tabulate_engines(facts, repo, report),
@@ -134,11 +135,22 @@ def _tabulate(loss: Loss) -> Table:
     )
 
 
+def _tabulate_caches(loss: Loss) -> Table | None:
+    """Make the table of the types of the KV cache that the folder was compared with."""
+    return tabulate_caches(
+        [loss.own, *loss.others],
+        name=lambda each: "**this**" if each is loss.own else _name(each),
+    )
+
+
 def _name(candidate: CandidateResult) -> str:
     if candidate.name == SCALE_ONE:
         return "KV cache at scale 1.0"
     if candidate.name == SERVER:
         return "a running server, not emulated"
+    cache_type, sign, path = candidate.name.partition(" with ")
+    if candidate.has_own_type and sign:
+        return f"`{cache_type} with {shorten(Path(path).name)}`"
     return f"`{shorten(Path(candidate.name).name)}`"
 
 

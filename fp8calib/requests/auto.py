@@ -54,6 +54,7 @@ class AutoRequest:
             "and MI355 multiply it.",
         ),
     ] = False
+    gpu: shared.GpuOption = None
     out: Annotated[
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),

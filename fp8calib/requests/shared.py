@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
+from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.errors import UsageError, suggest
 from fp8calib.options.keys import DATA
 from fp8calib.options.option import Option
@@ -157,11 +158,11 @@ _SIZE = re.compile(
 )
 
 
-def read_gib(text: str) -> float:
+def read_gib(text: str, option: str = "--memory") -> float:
     """Read a size: `24`, `24GiB` and `24G` are 24 GiB, `500M` is 500 MiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"--memory {text}: not a size such as 24, 24GiB or 500M")
+        raise UsageError(f"{option} {text}: not a size such as 24, 24GiB or 500M")
     return float(found["number"]) * _UNITS_GIB[found["unit"].lower()]
 
 
@@ -173,6 +174,18 @@ MemoryOption = Annotated[
         parser=read_gib,
         help="Memory limit of the process (24 is 24 GiB, 500M is 500 MiB); a model that needs more "
         "is streamed layer by layer. Default: what is available on the machine.",
+    ),
+]
+
+
+GpuOption = Annotated[
+    str | None,
+    Option(
+        "--gpu",
+        metavar="NAME",
+        check=find_gpu,
+        help="The GPU that serves, such as h100, b200, mi300x or rtx5090: nothing else is compared "
+        "or recommended than what the engine serves on it.",
     ),
 ]
 

@@ -40,6 +40,10 @@ def _check_cache_types(names: str) -> None:
             raise UsageError(f"--kv-cache-dtype {name}: unknown type", hint=hint)
 
 
+def _read_kv_memory(text: str) -> float:
+    return shared.read_gib(text, "--kv-memory")
+
+
 def _check_scales(path: str) -> None:
     require_path(Path(path), option="--scales")
 
@@ -113,9 +117,12 @@ class VerifyRequest:
         Option(
             "--kv-memory",
             metavar="GIB",
-            help="Memory for the KV cache: how many tokens fit is told for each type.",
+            parser=_read_kv_memory,
+            help="Memory for the KV cache (8 is 8 GiB, 500M is 500 MiB): how many tokens fit is "
+            "told for each type.",
         ),
     ] = None
+    gpu: shared.GpuOption = None
     sensitivity: Annotated[
         bool, Option("--sensitivity", help="Also quantize one layer at a time.")
     ] = False

@@ -83,6 +83,8 @@ class AutoResult(Outcome, Result):
     gate: str
     engine: str
     engine_version: str
+    gpu: str = ""
+    """The GPU that serves; empty for any."""
     dtype: str
     device: str
     data: tuple[str, ...] = ()

@@ -282,6 +282,11 @@ class Decision(_Model):
     remedy: Remedy = Remedy.NONE
     candidate: str = ""
     """The candidate that the remedy is for."""
+    kv_cache: str = ""
+    """The candidate whose type of the KV cache is recommended; empty where that cannot be told, or
+    no types were compared."""
+    kv_cache_why: str = ""
+    """The recommendation in a sentence, or why there is none."""
 
 
 class TaskResult(_Model):
@@ -327,6 +332,8 @@ class VerifyReport(WithOverview, _Model):
     model: str
     engine: str
     engine_version: str
+    gpu: str = ""
+    """The GPU that serves, with its generation; empty for any."""
     dtype: str
     device: str
     data: tuple[str, ...]

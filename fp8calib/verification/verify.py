@@ -118,6 +118,7 @@ class VerificationRequest:
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
     has_all_types: bool = False
+    gpu: str = ""
     """Whether all types of the KV cache are compared."""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
@@ -378,6 +379,7 @@ def _build_report(
         is_strict=request.is_strict,
         reference_ppl=ppl,
         vocab_size=vocab_size,
+        engine=request.engine_version,
     )
     cached = decide_kv(basis)
     if need is not None and cached is not None:
@@ -388,6 +390,7 @@ def _build_report(
         model=reference.name,
         engine=request.engine or request.numerics.name,
         engine_version=request.engine_version,
+        gpu=request.gpu,
         dtype=reference.dtype,
         device=reference.device,
         data=plan.sources,

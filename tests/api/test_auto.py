@@ -548,3 +548,27 @@ def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
     names, why = compare("vllm", "--mxfp8", planted=plain)
     assert "mxfp8" not in names
     assert "no multiple of 32: MXFP8 has no smaller blocks" in why
+
+
+def test_type_of_the_cache_is_answered_for_a_gpu(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    model, text = plain
+    asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "H100")
+    found = run(*asked, "--out", tmp_path / "out", "--json").json
+    (answer,) = [each for each in found["decisions"] if "which type" in each["question"]]
+    assert answer["question"] == "which type of the KV cache on H100 (sm_90)?"
+    names = {each["name"] for each in found["candidates"]}
+    assert "int8_per_token_head" in names
+    assert "nvfp4_4over6" not in names
+    assert answer["answer"] in {*names, "unknown"}
+    assert found["gpu"] == "H100"
+
+
+def test_schemes_that_a_gpu_does_not_run_are_ruled_out(
+    plain: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, text = plain
+    asked = ("auto", model, "--data", text, *QUICK, "--gpu", "a100", "--out", tmp_path / "out")
+    found = run(*asked, "--json").json
+    (scheme,) = [each for each in found["decisions"] if "which scheme" in each["question"]]
+    assert "leaves inputs in 16 bits on A100 (sm_80), which has no fp8" in scheme["why"]
+    assert scheme["answer"] in {"w8a16", "none"}

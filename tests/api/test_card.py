@@ -130,6 +130,32 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     assert "another model" in fail(4, "card", overlay, *_base(), *report)
 
 
+def test_the_card_has_the_types_of_the_cache_that_were_compared(
+    made: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    overlay = tmp_path / "mine" / "kv-overlay"
+    shutil.copytree(made / "scales" / "kv-overlay", overlay)
+    types = ("--kv-cache-dtype", "fp8_e5m2,int8_per_token_head", "--kv-memory", "4GiB")
+    asked = ("verify", model, "--scales", overlay, "--data", data, *QUICK, *types, "--gpu", "h100")
+    printed = succeed(*asked, "--json")
+    (tmp_path / "loss.json").write_text(printed.out)
+    report = ("--verify-report", tmp_path / "loss.json", "--force")
+    succeed("card", overlay, "--base-model", BASE, *report)
+    text = (overlay / "README.md").read_text()
+    assert "The KV cache, in each type that was compared for H100 (sm_90)." in text
+    _, _, table = text.partition("bytes a token")
+    table, _, _ = table.partition("## Engines")
+    for one in printed.json["candidates"]:
+        cache = one["kv_cache"]
+        assert cache["tokens"] == int(4 * 2**30 / cache["bytes_per_token"])
+        row = f"{cache['bytes_per_token']:,.0f} | {cache['tokens']:,} | "
+        assert row in re.sub(" +", " ", table)
+    assert "| **this** " in table
+    assert "| `int8_per_token_head` " in table
+    assert "triton_attn" in table
+    assert str(tmp_path) not in table
+
+
 def test_how_calibrate_made_an_overlay_is_read_from_its_report(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "scales", tmp_path / "out")
     overlay = tmp_path / "out" / "kv-overlay"

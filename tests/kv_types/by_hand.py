@@ -5,6 +5,7 @@ Every function takes one vector of a token and head, and gives what is read back
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -100,6 +101,32 @@ def _nvfp4_block(block: Vector, scale: np.floating, wanted: np.floating) -> tupl
     codes = np.clip(block * factors, -6, 6).astype(ml_dtypes.float4_e2m1fn)
     read = codes.astype(F32) * of_block
     return read, float(np.square(read - block, dtype=F32).sum(dtype=F32))
+
+
+def mxfp8(x: Vector) -> Vector:
+    """Search the smallest power of two by which 32 values fit E4M3."""
+    read = []
+    for block in x.reshape(-1, 32):
+        amax = max(float(np.abs(block).max()), 1e-30)
+        exponent = next(e for e in range(-127, 128) if math.ldexp(448.0, e) >= amax)
+        scale = F32(math.ldexp(1.0, exponent))
+        codes = (block / scale).astype(F32).astype(ml_dtypes.float8_e4m3fn)
+        read.append(codes.astype(F32) * scale)
+    return np.concatenate(read)
+
+
+def mx_block16(x: Vector) -> Vector:
+    """Search the smallest power of two by which 16 values fit E2M1; halves go away from zero."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    read = []
+    for block in x.reshape(-1, 16):
+        amax = max(float(np.abs(block).max()), 6e-10)
+        exponent = next(e for e in range(-40, 128) if math.ldexp(6.0, e) >= amax)
+        for each in block:
+            code = abs(float(each)) / 2.0**exponent
+            nearest = min(magnitudes, key=lambda m: (abs(m - code), -m))
+            read.append(math.copysign(nearest, float(each)) * 2.0**exponent)
+    return np.array(read, F32)
 
 
 def turboquant_key(bits: int) -> OneVector:

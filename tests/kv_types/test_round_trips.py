@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.cache_utils import Fp8QuantizedLayer
 
-from fp8calib.kv_types import fp4, per_token_head, rotations, turboquant
+from fp8calib.kv_types import (
+    first_update,
+    fp4,
+    per_token_head,
+    powers_of_two,
+    rotations,
+    turboquant,
+)
 from fp8calib.kv_types.cache_types import CACHE_TYPES, RoundTrip
 from tests.kv_types import by_hand
 from tests.kv_types.by_hand import OneVector
@@ -50,6 +58,8 @@ EXACT: dict[str, tuple[RoundTrip, OneVector]] = {
         by_hand.uniform_value(3),
     ),
     "ultraquant": (fp4.ultraquant, by_hand.ultraquant),
+    "mxfp8": (powers_of_two.mxfp8, by_hand.mxfp8),
+    "fp4_mx_block16": (powers_of_two.mx_block16, by_hand.mx_block16),
 }
 
 
@@ -59,6 +69,20 @@ def test_values_are_those_by_hand(name: str, dtype: torch.dtype) -> None:
     store, store_one = EXACT[name]
     x = draw_vectors(64, dtype)
     assert torch.equal(store(x), store_by_hand(store_one, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_cache_is_that_of_transformers(dtype: torch.dtype) -> None:
+    """Its own class stores a prompt and a token; what it gives back of the prompt is compared."""
+    x = draw_vectors(64, dtype)
+    for sequence in x:
+        layer = Fp8QuantizedLayer()
+        prompt = sequence[None]
+        layer.update(prompt, 2 * prompt)
+        key, value = layer.update(prompt[:, :, :1], prompt[:, :, :1])
+        found_key, found_value = (first_update.fp8(each).to(dtype) for each in (prompt, 2 * prompt))
+        assert torch.equal(found_key, key[:, :, :-1])
+        assert torch.equal(found_value, value[:, :, :-1])
 
 
 ROTATED: dict[str, tuple[RoundTrip, OneVector]] = {

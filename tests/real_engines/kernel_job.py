@@ -1,13 +1,15 @@
 """Store K and V with vLLM's own kernels, in Triton's interpreter, and read them back.
 
-`TRITON_INTERPRET=1 python kernel_job.py IN OUT`, in the environment of vLLM: IN holds K and V,
-OUT gets what the cache holds of them, by cache type. What is stored rotated stays so: K of
-turboquant and ultraquant, K and V of INT4, which are given rotated.
+`TRITON_INTERPRET=1 python kernel_job.py IN OUT FOLDER`, in the environment of vLLM: IN holds K and
+V, OUT gets what the cache holds of them, by cache type. FOLDER has files of SGLang. What is stored
+rotated stays so: K of turboquant and ultraquant, K and V of INT4, which are given rotated.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +58,48 @@ def main() -> None:
     torch.save(found, sys.argv[2])
 
 
+def open_sglang(name: str) -> Any:
+    """Import a file of SGLang, compiled for nothing, on no platform."""
+    torch.compile = lambda function: function
+    sys.modules.setdefault("sglang", types.ModuleType("sglang"))
+    sys.modules.setdefault("sglang.srt", types.ModuleType("sglang.srt"))
+    context: Any = types.ModuleType("sglang.srt.runtime_context")
+    context.get_platform = None
+    sys.modules["sglang.srt.runtime_context"] = context
+    spec = importlib.util.spec_from_file_location(name, f"{sys.argv[3]}/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def store_mxfp8(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store with a power of two for 32 values, in pages that begin with an empty slot."""
+    tokens, heads, size = key.shape
+    slots, chunks = -(-(tokens + 1) // 128) * 128, size // 32
+    codes = [torch.zeros(slots, heads, size, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    shape = (slots // 128, heads, 32, 4, chunks)
+    scales = [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
+    places = torch.arange(1, tokens + 1)
+    store = open_sglang("mxfp8_quant_store_kv").quant_store_kv_mxfp8
+    store(key, value, places, *codes, *scales)
+    page, within = places // 128, places % 128
+    read = []
+    for code, scale in zip(codes, scales, strict=True):
+        exponents = scale[page, :, within % 32, within // 32].float() - 127
+        blocks = code[places].float().unflatten(-1, (-1, 32))
+        read.append((blocks * exponents.exp2()[..., None]).flatten(-2))
+    return read[0], read[1]
+
+
+def store_mx_block16(x: torch.Tensor) -> torch.Tensor:
+    """Store E2M1 in blocks of 16, and read back, by SGLang's own two functions."""
+    util = open_sglang("kvfp4_tensor").FP4MXBlock16KVQuantizeUtil
+    packed, scales = util.batched_quantize(x.float())
+    return util.batched_dequantize(packed, scales, torch.float32)
+
+
 def store_all(
     key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -64,8 +108,10 @@ def store_all(
     yield "fp8_per_token_head", store_per_token_head(key, value, torch.float8_e4m3fn)
     yield "int8_per_token_head", store_per_token_head(key, value, torch.int8)
     yield "int4_per_token_head", store_int4(key, value)
+    yield "fp4_mx_block16", (store_mx_block16(key), store_mx_block16(value))
     if size & (size - 1):
         return
+    yield "mxfp8", store_mxfp8(key, value)
     for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
         yield f"turboquant_{preset}", store_turboquant(key, value, f"turboquant_{preset}")
     if key.dtype != torch.float32:

@@ -234,7 +234,27 @@ def main() -> None:
 
 
 _CHOICE = f"{_COMPRESSED} CompressedTensorsConfig.get_quant_method"
+_ARGUMENTS = ("srt/arg_groups/fields/model.py", "srt/server_args.py")
+_PLAIN_TYPES = frozenset({"auto", "bf16", "bfloat16"})
+
+
+def read_cache_types(package: Package) -> Iterator[str]:
+    """Read the values of --kv-cache-dtype that quantize."""
+    for file in _ARGUMENTS:
+        if not package.has(file):
+            continue
+        for node in ast.walk(package.parse(file)):
+            listed = node.elts if isinstance(node, ast.List) else []
+            names = [each.value for each in listed if isinstance(each, ast.Constant)]
+            if {"auto", "fp8_e4m3", "fp8_e5m2"} <= {*names}:
+                yield from (name for name in names if name not in _PLAIN_TYPES)
+                return
+
+
 PROBES: Mapping[str, Probe] = {
+    "--kv-cache-dtype": Probe(
+        read=read_cache_types, source=" ".join(_ARGUMENTS), how=Evidence.READ
+    ),
     "class": Probe(
         read=lambda package: sorted(list_entries(package)),
         source=f"{_MODELS} EntryClass",

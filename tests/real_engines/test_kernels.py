@@ -1,4 +1,4 @@
-"""Emulated cache types against vLLM's own kernels, which Triton's interpreter runs on a CPU."""
+"""Emulated cache types against the kernels of vLLM and SGLang, run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from fp8calib.engines.facts.release import SGLANG_RELEASES
 from fp8calib.kv_types import fp4, per_token_head, turboquant
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.kv_types.rotations import hadamard
 from tests.kv_types.test_round_trips import draw_vectors
+from tests.real_engines.package import open_release
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -43,7 +45,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
     folder = tmp_path_factory.mktemp("kernels")
     torch.save(draw_pairs(), folder / "in.pt")
     job = ROOT / "tests" / "real_engines" / "kernel_job.py"
-    command = [PYTHON, job, folder / "in.pt", folder / "out.pt"]
+    for file in ("mxfp8_quant_store_kv.py", "kvfp4_tensor.py"):
+        text = open_release(SGLANG_RELEASES[-1]).read(file)
+        (folder / file).write_text(text)
+    command = [PYTHON, job, folder / "in.pt", folder / "out.pt", folder]
     environment = {**os.environ, **ENVIRONMENT, "TRITON_INTERPRET": "1"}
     subprocess.run(command, env=environment, check=True, timeout=1200)
     found: Mapping[str, Pair] = torch.load(folder / "out.pt")

@@ -24,6 +24,7 @@ from tests.real_engines.release_configs import (
     make_mixed,
     open_vllm_configs,
 )
+from tests.real_engines.vllm_gpus import read_multiplied, read_order, read_stored
 from tests.real_engines.vllm_sources import (
     COMPRESSED,
     KV_CACHE,
@@ -145,18 +146,9 @@ def read_offered_types(package: Package) -> Iterator[str]:
 
 
 def read_backend_types(package: Package) -> Iterator[str]:
-    """Read which backend of attention by heads stores which cache type."""
-    offered = set(read_offered_types(package))
-    for file in sorted(package.files):
-        folder, _, name = file.rpartition("/")
-        if not folder.endswith("v1/attention/backends"):
-            continue
-        for node in ast.walk(package.parse(file)):
-            target = ast.unparse(node).partition(":")[0] if isinstance(node, ast.AnnAssign) else ""
-            if target == "supported_kv_cache_dtypes":
-                listed = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
-                names = [each.value for each in listed if each.value in offered]
-                yield from (f"{name.removesuffix('.py')}: {each}" for each in names)
+    """Run the functions that tell which backend of attention by heads stores what on which GPU."""
+    offered = [each for each in read_offered_types(package) if not each.endswith("_ds_mla")]
+    return read_stored(package, offered)
 
 
 def has_class_first(package: Package) -> bool:
@@ -257,10 +249,24 @@ PROBES: Mapping[str, Probe] = {
     "--kv-cache-dtype": Probe(
         read=read_offered_types, source=f"{_CACHE} CacheDType", how=Evidence.READ
     ),
-    "backend stores a cache type": Probe(
+    "backend stores a cache type on": Probe(
         read=read_backend_types,
-        source="v1/attention/backends supported_kv_cache_dtypes",
-        how=Evidence.READ,
+        source="v1/attention/backend.py AttentionBackend.validate_configuration, with each GPU "
+        "simulated",
+        how=Evidence.RUN,
+    ),
+    "order of the backends on": Probe(
+        read=read_order,
+        source="platforms/cuda.py _get_backend_priorities; platforms/rocm.py "
+        "_get_backend_priorities",
+        how=Evidence.RUN,
+    ),
+    "GPU multiplies quantized inputs in": Probe(
+        read=read_multiplied,
+        source="compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py get_min_capability; "
+        "platforms/interface.py supports_fp8; kernels/linear/mxfp8/flashinfer.py is_supported; "
+        "kernels/linear/mxfp8/rocm_native.py is_supported",
+        how=Evidence.RUN,
     ),
     "platforms register cache types of their own": Probe(
         read=_contains(_CACHE, "def register_kv_cache_dtype"),

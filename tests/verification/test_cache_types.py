@@ -169,6 +169,26 @@ def test_types_that_are_not_emulated_are_refused(
         fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_cache_dtype=[name])
 
 
+def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> None:
+    report = fp8calib.verify(
+        model, data=TEXT, seq_len=32, engine="sglang==0.5.23", kv_cache_dtype=["all"]
+    )
+    names = {one.name for one in report.candidates}
+    assert names == {"scale-1.0", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16"}
+    sizes = {one.name: one.kv_cache.bytes_per_token for one in report.candidates if one.kv_cache}
+    plain = sizes["scale-1.0"]
+    assert sizes["mxfp8"] == plain * (1 + 1 / 32)
+    assert sizes["fp4_mx_block16"] == sizes["nvfp4"] == plain * (1 / 2 + 1 / 16)
+
+
+def test_cache_of_transformers_is_the_plain_rules(model: PreTrainedModel) -> None:
+    name = "fp8_quantized_cache"
+    asked = {"data": TEXT, "seq_len": 32, "engine": "reference", "kv_cache_dtype": [name]}
+    (found,) = [one for one in fp8calib.verify(model, **asked).candidates if one.name == name]
+    assert found.kv_cache is not None
+    assert not found.kv_cache.uses_scales
+
+
 def test_named_type_that_does_not_fit_is_refused() -> None:
     model = zoo.build("llama", head_dim=12)
     with pytest.raises(ModelError, match="no multiple of 16"):

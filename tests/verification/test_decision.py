@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -581,49 +581,91 @@ def test_weights_that_are_not_what_they_were_are_named() -> None:
 
 
 def make_type(
-    name: str, size: float, kld: float, verdict: Verdict = Verdict.PASS
+    name: str,
+    size: float,
+    kld: float,
+    verdict: Verdict = Verdict.PASS,
+    backends: tuple[str, ...] = (),
 ) -> CandidateResult:
     """Make a candidate whose KV cache has a type of its own."""
     cache = KvCacheResult(dtype=name, uses_scales=False, bytes_per_token=size, is_own_type=True)
+    cache = cache.model_copy(update={"backends": backends})
     return make_candidate(name, kv_cache=cache, kld_mean=kld, verdict=verdict)
 
 
-def settle_types(*types: CandidateResult) -> str:
-    """Decide on types beside scale 1.0, which has 64 bytes a token and a KLD of 0.01."""
+def settle_types(
+    *types: CandidateResult, answers: Mapping[tuple[str, str], PairedAnswer] | None = None
+) -> Decision:
+    """Decide on types beside scale 1.0, which has 64 bytes a token and a KLD of 0.01.
+
+    The smaller divergence is surely better, but for the pairs in `answers`.
+    """
     cache = KvCacheResult(dtype="fp8", uses_scales=True, bytes_per_token=64)
     unscaled = make_candidate(SCALE_ONE, kv_cache=cache, kld_mean=0.01, verdict=Verdict.PASS)
     candidates = (unscaled, *types)
-    paired = {
-        (one.name, SCALE_ONE): PairedResult(
-            candidate=one.name,
-            base=SCALE_ONE,
-            difference=(one.kld_mean or 0) - 0.01,
-            se=0.0001,
-            margin=0.001,
-            answer=PairedAnswer.BETTER,
-        )
-        for one in types
-    }
+    paired = {}
+    for one in types:
+        for base in candidates:
+            difference = (one.kld_mean or 0) - (base.kld_mean or 0)
+            plain = PairedAnswer.BETTER if difference < 0 else PairedAnswer.WORSE
+            answer = (answers or {}).get((one.name, base.name), plain)
+            paired[one.name, base.name] = pair(one.name, base.name, difference, answer)
     layers = [make_layer(one.name, 0) for one in candidates]
-    return settle(
-        Basis(candidates=candidates, layers=layers, fits={}, kv=None, paired=paired)
-    ).headline
+    basis = Basis(
+        candidates=candidates, layers=layers, fits={}, kv=None, paired=paired, engine="vLLM 0.33.0"
+    )
+    return settle(basis)
 
 
-def test_most_exact_and_smallest_type_are_named() -> None:
-    text = settle_types(make_type("exact", 66, 0.001), make_type("small", 36, 0.02))
-    assert "exact (66 bytes a token, KLD 0.0010" in text
-    assert "against scale 1.0 it is better" in text
-    assert "small (36 bytes a token, KLD 0.0200" in text
-    assert "is the smallest" in text
+def test_most_exact_type_is_recommended_and_the_smallest_named() -> None:
+    exact = make_type("exact", 66, 0.001, backends=("triton_attn",))
+    found = settle_types(exact, make_type("small", 36, 0.02))
+    assert found.kv_cache == "exact"
+    assert found.kv_cache_why == (
+        "Of the types of the KV cache use exact: KLD 0.0010 ± 0.0034, 10 times below FP8 at scale "
+        "1.0 (0.0100 ± 0.0034), about the same bytes; vLLM 0.33.0 serves it with triton_attn only. "
+        "The smallest that passes is small (36 bytes a token, KLD 0.0200 ± 0.0034)."
+    )
+    assert found.kv_cache_why in found.headline
 
 
 def test_type_that_fails_is_not_named() -> None:
-    text = settle_types(
-        make_type("exact", 66, 0.001), make_type("small", 36, 0.5, verdict=Verdict.FAIL)
+    failing = make_type("small", 36, 0.5, verdict=Verdict.FAIL)
+    found = settle_types(make_type("exact", 80, 0.006), failing)
+    assert found.kv_cache == "exact"
+    assert "which is better (KLD -0.0040 ± 0.0005) against FP8" in found.kv_cache_why
+    assert "1.2 times its bytes" in found.kv_cache_why
+    assert "The smallest that passes is scale 1.0 (64 bytes" in found.kv_cache_why
+    assert "small (" not in found.kv_cache_why
+
+
+def test_of_equal_losses_the_smallest_is_recommended() -> None:
+    same = {("exact", SCALE_ONE): PairedAnswer.NO_DIFFERENCE}
+    found = settle_types(make_type("exact", 66, 0.009), answers=same)
+    assert found.kv_cache == SCALE_ONE
+    assert "use scale 1.0: KLD 0.0100 ± 0.0034; no other that passes loses less" in found.headline
+
+
+@pytest.mark.parametrize("base", [SCALE_ONE, "other"])
+def test_nothing_is_recommended_of_what_cannot_be_told(base: str) -> None:
+    unclear = {
+        ("exact", base): PairedAnswer.CANNOT_TELL,
+        (base, "exact"): PairedAnswer.CANNOT_TELL,
+    }
+    found = settle_types(
+        make_type("exact", 66, 0.004), make_type("other", 66, 0.005), answers=unclear
     )
-    assert "scale 1.0 (64 bytes a token, KLD 0.0100 ± 0.0034) is the smallest" in text
-    assert "small (" not in text
+    assert found.kv_cache == ""
+    assert "Which type of the KV cache loses least cannot be told" in found.kv_cache_why
+    assert "differs by less than this text can tell" in found.kv_cache_why
+
+
+def test_larger_type_that_may_lose_less_forbids_nothing() -> None:
+    unclear = {("large", "exact"): PairedAnswer.CANNOT_TELL}
+    found = settle_types(
+        make_type("exact", 66, 0.004), make_type("large", 90, 0.005), answers=unclear
+    )
+    assert found.kv_cache == "exact"
 
 
 def test_no_type_passes() -> None:

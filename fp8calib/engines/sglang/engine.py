@@ -177,6 +177,7 @@ def _make_engine(release: Release) -> Engine:
             scales_flag="--quantization-param-path",
         ),
         numerics=_NUMERICS,
+        cache_types=release.list_values("--kv-cache-dtype"),
         replay_folder=_make_replay(release),
         replay_json=_make_json_replay(release),
         tensor_file_condition="it is read only inside a model folder without "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder
+from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, Storage
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.model_types import ADDED_ROOTS, HEADLESS_TYPES, RENAMING_TYPES
@@ -25,13 +25,36 @@ _WHOLE_RANGE = "inputs of MXFP8 use the whole range of e4m3 without FlashInfer"
 _REPEATS_SCALES = "the scales of experts are repeated for smaller blocks"
 
 
-def list_cache_types(release: Release) -> Mapping[str, Sequence[str]]:
-    """List the values of --kv-cache-dtype that quantize, with the backends that store them."""
-    stored = [each.split(": ") for each in release.list_values("backend stores a cache type")]
-    return {
-        name: [backend for backend, stores in stored if stores == name]
-        for name in release.list_values("--kv-cache-dtype")
+def read_storage(release: Release) -> tuple[Storage, ...]:
+    """Read which backend stores which type of the KV cache on which GPUs."""
+    orders = [each.split(": ") for each in release.list_values("order of the backends on")]
+    ranks = {
+        (generation, backend): rank
+        for order, generations in orders
+        for generation in generations.split(", ")
+        for rank, backend in enumerate(order.split(", "))
     }
+    return tuple(
+        Storage(
+            cache_type=cache_type,
+            backend=backend,
+            generation=generation,
+            rank=ranks[generation, backend],
+            refused_head_sizes=tuple(map(int, sizes.split())),
+        )
+        for value in release.list_values("backend stores a cache type on")
+        for backend, cache_type, places in [value.split(": ")]
+        for part in places.split("; ")
+        for generations, _, sizes in [part.partition(" but heads of ")]
+        for generation in generations.split(", ")
+    )
+
+
+def read_multiplied(release: Release) -> Mapping[str, frozenset[str]]:
+    """Read on which GPUs linears multiply quantized inputs, by `fp8` and `mxfp8`."""
+    values = release.list_values("GPU multiplies quantized inputs in")
+    split = (value.partition(": ") for value in values)
+    return {name: frozenset(generations.split(", ")) for name, _, generations in split}
 
 
 def _view(folder: ScaleFolder) -> ScaleFolder:
@@ -190,7 +213,9 @@ def _make_engine(release: Release) -> Engine:
             ranks_flag="--tensor-parallel-size",
         ),
         numerics=make_numerics(release),
-        cache_types=list_cache_types(release),
+        cache_types=release.list_values("--kv-cache-dtype"),
+        storage=read_storage(release),
+        multiplied=read_multiplied(release),
         view=_view,
         replay_folder=_make_replay(release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",

@@ -100,6 +100,16 @@ def choose_kv(
     )
 
 
+def describe_cache_type(report: VerifyReport) -> AnsweredQuestion:
+    """Describe which type of the KV cache is recommended on the GPU that serves."""
+    decision = report.decision
+    return AnsweredQuestion(
+        question=f"which type of the KV cache on {report.gpu}?",
+        answer=decision.kv_cache or "unknown",
+        why=decision.kv_cache_why or "the engine stores no other type of this model's cache",
+    )
+
+
 def _may_pass(candidate: CandidateResult) -> bool:
     return candidate.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}
 

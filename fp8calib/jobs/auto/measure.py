@@ -16,12 +16,13 @@ from fp8calib.data.plan import (
 )
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
+from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import CONSIDERED, find_scheme, list_without_calibration
+from fp8calib.fp8.schemes import CONSIDERED, SCHEMES, find_scheme, list_without_calibration
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.jobs.auto import decide
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
@@ -93,6 +94,7 @@ class Measured:
         *,
         scales: Sequence[str] = (),
         by_layer: bool = False,
+        with_types: bool = False,
     ) -> VerifyReport:
         """Compare candidates with the model on the text that is held out, each by its own gate.
 
@@ -100,6 +102,7 @@ class Measured:
             make: makes the candidates.
             scales: paths of others.
             by_layer: also quantize one layer at a time.
+            with_types: also compare the types of the KV cache that the GPU serves.
         """
         request = VerifyRequest(
             self.task.model,
@@ -107,6 +110,8 @@ class Measured:
             engine=self.task.engine,
             batch_size=self.task.batch_size,
             sensitivity=by_layer,
+            gpu=self.task.gpu,
+            kv_cache_dtype=("all",) if with_types else None,
         )
         options = resolve_options(request)
         job = open_verify_job(self.model, options, self.held_out)
@@ -237,7 +242,11 @@ def list_refused(
 ) -> Iterator[tuple[str, str]]:
     """List the schemes that the statistics lack sites for or the engine cannot load, and why."""
     engine = find_replayed(task.engine).key
+    gpu = None if task.gpu is None else find_gpu(task.gpu)
     for name in schemes:
+        if gpu and (why := find_emulated(task.engine)[0].explain_unmultiplied(SCHEMES[name], gpu)):
+            yield name, why
+            continue
         asked = resolve_plan(
             name,
             COMPRESSED_TENSORS.name,

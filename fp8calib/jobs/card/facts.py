@@ -55,6 +55,8 @@ class Loss:
     provenance: RunProvenance | None
     decisions: tuple[tuple[str, str, str], ...] = ()
     """Question, answer and reason of each decision of `auto`."""
+    gpu: str = ""
+    """The one that serves; empty for any."""
     engine_key: str = ""
     """The engine of a report of `auto`, on the command line."""
     serve_options: str = ""
@@ -274,6 +276,7 @@ def _from_auto(report: AutoResult) -> Loss:
         others=report.candidates,
         command=_publish(report.command),
         provenance=report.provenance,
+        gpu=report.gpu,
         warnings=report.warnings,
         engine_key=report.engine.partition("==")[0],
         serve_options=report.written.serve_options if report.written else "",
@@ -302,6 +305,7 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
         others=tuple(each for each in report.candidates if each not in own),
         command=_publish("" if report.provenance is None else report.provenance.command),
         provenance=report.provenance,
+        gpu=report.gpu,
         warnings=report.warnings,
     )
 

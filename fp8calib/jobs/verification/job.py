@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8calib.data.plan import DataPlan
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
@@ -66,6 +67,8 @@ class VerifyOptions:
     """Types of the KV cache to compare, beside FP8 with scales."""
     has_all_types: bool = False
     """Whether all were asked for: one that does not fit the model is left out with a note."""
+    gpu: Gpu | None = None
+    """The one that serves; None: any."""
     kv_memory: float | None = None
     """Bytes for the KV cache."""
     gate: Gate | None

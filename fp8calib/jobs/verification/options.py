@@ -9,10 +9,11 @@ from pathlib import Path
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
-from fp8calib.fp8.schemes import find_scheme
+from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
@@ -53,6 +54,8 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     _check_candidate_names(paths, reserved={*_RESERVED_NAMES, *cache_types})
     if others:
         _require_one_engine(request)
+    scheme = None if request.scheme is None else find_scheme(request.scheme)
+    gpu = _choose_gpu(request, engine, scheme)
     outputs = list_output_files(request)
     kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
     if kv_memory is not None and not 0 < kv_memory < math.inf:
@@ -62,11 +65,12 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         engine=engine,
         numerics=numerics,
         others=tuple(others),
-        scheme=None if request.scheme is None else find_scheme(request.scheme),
+        scheme=scheme,
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
         cache_types=cache_types,
         has_all_types="all" in (request.kv_cache_dtype or ()),
+        gpu=gpu,
         kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
         is_strict=request.strict,
@@ -122,6 +126,36 @@ def _choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]
     return tuple(name for name in dict.fromkeys(names) if name not in FP8_CACHES)
 
 
+def require_known(gpu: Gpu, engine: Engine) -> None:
+    """Refuse a GPU of which nothing is known in an engine.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not engine.storage:
+        raise UsageError(
+            f"--gpu {gpu.name}: what {engine.release} serves on it is not known",
+            hint="use --engine vllm, or leave out --gpu",
+        )
+
+
+def _choose_gpu(request: VerifyRequest, engine: Engine, scheme: Scheme | None) -> Gpu | None:
+    """Find the GPU that serves, and refuse a scheme that it does not run.
+
+    Raises:
+        UsageError: naming one of the two.
+    """
+    if request.gpu is None:
+        return None
+    gpu = find_gpu(request.gpu)
+    require_known(gpu, engine)
+    if scheme is not None and (why := engine.explain_unmultiplied(scheme, gpu)):
+        unquantized = "mxfp8-a16" if scheme.is_mx else "w8a16"
+        hint = f"use --scheme {unquantized}, or leave out --gpu"
+        raise UsageError(f"--scheme {scheme.name}: {why}", hint=hint)
+    return gpu
+
+
 def _require_one_engine(request: VerifyRequest) -> None:
     """Refuse several engines beside what is about one.
 
@@ -133,6 +167,7 @@ def _require_one_engine(request: VerifyRequest) -> None:
         "--sensitivity": request.sensitivity,
         "--server": request.server,
         "--kv-cache-dtype": request.kv_cache_dtype,
+        "--gpu": request.gpu,
     }
     if found := [option for option, value in of_one_engine.items() if value]:
         raise UsageError(
@@ -191,6 +226,7 @@ def _check_server_options(request: VerifyRequest) -> None:
         "--sensitivity": request.sensitivity,
         "--rules": request.rules,
         "--kv-cache-dtype": request.kv_cache_dtype,
+        "--gpu": request.gpu,
         "--dry-run": request.dry_run,
         "--sampled": request.sampled,
     }

@@ -10,6 +10,7 @@ import torch
 
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.kv_types.cache_types import (
@@ -81,7 +82,11 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         refused=tuple(
             _name_in(name, group[0], groups) for group in groups for name in group[0].refused
         ),
-        warnings=(*job.plan.warnings, *job.warnings, *_list_left_types(job), *notes),
+        gpu="" if job.options.gpu is None else job.options.gpu.title,
+        warnings=(
+            *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
+            *(*_list_gpu_notes(job), *notes),
+        ),
     )
 
 
@@ -90,12 +95,34 @@ def _list_left_types(job: VerifyJob) -> Iterator[str]:
     if not job.options.has_all_types:
         return
     for name in job.options.engine.cache_types:
-        if name in CACHE_TYPES:
-            why = explain_misfit(CACHE_TYPES[name], job.target.geometry)
-        else:
-            why = "" if name in {*FP8_CACHES, E5M2_CACHE} else explain_not_emulated(name)
+        is_emulated = name in {*CACHE_TYPES, *FP8_CACHES, E5M2_CACHE}
+        why = _explain_unserved(job, name) if is_emulated else explain_not_emulated(name)
         if why:
             yield f"the cache type {name} is left out: {why}"
+
+
+def _explain_unserved(job: VerifyJob, name: str) -> str:
+    """Say why a cache type does not fit the model, or is not served on the GPU; else empty."""
+    geometry, gpu = job.target.geometry, job.options.gpu
+    misfit = explain_misfit(CACHE_TYPES[name], geometry) if name in CACHE_TYPES else ""
+    if misfit or gpu is None or _has_latents(job):
+        return misfit
+    return job.options.engine.explain_unserved(name, gpu, _list_head_sizes(job))
+
+
+def _list_head_sizes(job: VerifyJob) -> set[int]:
+    return {attention.k_head_dim for _, attention in job.target.geometry.attentions()}
+
+
+def _has_latents(job: VerifyJob) -> bool:
+    return any(attention.kind == "latent" for _, attention in job.target.geometry.attentions())
+
+
+def _list_gpu_notes(job: VerifyJob) -> Iterator[str]:
+    """Say what the GPU stores otherwise than it is emulated."""
+    gpu, fmt = job.options.gpu, job.options.fmt
+    if gpu is not None and gpu.stores_fnuz and fmt is E4M3FN:
+        yield f"{gpu.title} stores FP8 as e4m3fnuz, with half the range: --fp8-dtype e4m3fnuz"
 
 
 def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
@@ -144,14 +171,14 @@ def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult |
     if cache is None:
         return None
     memory, engine = job.options.kv_memory, job.options.engine
-    has_latents = any(a.kind == "latent" for _, a in job.target.geometry.attentions())
+    backends = engine.list_backends(cache.dtype, job.options.gpu, _list_head_sizes(job))
     name = cache.dtype
     if name == FP8_CACHE and engine.launch is not None:
         name = engine.launch.kv_flag.rpartition(" ")[2]
     return cache.model_copy(
         update={
             "dtype": name,
-            "backends": () if has_latents else tuple(engine.cache_types.get(cache.dtype, ())),
+            "backends": () if _has_latents(job) else backends,
             "tokens": None if memory is None else int(memory / cache.bytes_per_token),
         }
     )
@@ -188,15 +215,15 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
     """
     options, geometry = job.options, job.target.geometry
     for name in options.cache_types:
-        if name == E5M2_CACHE:
-            yield build_e5m2_cache(geometry, options.numerics)
-            continue
-        cache_type = CACHE_TYPES[name]
-        if why := explain_misfit(cache_type, geometry):
+        if why := _explain_unserved(job, name):
             if not options.has_all_types:
                 hint = "all leaves out what does not fit"
                 raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=hint)
             continue
+        if name == E5M2_CACHE:
+            yield build_e5m2_cache(geometry, options.numerics)
+            continue
+        cache_type = CACHE_TYPES[name]
         yield build_cache_type(name, cache_type, geometry)
         scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
         for opened in scaled if cache_type.has_global_scales else ():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fp8calib.errors import format_ranges
 from fp8calib.verification.damage_rows import SiteFit
+from fp8calib.verification.judge.cache_types import Recommendation, get_kld, recommend
 from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
 from fp8calib.verification.judge.kv_need import list_losing
 from fp8calib.verification.report import (
@@ -52,6 +53,8 @@ class Basis:
     """Whether a warning of the gate is a failure."""
     reference_ppl: float = 1.0
     vocab_size: int = 0
+    engine: str = ""
+    """Its name in texts."""
 
 
 def decide(basis: Basis, cached: Decision | None) -> Decision:
@@ -79,14 +82,22 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     if broken:
         found = Decision(headline="")
     first = " ".join(filter(None, (broken, *_list_collapses(basis), *_list_same_engines(basis))))
-    headline = f"{first} {found.headline} {_compare_cache_types(basis, broken)}".strip()
+    cache = _recommend_cache(basis, broken)
+    headline = f"{first} {found.headline} {cache.why}".strip()
     details = " ".join(
         text
         for one in basis.candidates
         if one.name != SCALE_ONE and not one.has_own_type
         if (text := _describe_unfit(one.name, basis))
     )
-    return found.model_copy(update={"headline": headline, "details": details})
+    return found.model_copy(
+        update={
+            "headline": headline,
+            "details": details,
+            "kv_cache": cache.candidate,
+            "kv_cache_why": cache.why,
+        }
+    )
 
 
 def _list_scaled(basis: Basis) -> list[CandidateResult]:
@@ -287,7 +298,7 @@ def _decide_unfit(
     repaired = [one for one in scaled if _needs_query_only(one.name, basis)]
     only_queries = len(queries) == len(losing)
     if repaired and queries:
-        best = min(repaired, key=_kld)
+        best = min(repaired, key=get_kld)
         layers = _join_layers(sorted({fit.layer for fit in queries}))
         text = f"{needed}; {best.name} has no scale for q of {layers}"
         return Decision(headline=f"{text}.", remedy=Remedy.SCALE_QUERY, candidate=best.name)
@@ -320,7 +331,7 @@ def _choose_scaled(
         text = f"{needed}. {named} would fit, but the engine cannot load it"
         return Decision(headline=f"{text}: use another engine or format.")
     passing = [one for one in loadable if not _is_unusable(one, basis)]
-    best = min(passing or loadable, key=_kld)
+    best = min(passing or loadable, key=get_kld)
     klds = f"KLD {format_mean_kld(best.kld_mean, best.kld_se)}, {best.verdict_why}"
     if _fails(best, basis):
         text = f"{needed}. With {best.name} it still fails ({klds}): leave the KV cache of some "
@@ -363,32 +374,23 @@ def _join_layers(layers: Sequence[int]) -> str:
     return f"layers {shown} and {layers[-1]}"
 
 
-def _compare_cache_types(basis: Basis, broken: str) -> str:
-    """Name the smallest cache type that passes its gate, and the most exact one."""
+def _recommend_cache(basis: Basis, broken: str) -> Recommendation:
+    """Recommend a type of the KV cache; nothing where no types are compared."""
     types = [one for one in basis.candidates if one.has_own_type]
     if not types or broken:
-        return ""
-    fp8 = [one for one in basis.candidates if one.kv_cache is not None and one not in types]
-    passing = [one for one in (*fp8, *types) if not _is_unusable(one, basis)]
-    if not passing:
-        return "No type of the KV cache passes."
-    exact, smallest = min(passing, key=_kld), min(passing, key=lambda one: (_bytes(one), _kld(one)))
-    text = f"Of the types of the KV cache that pass, {_describe_cost(exact)} loses least"
-    if exact.has_own_type and (exact.name, SCALE_ONE) in basis.paired:
-        text = f"{text}: against scale 1.0 it {describe_pair(basis.paired[exact.name, SCALE_ONE])}"
-    if _bytes(smallest) < _bytes(exact):
-        text = f"{text}; {_describe_cost(smallest)} is the smallest"
-    return f"{text}."
-
-
-def _describe_cost(one: CandidateResult) -> str:
-    kld = format_mean_kld(one.kld_mean, one.kld_se)
-    return f"{_name(one.name).lower()} ({_bytes(one):,.0f} bytes a token, KLD {kld})"
-
-
-def _bytes(one: CandidateResult) -> float:
-    assert one.kv_cache is not None  # noqa: S101 -- only such are compared
-    return one.kv_cache.bytes_per_token
+        return Recommendation(candidate="", why="")
+    cached = [
+        one
+        for one in basis.candidates
+        if one.kv_cache is not None and has_kv_only(one.name, basis.layers)
+    ]
+    usable = [one for one in cached if one.name not in basis.refused]
+    return recommend(
+        [one for one in usable if not _is_unusable(one, basis)],
+        [one for one in cached if one not in types],
+        basis.paired,
+        basis.engine,
+    )
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
@@ -403,7 +405,7 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
     )
     loadable = [one for one in found if one.name not in basis.refused]
     if passing := [one for one in loadable if not _is_unusable(one, basis)]:
-        best = min(passing, key=_kld)
+        best = min(passing, key=get_kld)
         choice = f"; use {best.name}{_compare_with_best(best, passing, basis)}"
         choice = choice if len(found) > 1 else ""
         return Decision(headline=f"{listed}{choice}.", remedy=Remedy.USE, candidate=best.name)
@@ -412,7 +414,7 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
             headline=f"{listed}; leave the most sensitive layers unquantized, or use another "
             "scheme.",
             remedy=Remedy.FIND_LAYERS,
-            candidate=min(failed, key=_kld).name,
+            candidate=min(failed, key=get_kld).name,
         )
     return Decision(headline=f"{listed}.")
 
@@ -466,9 +468,3 @@ def _compare_engines(basis: Basis) -> Decision:
 
 def _name(candidate: str) -> str:
     return "Scale 1.0" if candidate == SCALE_ONE else candidate
-
-
-def _kld(candidate: CandidateResult) -> float:
-    """Give the mean divergence of an emulated candidate, which is always known."""
-    assert candidate.kld_mean is not None  # noqa: S101
-    return candidate.kld_mean

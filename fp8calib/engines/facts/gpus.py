@@ -1,0 +1,65 @@
+"""GPUs by the names that users know, and their generations, as engines tell them apart.
+
+Compute capabilities: developer.nvidia.com/cuda/gpus. Targets of LLVM: rocm.docs.amd.com,
+reference/gpu-arch-specs. What a generation serves is in the facts of each engine's releases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8calib.errors import UsageError, suggest
+
+_NAMED = {
+    "sm_80": ("a100", "a30"),
+    "sm_86": ("a10", "a40", "rtx3090", "rtxa6000"),
+    "sm_89": ("l4", "l40", "l40s", "rtx4090", "rtx6000ada"),
+    "sm_90": ("h100", "h200", "h20", "gh200"),
+    "sm_100": ("b200", "gb200"),
+    "sm_103": ("b300", "gb300"),
+    "sm_120": ("rtx5090", "rtx6000pro"),
+    "sm_121": ("gb10",),
+    "gfx942": ("mi300x", "mi325x"),
+    "gfx950": ("mi350x", "mi355x"),
+    "gfx1201": ("rx9070", "r9700"),
+}
+GENERATIONS = tuple(_NAMED)
+"""Compute capabilities of NVIDIA's GPUs and targets of AMD's, as compilers name them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU."""
+
+    name: str
+    generation: str
+
+    @property
+    def title(self) -> str:
+        """Its name in sentences."""
+        return f"{self.name.upper()} ({self.generation})"
+
+    @property
+    def stores_fnuz(self) -> bool:
+        """Whether its E4M3 has no infinities and one NaN, and half the range."""
+        return self.generation == "gfx942"
+
+
+GPUS = {
+    name: Gpu(name=name, generation=generation)
+    for generation, names in _NAMED.items()
+    for name in names
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Find a GPU by its name; case and hyphens do not count.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    plain = name.lower().replace("-", "").replace(" ", "").replace("_", "")
+    if plain not in GPUS:
+        hint = suggest(plain, list(GPUS), what="GPUs")
+        raise UsageError(f"--gpu {name}: this GPU is not known", hint=hint)
+    return GPUS[plain]

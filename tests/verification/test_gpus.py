@@ -1,0 +1,119 @@
+"""What `--gpu` leaves of the types of the KV cache and of the schemes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import fp8calib
+from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu
+from fp8calib.engines.registry import find_emulated
+from fp8calib.errors import ModelError, UsageError
+from tests import zoo
+
+TEXT = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Build a tiny model whose heads have 64 values."""
+    return zoo.build("llama", head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
+        ("h100", "sm_90"),
+        ("H200", "sm_90"),
+        ("B200", "sm_100"),
+        ("MI300X", "gfx942"),
+        ("mi355x", "gfx950"),
+        ("l4", "sm_89"),
+        ("L40S", "sm_89"),
+        ("A100", "sm_80"),
+        ("RTX 4090", "sm_89"),
+        ("rtx-5090", "sm_120"),
+        ("RTX6000PRO", "sm_120"),
+    ],
+)
+def test_gpu_has_its_generation(name: str, generation: str) -> None:
+    assert find_gpu(name).generation == generation
+
+
+def test_unknown_gpu_is_refused() -> None:
+    with pytest.raises(UsageError, match="--gpu h1000: this GPU is not known"):
+        find_gpu("h1000")
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "cache_type", "backends"),
+    [
+        ("vllm==0.33", "h100", "fp8", ("flash_attn", "flashinfer", "triton_attn")),
+        ("vllm==0.33", "b200", "fp8", ("flashinfer", "flash_attn", "triton_attn")),
+        ("vllm==0.26", "b200", "fp8", ("flashinfer", "triton_attn")),
+        ("vllm==0.33", "a100", "int8_per_token_head", ("triton_attn",)),
+        ("vllm==0.33", "b200", "nvfp4", ("flashinfer",)),
+        ("vllm==0.31", "h100", "nvfp4", ()),
+        ("vllm==0.33", "h100", "nvfp4_4over6", ()),
+        ("vllm==0.33", "h100", "ultraquant_4bit", ()),
+        ("vllm==0.33", "mi355x", "ultraquant_4bit", ("ultraquant",)),
+    ],
+)
+def test_release_serves_a_type_with_these_backends(
+    engine: str, gpu: str, cache_type: str, backends: tuple[str, ...]
+) -> None:
+    """What vLLM's own functions answer; tests/real_engines asks them again."""
+    record, _ = find_emulated(engine)
+    assert record.list_backends(cache_type, GPUS[gpu]) == backends
+
+
+def test_every_generation_serves_fp8() -> None:
+    record, _ = find_emulated("vllm")
+    for name in GPUS:
+        assert record.list_backends("fp8", GPUS[name])
+    assert {each.generation for each in record.storage} == set(GENERATIONS)
+
+
+def test_all_are_the_types_that_the_gpu_serves(model: PreTrainedModel) -> None:
+    report = fp8calib.verify(
+        model, data=TEXT, seq_len=32, engine="vllm==0.33", kv_cache_dtype=["all"], gpu="h100"
+    )
+    named = {one.name: one.kv_cache for one in report.candidates}
+    assert "int8_per_token_head" in named
+    assert not {"nvfp4", "nvfp4_4over6", "ultraquant_4bit"} & set(named)
+    assert report.gpu == "H100 (sm_90)"
+    left = " ".join(report.warnings)
+    assert "nvfp4 is left out: vLLM 0.33.0 does not store it for heads of 64 on H100" in left
+    assert "nvfp4_4over6 is left out: vLLM 0.33.0 does not store it on H100 (sm_90), but " in left
+    unscaled = named["scale-1.0"]
+    assert unscaled is not None
+    assert unscaled.backends == ("flash_attn", "flashinfer", "triton_attn")
+
+
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        ({"engine": "sglang"}, "what SGLang .* serves on it is not known"),
+        ({"engine": ["vllm", "vllm==0.31"]}, "gpu= is about one engine"),
+        ({"gpu": "a100", "scheme": "fp8-dynamic"}, "leaves inputs in 16 bits on A100"),
+        ({"gpu": "h100", "scheme": "mxfp8"}, "which has no mxfp8"),
+    ],
+)
+def test_what_a_gpu_does_not_run_is_refused(
+    asked: dict[str, object], part: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(UsageError, match=part):
+        fp8calib.verify(model, data=TEXT, seq_len=32, **{"gpu": "h100", **asked})  # type: ignore[arg-type]
+
+
+def test_named_type_that_the_gpu_does_not_serve_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ModelError, match=r"nvfp4_4over6.: vLLM .* does not store it on H100"):
+        fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4_4over6"], gpu="h100")
+
+
+def test_range_of_mi300x_is_named(model: PreTrainedModel) -> None:
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="mi300x")
+    assert any("stores FP8 as e4m3fnuz" in text for text in report.warnings)
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="mi300x", fp8_dtype="e4m3fnuz")
+    assert not any("stores FP8 as" in text for text in report.warnings)
