@@ -8,6 +8,7 @@ from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.plan import describe_plan
 from fp8calib.render.verify_tables import (
     cache_table,
+    decoding_table,
     list_shown_pairs,
     rules_table,
     sites_table,
@@ -52,6 +53,10 @@ def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
+    if result.decoding:
+        yield Line()
+        yield decoding_table(result.decoding)
+        yield from (Line(f"  {each.sentence}") for each in result.decoding)
     if result.task_setup is not None:
         yield Line()
         yield tasks_table(result.tasks, result.task_setup)

@@ -116,6 +116,14 @@ class VerifyRequest:
             help="Memory for the KV cache: how many tokens fit is told for each type.",
         ),
     ] = None
+    decode: Annotated[
+        bool,
+        Option(
+            "--decode",
+            help="Also score text as it is served: half of each sequence as a prompt, then token "
+            "by token. With --server, let it write the second half, and score that as a prompt.",
+        ),
+    ] = False
     sensitivity: Annotated[
         bool, Option("--sensitivity", help="Also quantize one layer at a time.")
     ] = False

@@ -249,6 +249,25 @@ class RuleResult(_Model):
     """Its divergence minus that of the first rule of the list; None for that one."""
 
 
+class DecodeResult(_Model):
+    """A candidate on the tokens after the prompt, which is half of each sequence."""
+
+    candidate: str
+    tokens: int
+    """Those that decoding steps predict."""
+    is_same: bool
+    """Whether the engine computes a prompt as it decodes: then both figures are of one pass."""
+    prompt_kld: float
+    """The mean divergence where the whole text is a prompt."""
+    prompt_kld_se: float | None
+    decode_kld: float
+    """The same where each token after the prompt is decoded."""
+    decode_kld_se: float | None
+    difference: PairedResult
+    """Of the same tokens, decoded and as a prompt."""
+    sentence: str
+
+
 class KvNeed(_Model):
     """Whether the KV cache needs scales: three costs, and the sites that scale 1.0 does not fit.
 
@@ -353,6 +372,8 @@ class VerifyReport(WithOverview, _Model):
     """For the page alone."""
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
+    decoding: tuple[DecodeResult, ...] = ()
+    """With `--decode`: each candidate with a KV cache."""
     tasks: tuple[TaskResult, ...] = ()
     task_setup: TaskSetup | None = None
     server: ServerResult | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+import fp8calib
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
@@ -20,6 +21,7 @@ from fp8calib.verification.emulation.cache_types import emulate_cache_type
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.served import count_prompt, find_decoded, make_hooks
+from fp8calib.verification.report import PairedAnswer
 from tests import zoo
 from tests.kv_types import by_hand as types_by_hand
 from tests.verification.by_hand import (
@@ -37,18 +39,21 @@ from tests.verification.test_cache_types import store_all
 
 
 class SteppedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """Stores K and V quantized; what the first call of a layer gets back is in 16 bits, if asked."""
+    """Stores K and V quantized; the first call of a layer gets them in 16 bits, if asked."""
 
-    def __init__(self, config: Any, key: Change, value: Change, *, raw_prompt: bool) -> None:
+    def __init__(
+        self, config: Any, changes: Sequence[tuple[Change, Change]], *, raw_prompt: bool
+    ) -> None:
         super().__init__(config=config)
-        self._changes = (key, value)
+        self._changes = changes
         self._raw_prompt = raw_prompt
         self._begun: set[int] = set()
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        pairs = zip(self._changes, (key, value), strict=True)
+        """Store the new tokens, and give all of them."""
+        pairs = zip(self._changes[layer_idx], (key, value), strict=True)
         changed = [change(x.float()).to(x.dtype) for change, x in pairs]
         stored = super().update(*changed, layer_idx, *args, **kwargs)
         is_first = layer_idx not in self._begun
@@ -106,9 +111,9 @@ def test_prompts_in_16_bits_are_scored_as_they_generate(
         emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
         hooks = make_hooks(emulation)
         padded, full = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
-        make_cache = partial(
-            SteppedCache, text_config(subject.model), *STORED[name], raw_prompt=True
-        )
+        config = text_config(subject.model)
+        changes = [STORED[name]] * config.num_hidden_layers
+        make_cache = partial(SteppedCache, config, changes, raw_prompt=True)
         for batch, hidden in ((PADDED, padded), (FULL, full)):
             for row, length in enumerate(batch.lengths):
                 ids = batch.input_ids[row, :length]
@@ -128,9 +133,9 @@ def test_engines_that_read_the_cache_generate_what_a_prompt_of_all_gives(
     with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
         quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
         (hidden,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
-        make_cache = partial(
-            SteppedCache, text_config(subject.model), cast_unscaled, cast_unscaled, raw_prompt=False
-        )
+        config = text_config(subject.model)
+        changes = [(cast_unscaled, cast_unscaled)] * config.num_hidden_layers
+        make_cache = partial(SteppedCache, config, changes, raw_prompt=False)
         for row, ids in enumerate(FULL.input_ids):
             wanted = generate_step_by_step(subject.model, ids, make_cache)
             torch.testing.assert_close(hidden[row], wanted, rtol=0, atol=5e-5)
@@ -170,3 +175,43 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
 def test_types_of_which_the_engine_computes_a_prompt_in_16_bits() -> None:
     found = {name for name, each in CACHE_TYPES.items() if each.prompt_in_16_bits}
     assert found == {name for name in CACHE_TYPES if name.startswith(("turbo", "ultra"))}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Build a tiny model whose heads fit every type."""
+    return zoo.build("llama", num_hidden_layers=6, head_dim=32)
+
+
+def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel) -> None:
+    """Against log-probabilities of a model that generates over a cache by hand."""
+    text = [torch.arange(3, 35) + 8 * shift for shift in range(12)]
+    name = "turboquant_k8v4"
+    report = fp8calib.verify(
+        model, data=text, seq_len=32, engine="vllm==0.32", kv_cache_dtype=[name], decode=True
+    )
+    unscaled, found = report.decoding
+    assert (unscaled.candidate, unscaled.is_same, unscaled.tokens) == ("scale-1.0", True, 12 * 15)
+    assert (unscaled.prompt_kld, unscaled.difference.difference) == (unscaled.decode_kld, 0.0)
+    assert unscaled.sentence.endswith("decoding computes the same.")
+
+    same = (torch.Tensor.float, torch.Tensor.float)
+    changes = [STORED[name] if index in {2, 3} else same for index in range(6)]
+    wanted = []
+    for ids in text:
+        cache = SteppedCache(text_config(model), changes, raw_prompt=True)
+        hidden = generate_step_by_step(model, ids, lambda cache=cache: cache)
+        both = [model.lm_head(each) for each in (generate_at_once(model, ids), hidden)]
+        p, q = (torch.log_softmax(logits.double(), -1) for logits in both)
+        wanted.append((p.exp() * (p - q)).sum(-1)[16:-1])
+    klds = torch.stack(wanted).detach()
+    assert (found.candidate, found.is_same, found.prompt_kld) == (name, False, 0.0)
+    assert found.decode_kld == pytest.approx(float(klds.mean()), rel=0.02)
+    assert found.decode_kld_se == pytest.approx(float(klds.mean(1).std() / 12**0.5), rel=0.05)
+    assert found.difference.answer is PairedAnswer.WORSE
+    assert "Scores of prompts do not show what it costs." in found.sentence
+
+
+def test_sequences_without_decoded_tokens_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(VerificationError, match="decode=True: no sequence is longer than 2 tokens"):
+        fp8calib.verify(model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)

@@ -79,6 +79,8 @@ class VerifyOptions:
     """Whether faults of a server are candidates too."""
     writes_text: bool = False
     """Whether the model writes the text."""
+    scores_decoding: bool = False
+    """Whether text is also scored as it is served."""
     with_histograms: bool = False
     """Whether the report gets the histograms of the statistics."""
     scratch: Path

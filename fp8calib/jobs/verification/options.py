@@ -76,6 +76,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         limit=request.limit,
         with_faults=request.server is not None,
         writes_text=request.sampled and request.reference_server is None,
+        scores_decoding=request.decode,
         with_histograms=request.report is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
