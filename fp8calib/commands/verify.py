@@ -113,6 +113,7 @@ def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest |
         num_top=request.server_logprobs,
         concurrency=request.server_concurrency,
         timeout_s=request.server_timeout,
+        is_decoded=request.decode,
         is_sampled=request.sampled,
         reference=request.reference_server,
         reference_model=request.reference_server_model,

@@ -112,6 +112,9 @@ def _describe_server(report: VerifyReport) -> Iterator[Block]:
             f"  the unquantized {found.engine.kind} server differs from the model here by "
             f"{found.engine.change_rms:.4f} nats, perplexity ratio {found.engine.ppl_ratio:.4f}"
         )
+    if found.decoding is not None:
+        yield Line(f"  {found.decoding.tokens:,} tokens that the server wrote:")
+        yield Line(f"    {found.decoding.sentence}")
     if found.repeated_requests:
         yield Line(
             f"  requests sent again, as a server was slow or busy: {found.repeated_requests}"

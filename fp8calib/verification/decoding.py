@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.errors import VerificationError
 from fp8calib.geometry.sites import Role
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.compare.token_scores import split_sequences
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.served import find_decoded
 from fp8calib.verification.report import DecodeResult, PairedAnswer, describe_pair
@@ -34,17 +34,9 @@ def list_decode_emulations(candidates: Sequence[Candidate]) -> dict[str, Emulati
 def compare_decoding(
     candidates: Sequence[Candidate], compared: ComparisonResult, lengths: Sequence[int]
 ) -> tuple[DecodeResult, ...]:
-    """Compare both scores of each candidate with a KV cache, on tokens that steps predict.
-
-    Raises:
-        VerificationError: no sequence has such a token.
-    """
+    """Compare both scores of each candidate with a KV cache, on tokens that steps predict."""
     decoded = find_decoded(lengths)
-    if not bool(decoded.any()):
-        raise VerificationError(
-            "--decode: no sequence is longer than 2 tokens", hint="use a larger --seq-len"
-        )
-    counts = [int(part.sum()) for part in decoded.split([length - 1 for length in lengths])]
+    counts = [int(part.sum()) for part in split_sequences(decoded, lengths)]
     kept = [count + 1 for count in counts if count]
     return tuple(
         _compare(candidate, _find_klds(candidate, compared), decoded, kept)

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import fp8calib
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import VerificationError
+from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.verification.emulation.cache_types import emulate_cache_type
@@ -213,5 +213,5 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel) -> None
 
 
 def test_sequences_without_decoded_tokens_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(VerificationError, match="decode=True: no sequence is longer than 2 tokens"):
+    with pytest.raises(UsageError, match="decode=True: no sequence is longer than 2 tokens"):
         fp8calib.verify(model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)

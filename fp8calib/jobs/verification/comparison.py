@@ -38,6 +38,7 @@ from fp8calib.verification.candidates import (
     open_candidate,
     open_stats,
 )
+from fp8calib.verification.emulation.served import find_decoded
 from fp8calib.verification.report import RunProvenance
 from fp8calib.verification.tasks.lm_eval import run_tasks
 from fp8calib.verification.tasks.task_files import open_tasks
@@ -117,6 +118,9 @@ def open_verify_job(
     asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
     opened = [tuple(_open_candidates(each, target)) for each in asked]
     plan = text if isinstance(text, DataPlan) else text.plan(model.source)
+    if options.scores_decoding and not bool(find_decoded(list(map(len, plan.sequences))).any()):
+        hint = "use longer text, or a larger --seq-len"
+        raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
     ask = None
     if server is not None:
         from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx

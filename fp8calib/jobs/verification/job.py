@@ -38,6 +38,8 @@ class ServerRequest:
     num_top: int = 1
     concurrency: int = 4
     timeout_s: float = 600.0
+    is_decoded: bool = False
+    """Whether the server also writes text, which it then scores as prompts."""
     is_sampled: bool = False
     """Whether the unquantized model writes the text."""
     reference: str | None = None

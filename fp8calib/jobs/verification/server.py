@@ -16,12 +16,14 @@ from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers
 from fp8calib.verification.server.client import RequestCount, find_endpoint
+from fp8calib.verification.server.decoding import DecodingAnswers
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
 from fp8calib.verification.server.score import (
     ServerOptions,
     ServerText,
     connect,
+    decode,
     score,
     spell_out,
     write,
@@ -121,6 +123,12 @@ def connect_all(
         request=request,
     )
     job.require_two()
+    kind = job.server.server.kind
+    if request.is_decoded and not kind.takes_ids:
+        raise UsageError(
+            f"--decode: {kind.name} takes text, so it cannot continue token ids",
+            hint="use a vLLM or SGLang server",
+        )
     usable, lost = _keep_spelled(job, plan)
     usable = replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
     return partial(_ask_servers, job), usable
@@ -181,6 +189,22 @@ def _ask_servers(
         text = job.make_text(sequences)
         return score(one.options, one.server, text, progress, stage=stage)
 
+    def ask_decoding() -> DecodingAnswers:
+        """Let --server write, then score what it wrote, each twice for the first sequences."""
+        one, text = job.server, plan.sequences
+        few = job.make_text(text[:SEQUENCES])
+        decoded = decode(
+            one.options, one.server, job.make_text(text), progress, stage="letting the server write"
+        )
+        again = decode(one.options, one.server, few, progress, stage="letting it write again")
+        written = tuple(each.ids for each in decoded)
+        return DecodingAnswers(
+            decoded=decoded,
+            again=again,
+            scores=ask(one, written, "asking about what it wrote"),
+            scores_again=ask(one, written[:SEQUENCES], "asking about what it wrote again"),
+        )
+
     every = plan.sequences
     return plan, ServerAnswers(
         scores=ask(job.server, every, "asking the server"),
@@ -188,6 +212,7 @@ def _ask_servers(
         reference=None
         if job.reference is None
         else ask(job.reference, every, "asking the unquantized server"),
+        decoding=ask_decoding() if job.request.is_decoded else None,
         num_given=count_given(every) if job.request.is_sampled else None,
         repeated=sum(
             one.options.count.repeated for one in (job.server, job.reference) if one is not None

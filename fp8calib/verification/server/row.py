@@ -10,6 +10,7 @@ from fp8calib.verification.report import (
     SERVER,
     CandidateResult,
     Decision,
+    PairedAnswer,
     Verdict,
     VerifyReport,
 )
@@ -27,6 +28,11 @@ def add_server(
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
     else:
         verdict, why = correct_if_misleading(verdict, why, damage="", summary=summary, gate=gate)
+    decoding = result.decoding
+    if decoding is not None and decoding.answer == PairedAnswer.WORSE:
+        if verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
+            verdict = Verdict.WARN
+        why = f"{why}, but decoding and prompts do not agree"
     row = CandidateResult(
         name=SERVER,
         description=f"{result.kind} at {result.url}, model {result.model}",
@@ -42,6 +48,9 @@ def add_server(
         update={
             "candidates": (*others, row, *last),
             "server": result,
-            "decision": Decision(headline=result.sentence),
+            "decision": Decision(
+                headline=result.sentence if decoding is None else decoding.sentence,
+                details="" if decoding is None else result.sentence,
+            ),
         }
     )

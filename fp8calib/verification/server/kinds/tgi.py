@@ -15,6 +15,7 @@ from fp8calib.verification.server.kinds.kind import (
     check_count,
     find,
     find_list,
+    join_decoded,
     join_positions,
     read_number,
     read_token,
@@ -79,6 +80,16 @@ class TgiServer:
         """Read the generated tokens."""
         tokens = find_list(body, "details", "tokens")
         return read_tokens([find(token, "id") for token in tokens], count)
+
+    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
+        """Refuse: ids cannot be sent."""
+        return self.make_writing(model, ids, count, 0)
+
+    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
+        """Read the generated tokens with their log-probabilities."""
+        found = find_list(body, "details", "tokens")
+        logprobs = [read_number(find(token, "logprob")) for token in found]
+        return join_decoded(self.read_written(body, count), logprobs)
 
 
 def _read_position(entry: Any) -> Position:
