@@ -93,7 +93,8 @@ class VerifyRequest:
             reads=str,
             collect=_split,
             check=_check_rule,
-            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2; auto: "
+            "choose one for each K and V on half of the text, and judge the choice on the other.",
         ),
     ] = None
     kv_cache_dtype: Annotated[

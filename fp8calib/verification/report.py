@@ -249,6 +249,43 @@ class RuleResult(_Model):
     """Its divergence minus that of the first rule of the list; None for that one."""
 
 
+class SiteRuleResult(_Model):
+    """The rule of what shares a scale, quantized alone: K or V of a layer, or both of latents."""
+
+    layer: int
+    sites: tuple[str, ...]
+    rule: str
+    """Better than amax outside the noise; empty without one: that of all others."""
+    kld: float
+    """With this rule, or else with amax."""
+    kld_se: float | None
+    against_amax: PairedResult | None
+    """The rule of the smallest divergence against amax; None where that is it."""
+
+
+class RuleChoiceResult(_Model):
+    """The rule of each K and V, chosen by what the model loses: `--rules auto`."""
+
+    candidate: str
+    options: tuple[str, ...]
+    is_gained: bool
+    """Whether the choice is better than amax on other text than it was made on."""
+    default: str
+    """The rule of all sites that `rules` does not name."""
+    rules: Mapping[str, str]
+    left_layers: tuple[int, ...]
+    """The layers whose cache stays in 16 bits."""
+    flag: str
+    """The engine's option for that; empty without any."""
+    sites: tuple[SiteRuleResult, ...]
+    """Those of the layers that lose most, which were measured with every rule."""
+    judged: tuple[RuleResult, ...]
+    """The choice, and each rule everywhere, on other text; empty where the choice is amax."""
+    chosen_on_tokens: int
+    judged_on_tokens: int
+    sentence: str
+
+
 class DecodeResult(_Model):
     """A candidate on the tokens after the prompt, which is half of each sequence."""
 
@@ -372,6 +409,8 @@ class VerifyReport(WithOverview, _Model):
     """For the page alone."""
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
+    rule_choice: RuleChoiceResult | None = None
+    """With `--rules auto`."""
     decoding: tuple[DecodeResult, ...] = ()
     """With `--decode`: each candidate with a KV cache."""
     tasks: tuple[TaskResult, ...] = ()

@@ -72,6 +72,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
+from fp8calib.verification.rule_choice import RuleSearch, choose_rules
 from fp8calib.verification.sensitivity import measure_sensitivity
 from fp8calib.verification.server.assess import Evidence, ServerAnswers, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
@@ -123,6 +124,7 @@ class VerificationRequest:
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
+    rule_search: RuleSearch | None = None
     scores_decoding: bool = False
     """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
     histograms: tuple[HistogramResult, ...] = ()
@@ -208,6 +210,16 @@ def verify(
             batch_size=batch_size,
             progress=progress,
         )
+    rule_choice = None
+    if request.rule_search is not None:
+        rule_choice = choose_rules(
+            comparison,
+            reference.geometry,
+            request.rule_search,
+            plan,
+            batch_size=batch_size,
+            progress=progress,
+        )
     report = _build_report(
         reference,
         request,
@@ -216,6 +228,7 @@ def verify(
         sensitivity,
         time.monotonic() - started,
     )
+    report = report.model_copy(update={"rule_choice": rule_choice})
     logprobs = {
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},

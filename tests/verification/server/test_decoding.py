@@ -80,7 +80,7 @@ def test_decoding_that_agrees_is_said_to(
 
 
 def test_tgi_cannot_continue_ids(model: Path, data: Path, paths: tuple[Predict, Predict]) -> None:
-    with FakeServer(paths[0], kind="tgi", tokenize=tokenize) as server:
+    with FakeServer(paths[0], kind="tgi", tokenize=lambda t: [0, *tokenize(t)]) as server:
         options = ("--data", data, *QUICK, "--server", server.url, "--decode")
         found = fail(2, "verify", model, *options)
     assert found.startswith("--decode: tgi takes text, so it cannot continue token ids")
