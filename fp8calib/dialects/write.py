@@ -173,7 +173,7 @@ def write_formats(
         stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
     )
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
-    of_inputs = rule.default if isinstance(rule, SiteRules) else rule
+    of_inputs = AMAX if isinstance(rule, SiteRules) else rule
     linear_scales = cache(
         partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=of_inputs)
     )

@@ -111,10 +111,9 @@ def compute_kv_scales(
 
 
 def _choose_rule(rule: Rule | SiteRules, site: Site) -> Rule:
-    """Choose the rule of a site; q has no scale of 1.0 by a rule, and none of its own."""
+    """Choose the rule of a site; no rule makes the scale of q 1.0."""
     own = rule.of(site) if isinstance(rule, SiteRules) else rule
-    is_free = site.role is Role.Q and (own == ONE or isinstance(rule, SiteRules))
-    return AMAX if is_free else own
+    return AMAX if own == ONE and site.role is Role.Q else own
 
 
 def _is_shared_by_heads(rule: Rule | SiteRules, site: Site) -> bool:

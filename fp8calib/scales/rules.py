@@ -70,15 +70,14 @@ PER_HEAD = "per-head"
 class SiteRules:
     """The rules that were chosen for K and V of each layer."""
 
-    default: Rule
     sites: Mapping[Site, Rule] = field(default_factory=dict)
-    """Those of sites with another rule."""
+    """Other sites use their amax."""
     by_head: frozenset[Site] = frozenset()
     """The sites with a scale for each head, where a format holds them; others have one."""
 
     def of(self, site: Site) -> Rule:
         """Give the rule of a site."""
-        return self.sites.get(site, self.default)
+        return self.sites.get(site, AMAX)
 
 
 _NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {

@@ -179,7 +179,7 @@ class _Search:
         return self._choose_others(_Chosen(base=_AMAX, sites=tuple(sites), left=left))
 
     def _find_left(
-        self, sites: Sequence[SiteRuleResult], layers: dict[int, float]
+        self, sites: Sequence[SiteRuleResult], layers: Mapping[int, float]
     ) -> tuple[int, ...]:
         """Find the layers that stand out with the best rules too, where the engine can leave one.
 
@@ -187,14 +187,15 @@ class _Search:
         """
         if not self._can_skip:
             return ()
-        least: dict[int, float] = {}
-        for site in sites:
-            layers[site.layer] = 0.0 if site.layer not in least else layers[site.layer]
-            layers[site.layer] += site.kld
-            sure = site.kld - 2 * (site.kld_se or 0.0)
-            least[site.layer] = least.get(site.layer, 0.0) + sure
-        usual = median_low(layers.values())
-        return tuple(layer for layer in sorted(least) if least[layer] > STANDS_OUT * usual)
+        rest = {site.layer: [each for each in sites if each.layer == site.layer] for site in sites}
+        costs = {layer: sum(each.kld for each in found) for layer, found in rest.items()}
+        usual = median_low(list({**layers, **costs}.values()))
+        errors = {
+            layer: 2 * sum(each.kld_se or 0.0 for each in found) for layer, found in rest.items()
+        }
+        return tuple(
+            layer for layer, cost in costs.items() if cost - errors[layer] > STANDS_OUT * usual
+        )
 
     def _choose_others(self, chosen: _Chosen) -> _Chosen:
         """Choose the rule of the sites without one of their own."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import fp8calib
 from fp8calib.data.plan import Batch
-from fp8calib.errors import UsageError
+from fp8calib.errors import DataError, UsageError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.decoder import Decoder
+from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.scales.rules import SiteRules, parse_rule
 from fp8calib.verification.report import PairedAnswer, RuleChoiceResult
 from tests import zoo
 from tests.verification.by_hand import HandCache, cast
@@ -215,3 +222,73 @@ def test_auto_is_no_rule_of_statistics_alone() -> None:
     stats = fp8calib.calibrate(build_model(), draw_text(4, seed=1), seq_len=LENGTH).stats
     with pytest.raises(UsageError, match="it needs the model and held-out text"):
         stats.kv_scales(rule="auto")
+
+
+def test_calibrate_writes_what_it_chose_on_the_text_it_held_out(tmp_path: Path) -> None:
+    """The statistics are those of the first 64 of 80 sequences, and so is every scale."""
+    model = build_model()
+    text = draw_text(80, seed=4)
+    model.save_pretrained(tmp_path / "model")
+    result = fp8calib.calibrate(
+        tmp_path / "model", text, seq_len=LENGTH, rule="auto", out=tmp_path / "out"
+    )
+    assert (result.sequences, result.rule) == (64, "auto")
+    choice = result.rule_choice
+    assert choice is not None
+    assert choice.is_gained
+    assert choice.chosen_on_tokens == choice.judged_on_tokens == 8 * LENGTH
+    assert "per-head" not in choice.options  # kv-overlay has one scale for each tensor
+    stats = fp8calib.calibrate(model, text[:64], seq_len=LENGTH).stats
+    written: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out" / "kv-overlay").glob("*.safetensors"):
+        found = load_file(file)
+        written |= {name: x for name, x in found.items() if name.endswith(("k_scale", "v_scale"))}
+    assert len(written) == 2 * LAYERS
+    assert set(choice.rules) >= {f"model.layers.{layer}.self_attn.k" for layer in SINKS}
+    for name, scale in written.items():
+        site = name.removesuffix("_scale")
+        rule = choice.rules.get(site, choice.default)
+        assert scale.item() == stats.kv_scales(rule=rule)[name].item(), name
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert saved["rule_choice"]["rules"] == dict(choice.rules)
+
+
+def test_heads_with_one_scale_stand_in_a_file_of_heads() -> None:
+    """In a table of heads, sites without a scale for each have the largest for all."""
+    stats = fp8calib.calibrate(build_model(), draw_text(8, seed=1), seq_len=LENGTH).stats
+    (_, attention), *_ = stats.geometry.attentions()
+    key, value = attention.site(Role.K), attention.site(Role.V)
+    rules = SiteRules(sites={key: parse_rule("1.0")}, by_head=frozenset({value}))
+    by_head = compute_kv_scales(stats, E4M3FN, per_head=True)
+    found = compute_kv_scales(stats, E4M3FN, per_head=True, rule=rules)
+    assert found.scales[key].values.tolist() == [[1.0] * attention.num_kv_heads]
+    assert torch.equal(found.scales[value].values, by_head.scales[value].values)
+    for site, scale in found.scales.items():
+        if site not in {key, value}:
+            assert (scale.values == by_head.scales[site].values.max()).all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        ({"out": None}, "nothing is written without"),
+        ({"shard": "1/2"}, "has not all statistics"),
+        ({"formats": ["rfc"], "recipe": "w8a8-static"}, "scales inputs of linears too"),
+    ],
+)
+def test_auto_is_refused_where_it_is_not_about_k_and_v(
+    asked: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    asked = {"out": tmp_path / "out", **asked}
+    build_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(UsageError, match=part):
+        fp8calib.calibrate(
+            tmp_path / "model", draw_text(16, seed=1), seq_len=LENGTH, rule="auto", **asked
+        )
+
+
+def test_calibration_needs_enough_text_to_hold_out(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="6 sequences are too few"):
+        fp8calib.calibrate(
+            build_model(), draw_text(6, seed=1), seq_len=LENGTH, rule="auto", out=tmp_path / "out"
+        )

@@ -52,7 +52,8 @@ from fp8calib.verification.verify import (
 from fp8calib.verification.verify import verify as compare
 
 _SMALLEST_SHARE = 0.01
-_LEAST_FOR_AUTO = 2
+LEAST_FOR_AUTO = 2
+"""The sequences without which rules cannot be chosen and judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +313,7 @@ def _check_auto(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> None:
     Raises:
         UsageError: it is one sequence, or part of it made the statistics.
     """
-    if len(plan.sequences) < _LEAST_FOR_AUTO:
+    if len(plan.sequences) < LEAST_FOR_AUTO:
         raise UsageError(
             f"--rules auto: {len(plan.sequences)} sequences are too few: some choose, others judge",
             hint="use more text, or a shorter --seq-len",

@@ -11,7 +11,7 @@ import torch
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Site
-from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
     E5M2_CACHE,
@@ -20,7 +20,7 @@ from fp8calib.kv_types.cache_types import (
 )
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind
+from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (
@@ -281,6 +281,13 @@ _SEARCHED = (
 """The rules that `auto` chooses among, beside a scale for each head."""
 
 
+def list_searched(options: VerifyOptions) -> list[str]:
+    """List what `auto` chooses among: rules, and a scale for each head where the engine uses it."""
+    numerics = options.numerics
+    has_heads = numerics.kv_per_head and not numerics.kv_heads_share_largest and options.by_head
+    return [*map(str, _SEARCHED), *([PER_HEAD] if has_heads else [])]
+
+
 def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
     """Build what `--rules auto` chooses among."""
     numerics, stats = job.options.numerics, opened.stats
@@ -292,10 +299,10 @@ def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
         )
         return emulate_kv(table, numerics)
 
-    options = {str(rule): quantize(rule=rule) for rule in _SEARCHED}
-    has_heads = numerics.kv_per_head and not numerics.kv_heads_share_largest
-    if has_heads and job.options.by_head:
-        options[PER_HEAD] = quantize(per_head=True)
+    options = {
+        name: quantize(per_head=True) if name == PER_HEAD else quantize(rule=parse_rule(name))
+        for name in list_searched(job.options)
+    }
     return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
 
 
