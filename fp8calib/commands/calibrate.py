@@ -61,6 +61,7 @@ from fp8calib.jobs.resumable.work_folder import (
     remove_outputs,
     work_folder,
 )
+from fp8calib.jobs.rule_choice import check_auto, choose_site_rules, hold_out, plan_search
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
@@ -136,7 +137,7 @@ def _run(
         return finished
     mode = choose_calibration_mode(job)
     if request.dry_run:
-        return make_run_plan(job, mode)
+        return make_run_plan(job, mode, **plan_search(job))
     if job.out is None:
         stats, measured = run_job(job, mode, None, group)
         return make_calibrate_result(job, stats, measured) if job.process_rank.is_first else None
@@ -224,6 +225,7 @@ def _open_job(
     process_rank: ProcessRank,
 ) -> Iterator[ResumableJob]:
     _check_observed(recipe)
+    check_auto(recipe, request, process_rank)
     with (
         open_run_model(
             request.model,
@@ -266,6 +268,7 @@ def _open_job(
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
         job = replace(job, plan=plan_recipe_text(model, recipe, rows, tokenizer=request.tokenizer))
+        job = hold_out(job)
         if job.rounding is not None:
             check_rounding_data(job.plan)
         check_shard(job)
@@ -375,6 +378,9 @@ def _write_all(
 ) -> CalibrateResult:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
+    choice, rule = None, None
+    if job.held_out is not None:
+        choice, rule = choose_site_rules(job, stats)
     written = write_formats(
         stats,
         recipe.formats,
@@ -384,13 +390,13 @@ def _write_all(
         source=job.checkpoint.stored,
         query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
-        rule=recipe.scales.rule,
+        rule=rule or recipe.scales.rule,
         attachment=Attachment(replaces_scales=request.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
     result = make_calibrate_result(
         job, stats, measured, folder=folder, files=files, notes=written.notes
-    )
+    ).model_copy(update={"rule_choice": choice})
     checkpoint = write_checkpoint(job, stats, folder)
     if checkpoint is not None and recipe.quantize is not None:
         result = add_checkpoint(result, checkpoint, recipe.quantize.folder)

@@ -37,6 +37,7 @@ from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -113,6 +114,7 @@ def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest |
         num_top=request.server_logprobs,
         concurrency=request.server_concurrency,
         timeout_s=request.server_timeout,
+        is_decoded=request.decode,
         is_sampled=request.sampled,
         reference=request.reference_server,
         reference_model=request.reference_server_model,
@@ -124,7 +126,14 @@ def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest |
 def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
     """Describe the planned run."""
     expected_s = None if mode.plan is None else mode.plan.expected_s
-    names = [each.name for each in build_request(job, job.prepared.model).candidates]
+    planned = build_request(job, job.prepared.model)
+    names = [each.name for each in planned.candidates]
+    search = planned.rule_search
+    searched = {}
+    if search is not None:
+        searched["rule_search"] = describe_search(
+            job.target.geometry, len(search.options), *split_text(job.plan)
+        )
     num_models = 1 + len(names)  # the unquantized one first
     return RunPlan(
         plan={
@@ -141,6 +150,7 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
             "tasks": list(job.options.tasks),
+            **searched,
             **mode.as_json(),
             "expected_fitted_s": None if expected_s is None else expected_s * 2 / num_models,
         }

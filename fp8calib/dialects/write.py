@@ -21,7 +21,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.rules import AMAX, Fallback, Rule
+from fp8calib.scales.rules import AMAX, Fallback, Rule, SiteRules
 from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -153,7 +153,7 @@ def write_formats(
     source: Checkpoint | None,
     query: bool,
     fallback: Fallback | None,
-    rule: Rule = AMAX,
+    rule: Rule | SiteRules = AMAX,
     quantized: Mapping[int, ScaleTable] | None = None,
     attachment: Attachment = NO_ATTACHMENT,
 ) -> WrittenFormats:
@@ -173,7 +173,10 @@ def write_formats(
         stats.geometry, formats, source, replaces_scales=attachment.replaces_scales
     )
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
-    linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
+    of_inputs = AMAX if isinstance(rule, SiteRules) else rule
+    linear_scales = cache(
+        partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=of_inputs)
+    )
     written: list[Path] = []
     notes: list[Note] = []
     for dialect in map(find_dialect, dict.fromkeys(formats)):

@@ -66,6 +66,9 @@ class Numerics:
     probability_factor: float = 0.0
     """Softmax's numerators, in [0, 1], are multiplied by it and rounded to the format of an e4m3fn
     cache before they multiply V; 0.0: they stay as they are."""
+    prompt_reads_cache: bool = True
+    """Attention of a prompt reads the K and V of its own tokens from the cache, and computes with
+    them, q and probabilities, as that of a decoding step does; if not, all are in 16 bits."""
     static_inputs_ignored: bool = False
     """Static input scales are ignored: such inputs are quantized per token."""
     inputs_always_quantized: bool = False

@@ -51,7 +51,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
             granularity: one scale for K and one for V of a layer, or for each KV head.
             tp: ranks. Above 1, a scale covers the heads of its rank.
             query: scales of q too; None: if q was observed and needs one in some layer.
-            rule: `amax`, `percentile:P`, `mse` or `headroom:H`.
+            rule: `amax`, `percentile:P`, `mse`, `headroom:H` or `1.0`.
             fallback: what a tensor of zeros gets: `layer-max`, `one` or `refuse`.
             fp8_dtype: `e4m3fn` or `e4m3fnuz`.
 

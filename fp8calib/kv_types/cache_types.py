@@ -44,6 +44,8 @@ class CacheType:
     """Head sizes are powers of two."""
     num_plain_ends: int = 0
     """How many attention layers at either end stay in 16 bits, where all layers are attention."""
+    prompt_in_16_bits: bool = False
+    """Whether attention of a prompt reads K, V and q as they were before they are stored."""
     has_global_scales: bool = False
     """Whether k_scale and v_scale are used: what the scales of blocks are divided by."""
     largest_code: float = 0.0
@@ -74,6 +76,12 @@ def _in_blocks(bits: int, block: int) -> CountBytes:
 
 _PLAIN_ENDS = "the first and last two layers in 16 bits"
 """Of two types: vLLM 0.32.0 engine/arg_utils.py (`uses_packed_kv_backend`)."""
+_PROMPT_NOTE = (
+    "attention of a prompt is in 16 bits; these figures are those of decoding alone, and --decode "
+    "scores a prompt with what follows"
+)
+"""Of the same: vLLM 0.32.0 v1/attention/backends/turboquant_attn.py, ultraquant_attn.py
+(`_prefill_attention`, of a prompt in one chunk)."""
 
 
 def _make_per_token_head(
@@ -121,8 +129,9 @@ def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
         head_multiple=8,
         needs_power_of_two=True,
         num_plain_ends=2,
+        prompt_in_16_bits=True,
         is_kernel_run=True,
-        note="a prompt attends to itself in 16 bits; the figures are those of decoding",
+        note=_PROMPT_NOTE,
     )
 
 
@@ -165,7 +174,9 @@ CACHE_TYPES = {
             head_multiple=fp4.ULTRA_BLOCK,
             needs_power_of_two=True,
             num_plain_ends=2,
+            prompt_in_16_bits=True,
             is_kernel_run=True,
+            note=_PROMPT_NOTE,
         ),
         CacheType(
             name="mxfp8",

@@ -8,6 +8,8 @@ from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.plan import describe_plan
 from fp8calib.render.verify_tables import (
     cache_table,
+    choice_tables,
+    decoding_table,
     list_shown_pairs,
     rules_table,
     sites_table,
@@ -18,6 +20,7 @@ from fp8calib.results.plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.report import (
     DiagnosisResult,
+    RuleChoiceResult,
     VerifyReport,
     candidates_table,
     describe_pair,
@@ -52,11 +55,27 @@ def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator
     if result.rules:
         yield Line()
         yield rules_table(result.rules)
+    if result.rule_choice is not None:
+        yield from describe_choice(result.rule_choice)
+    if result.decoding:
+        yield Line()
+        yield decoding_table(result.decoding)
+        yield from (Line(f"  {each.sentence}") for each in result.decoding)
     if result.task_setup is not None:
         yield Line()
         yield tasks_table(result.tasks, result.task_setup)
     yield Line()
     yield Answer("\n".join(answer))
+
+
+def describe_choice(choice: RuleChoiceResult) -> Iterator[Block]:
+    """Describe what `auto` chose, and how it was judged."""
+    for table in choice_tables(choice):
+        yield Line()
+        yield table
+    yield Line(f"rules: {choice.sentence}")
+    if choice.flag:
+        yield Line(f"serve with {choice.flag}")
 
 
 def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
@@ -107,6 +126,9 @@ def _describe_server(report: VerifyReport) -> Iterator[Block]:
             f"  the unquantized {found.engine.kind} server differs from the model here by "
             f"{found.engine.change_rms:.4f} nats, perplexity ratio {found.engine.ppl_ratio:.4f}"
         )
+    if found.decoding is not None:
+        yield Line(f"  {found.decoding.tokens:,} tokens that the server wrote:")
+        yield Line(f"    {found.decoding.sentence}")
     if found.repeated_requests:
         yield Line(
             f"  requests sent again, as a server was slow or busy: {found.repeated_requests}"

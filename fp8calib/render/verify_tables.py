@@ -9,8 +9,10 @@ from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
+    DecodeResult,
     LayerResult,
     PairedResult,
+    RuleChoiceResult,
     RuleResult,
     TaskResult,
     TaskSetup,
@@ -87,7 +89,7 @@ def _format_scale(row: LayerResult) -> str:
     return f"{row.smallest_scale:.3g} to {row.scale:.3g} per {row.scale_per}"
 
 
-def rules_table(rules: Sequence[RuleResult]) -> Table:
+def rules_table(rules: Sequence[RuleResult], *, title: str = "") -> Table:
     """Make the table of scale rules, the smallest divergence first."""
     rows = [
         [
@@ -99,10 +101,58 @@ def rules_table(rules: Sequence[RuleResult]) -> Table:
         for each in rules
     ]
     return Table(
-        title=f"{rules[0].candidate}: scale rules on this text, the smallest KLD first",
+        title=title or f"{rules[0].candidate}: scale rules on this text, the smallest KLD first",
         columns=["rule", "KLD mean ± se", "against the first", "ratio ± se"],
         rows=rows,
         words=(0, 2),
+    )
+
+
+def choice_tables(choice: RuleChoiceResult) -> Iterator[Table]:
+    """Make the tables of a choice of rules: the sites that were measured, and the judgement."""
+    rows = [
+        [
+            " and ".join(each.sites),
+            each.rule or "as all others",
+            format_mean_kld(each.kld, each.kld_se),
+            "-"
+            if each.against_amax is None
+            else f"{each.against_amax.candidate} {describe_pair(each.against_amax)}",
+        ]
+        for each in choice.sites
+    ]
+    yield Table(
+        title=f"{choice.candidate}: rules of the layers that lose most, each K and V quantized "
+        f"alone, on {choice.chosen_on_tokens:,} tokens",
+        columns=["site", "rule", "KLD mean ± se", "the best against amax"],
+        rows=rows,
+        words=(0, 1, 3),
+    )
+    if choice.judged:
+        yield rules_table(
+            choice.judged,
+            title=f"{choice.candidate}: the choice, and each rule everywhere, on "
+            f"{choice.judged_on_tokens:,} other tokens",
+        )
+
+
+def decoding_table(results: Sequence[DecodeResult]) -> Table:
+    """Make the table of what decoding changes."""
+    rows = [
+        [
+            each.candidate,
+            format_mean_kld(each.prompt_kld, each.prompt_kld_se),
+            format_mean_kld(each.decode_kld, each.decode_kld_se),
+            describe_pair(each.difference),
+        ]
+        for each in results
+    ]
+    return Table(
+        title=f"the second half of each sequence, {results[0].tokens:,} tokens: as a prompt, and "
+        "decoded after a prompt",
+        columns=["candidate", "KLD as a prompt ± se", "KLD decoded ± se", "decoding"],
+        rows=rows,
+        words=(0, 3),
     )
 
 

@@ -97,7 +97,8 @@ class VerifyRequest:
             reads=str,
             collect=_split,
             check=_check_rule,
-            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
+            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2; auto: "
+            "choose one for each K and V on half of the text, and judge the choice on the other.",
         ),
     ] = None
     kv_cache_dtype: Annotated[
@@ -123,6 +124,14 @@ class VerifyRequest:
         ),
     ] = None
     gpu: shared.GpuOption = None
+    decode: Annotated[
+        bool,
+        Option(
+            "--decode",
+            help="Also score text as it is served: half of each sequence as a prompt, then token "
+            "by token. With --server, let it write the second half, and score that as a prompt.",
+        ),
+    ] = False
     sensitivity: Annotated[
         bool, Option("--sensitivity", help="Also quantize one layer at a time.")
     ] = False

@@ -71,6 +71,8 @@ class Plan(ResourcePlan):
     linears: NotRequired[int]
     output_size_bytes: NotRequired[int]
     work_disk_bytes: NotRequired[int]
+    rule_search: NotRequired[str]
+    """`--rules auto`, `--rule auto`: the most that choosing costs."""
     expected_fitted_s: NotRequired[float | None]
     """`verify`: the time of a comparison with scales that fit, which runs where scale 1.0 loses
     values and no given scales fit."""

@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 import torch
 
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.scales.rules import Rule, RuleKind
 from fp8calib.stats.histogram import LOWEST_OCTAVE
@@ -25,11 +26,15 @@ class ClipRange:
     limit: float = inf
     """Magnitudes beyond this are clipped."""
     factor: float = 1.0
+    fixed: float | None = None
+    """Replaces every amax above zero."""
     kept_amax: str = ""
     """Why the rule could not be applied and the amax is used; empty if it was applied."""
 
     def apply(self, amax: torch.Tensor) -> torch.Tensor:
         """Give the magnitudes that fmt.max represents, in the shape and dtype of `amax`."""
+        if self.fixed is not None:
+            return torch.where(amax > 0, self.fixed, amax)
         largest = torch.finfo(amax.dtype).max
         return (amax.clamp(max=self.limit) * self.factor).clamp(max=largest)
 
@@ -43,6 +48,13 @@ def find_clip_range(
     theirs. Histograms are sampled: of the values they miss only the amax is known, and it counts as
     one value. `percentile:100` is the amax exactly.
     """
+    if rule.kind is RuleKind.AUTO:
+        raise UsageError(
+            "--rule auto: it needs the model and held-out text, not statistics alone",
+            hint="calibrate with --rule auto, or see what verify --rules auto chooses",
+        )
+    if rule.kind is RuleKind.ONE:
+        return ClipRange(fixed=fmt.max)
     if rule.kind is RuleKind.HEADROOM:
         return ClipRange(factor=rule.number)
     if rule.kind is RuleKind.AMAX or rule == Rule(RuleKind.PERCENTILE, 100) or not amax > 0:

@@ -8,6 +8,7 @@ dequantize. Where the amax is zero or no token reached a site, the scale is a li
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -24,7 +25,7 @@ from fp8calib.geometry.tensor_parallel import (
 )
 from fp8calib.scales.clip_range import ClipRange, find_clip_range
 from fp8calib.scales.ranks import max_per_rank
-from fp8calib.scales.rules import AMAX, Fallback, Rule
+from fp8calib.scales.rules import AMAX, ONE, Fallback, Rule, SiteRules
 from fp8calib.scales.scale_table import (
     Scale,
     ScaleSource,
@@ -60,7 +61,7 @@ def compute_kv_scales(
     per_head: bool = False,
     query: bool = False,
     fallback: Fallback | None = None,
-    rule: Rule = AMAX,
+    rule: Rule | SiteRules = AMAX,
 ) -> ScaleTable:
     """Compute scales of K and V (and of q when asked) for every layer that reads a KV cache.
 
@@ -85,8 +86,11 @@ def compute_kv_scales(
         for role in roles:
             site, owner = attention.site(role), attention if role is Role.Q else producer
             seen = _find(stats, owner.site(role), fallback)
-            clip_range = _clip_range(rule, _in_one_cache(stats, owner, role, fallback), fmt)
+            own = _choose_rule(rule, owner.site(role))
+            clip_range = _clip_range(own, _in_one_cache(stats, owner, role, fallback), fmt)
             scale = _kv_scale(attention, role, seen, clip_range, fmt, tp=tp, per_head=per_head)
+            if per_head and _is_shared_by_heads(rule, owner.site(role)):
+                scale = replace(scale, values=_find_largest(scale.values))
             if owner is not attention:
                 scale = Scale(values=scale.values, source=ScaleSource.SHARED)
             elif clip_range.kept_amax:
@@ -104,6 +108,22 @@ def compute_kv_scales(
         kept_amax=kept_amax,
         origin=stats.origin,
     )
+
+
+def _choose_rule(rule: Rule | SiteRules, site: Site) -> Rule:
+    """Choose the rule of a site; no rule makes the scale of q 1.0."""
+    own = rule.of(site) if isinstance(rule, SiteRules) else rule
+    return AMAX if own == ONE and site.role is Role.Q else own
+
+
+def _is_shared_by_heads(rule: Rule | SiteRules, site: Site) -> bool:
+    return isinstance(rule, SiteRules) and site.role is not Role.Q and site not in rule.by_head
+
+
+def _find_largest(values: torch.Tensor) -> torch.Tensor:
+    """Give every head the largest scale; NaN where no head has one."""
+    largest = values.nan_to_num(0.0).amax(-1, keepdim=True)
+    return torch.where(largest > 0, largest, torch.nan).expand_as(values)
 
 
 def compute_linear_scales(

@@ -7,11 +7,12 @@ amax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fp8calib.errors import UsageError, suggest
+from fp8calib.geometry.sites import Site
 
 MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
@@ -39,6 +40,10 @@ class RuleKind(StrEnum):
     """The magnitude with the smallest expected squared error over the histogram."""
     HEADROOM = "headroom"
     """The amax times the given factor."""
+    ONE = "1.0"
+    """What makes the scale of K, V and inputs 1.0; that of q stays."""
+    AUTO = "auto"
+    """One of the others for each tensor, chosen on held-out text by what the model loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,31 @@ class Rule:
 
 
 AMAX = Rule(RuleKind.AMAX)
+ONE = Rule(RuleKind.ONE)
+AUTO = Rule(RuleKind.AUTO)
+PER_HEAD = "per-head"
+"""The name of what is no rule of a tensor: the amax of each head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRules:
+    """The rules that were chosen for K and V of each layer."""
+
+    sites: Mapping[Site, Rule] = field(default_factory=dict)
+    """Other sites use their amax."""
+    by_head: frozenset[Site] = frozenset()
+    """The sites with a scale for each head, where a format holds them; others have one."""
+
+    def of(self, site: Site) -> Rule:
+        """Give the rule of a site."""
+        return self.sites.get(site, AMAX)
+
+
 _NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {
     RuleKind.PERCENTILE: ("0 < P <= 100", lambda percent: 0 < percent <= 100),
     RuleKind.HEADROOM: ("1 <= H <= 1024", lambda factor: 1 <= factor <= MOST_HEADROOM),
 }
-KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024)"
+KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0, auto"
 
 
 def parse_rule(text: str) -> Rule:

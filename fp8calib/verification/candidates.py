@@ -114,6 +114,8 @@ class Candidate:
     """The engines that compute it so."""
     kv_cache: KvCacheResult | None = None
     """None where only weights and inputs are quantized."""
+    prompt_in_16_bits: bool = False
+    """Whether the engine computes attention of a prompt in 16 bits, unlike that of later tokens."""
 
     @property
     def has_own_type(self) -> bool:
@@ -264,6 +266,7 @@ def build_kv_candidate(
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(table.geometry, table.fmt, numerics),
         kv_cache=make_fp8_cache(table.geometry, table.fmt, numerics),
+        prompt_in_16_bits=not numerics.prompt_reads_cache,
     )
 
 
@@ -303,6 +306,7 @@ def build_cache_type(
             bytes_per_token=count_cache_bytes(cache_type, geometry),
             is_own_type=True,
         ),
+        prompt_in_16_bits=cache_type.prompt_in_16_bits,
         notes=(f"{name}: {cache_type.note}",) if cache_type.note else (),
     )
 
@@ -331,6 +335,7 @@ def build_unscaled(
         emulation=Emulation(quantizers=emulate_kv(table, numerics)),
         fitted=fit_kv(geometry, fmt, numerics),
         kv_cache=make_fp8_cache(geometry, fmt, numerics),
+        prompt_in_16_bits=not numerics.prompt_reads_cache,
     )
 
 
@@ -417,6 +422,7 @@ def build_checkpoint(
         emulation=emulation,
         fitted=fitted,
         kv_cache=cache,
+        prompt_in_16_bits=cache is not None and not numerics.prompt_reads_cache,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),

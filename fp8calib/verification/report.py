@@ -249,6 +249,62 @@ class RuleResult(_Model):
     """Its divergence minus that of the first rule of the list; None for that one."""
 
 
+class SiteRuleResult(_Model):
+    """The rule of what shares a scale, quantized alone: K or V of a layer, or both of latents."""
+
+    layer: int
+    sites: tuple[str, ...]
+    rule: str
+    """Better than amax outside the noise; empty without one: that of all others."""
+    kld: float
+    """With this rule, or else with amax."""
+    kld_se: float | None
+    against_amax: PairedResult | None
+    """The rule of the smallest divergence against amax; None where that is it."""
+
+
+class RuleChoiceResult(_Model):
+    """The rule of each K and V, chosen by what the model loses: `--rules auto`."""
+
+    candidate: str
+    options: tuple[str, ...]
+    is_gained: bool
+    """Whether the choice is better than amax on other text than it was made on."""
+    default: str
+    """The rule of all sites that `rules` does not name."""
+    rules: Mapping[str, str]
+    left_layers: tuple[int, ...]
+    """The layers whose cache stays in 16 bits."""
+    flag: str
+    """The engine's option for that; empty without any."""
+    sites: tuple[SiteRuleResult, ...]
+    """Those of the layers that lose most, which were measured with every rule."""
+    judged: tuple[RuleResult, ...]
+    """The choice, and each rule everywhere, on other text; empty where the choice is amax."""
+    chosen_on_tokens: int
+    judged_on_tokens: int
+    sentence: str
+
+
+class DecodeResult(_Model):
+    """A candidate on the tokens after the prompt, which is half of each sequence."""
+
+    candidate: str
+    tokens: int
+    """Those that decoding steps predict."""
+    is_same: bool
+    """Whether the engine computes a prompt as it decodes: then both figures are of one pass."""
+    prompt_kld: float
+    """The mean divergence where the whole text is a prompt."""
+    prompt_kld_se: float | None
+    decode_kld: float
+    """The same where each token after the prompt is decoded."""
+    decode_kld_se: float | None
+    difference: PairedResult
+    """Of the same tokens, decoded and as a prompt."""
+    sentence: str
+
+
 class KvNeed(_Model):
     """Whether the KV cache needs scales: three costs, and the sites that scale 1.0 does not fit.
 
@@ -360,6 +416,10 @@ class VerifyReport(WithOverview, _Model):
     """For the page alone."""
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
+    rule_choice: RuleChoiceResult | None = None
+    """With `--rules auto`."""
+    decoding: tuple[DecodeResult, ...] = ()
+    """With `--decode`: each candidate with a KV cache."""
     tasks: tuple[TaskResult, ...] = ()
     task_setup: TaskSetup | None = None
     server: ServerResult | None = None

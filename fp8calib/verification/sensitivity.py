@@ -20,7 +20,7 @@ SEQUENCES = 8
 """Number of sequences: every layer costs a forward pass over them."""
 LAYERS_AT_ONCE = 8
 """Their hidden states wait for the head together; every round runs the reference again."""
-_STANDS_OUT = 8.0
+STANDS_OUT = 8.0
 """A layer whose KLD is above this multiple of the lower median, by more than twice its standard
 error, is worth leaving unquantized."""
 
@@ -91,7 +91,7 @@ def find_skippable(
     Of a KV cache it is the engine's flag; of FP8 weights, `--ignore` of `fp8calib quantize`.
     """
     usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
-    chosen = tuple(layer.layer for layer in layers if _find_least(layer) > _STANDS_OUT * usual)
+    chosen = tuple(layer.layer for layer in layers if _find_least(layer) > STANDS_OUT * usual)
     flag = ""
     if candidate.emulation.weights:
         named = {layer.index: layer.checkpoint_name for layer in geometry.layers}

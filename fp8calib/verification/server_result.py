@@ -36,6 +36,22 @@ class UnquantizedServer(_Model):
     ppl_ratio: float | None
 
 
+class ServerDecodeResult(_Model):
+    """What a server says of tokens that it decodes, less what it says of them as a prompt."""
+
+    tokens: int
+    """Those that decoding steps predict."""
+    prompt_tokens: int
+    difference_rms: float
+    difference_mean: float
+    noise_rms: float
+    """The same from one answer to the next, by half of its variance."""
+    answer: str
+    """A `PairedAnswer`: `worse` where decoding and prompts do not agree."""
+    tokens_to_tell: int | None
+    sentence: str
+
+
 class ServerResult(_Model):
     """A running server, beside the emulated candidates."""
 
@@ -65,5 +81,7 @@ class ServerResult(_Model):
     """The unquantized model's probability of these tokens, on average."""
     repeated_requests: int
     """Requests sent again to either server: it was busy or too slow, or the connection broke."""
+    decoding: ServerDecodeResult | None = None
+    """`--decode`."""
     explanations: tuple[ExplanationResult, ...]
     """The best first."""

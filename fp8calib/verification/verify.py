@@ -38,6 +38,7 @@ from fp8calib.verification.damage_rows import (
     list_layers,
     measure_fits,
 )
+from fp8calib.verification.decoding import compare_decoding, list_decode_emulations
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
@@ -71,6 +72,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
+from fp8calib.verification.rule_choice import RuleSearch, choose_rules
 from fp8calib.verification.sensitivity import measure_sensitivity
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
@@ -123,6 +125,9 @@ class VerificationRequest:
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
+    rule_search: RuleSearch | None = None
+    scores_decoding: bool = False
+    """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
     histograms: tuple[HistogramResult, ...] = ()
     refused: Collection[str] = ()
     """The candidates that the engine cannot load."""
@@ -206,6 +211,16 @@ def verify(
             batch_size=batch_size,
             progress=progress,
         )
+    rule_choice = None
+    if request.rule_search is not None:
+        rule_choice = choose_rules(
+            comparison,
+            reference.geometry,
+            request.rule_search,
+            plan,
+            batch_size=batch_size,
+            progress=progress,
+        )
     report = _build_report(
         reference,
         request,
@@ -214,6 +229,7 @@ def verify(
         sensitivity,
         time.monotonic() - started,
     )
+    report = report.model_copy(update={"rule_choice": rule_choice})
     logprobs = {
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
@@ -246,7 +262,8 @@ def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
     candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
     faults = {name: fault.emulation for name, fault in request.faults.items()}
     rules = {_rule_key(name): c.emulation for name, c in request.rules.items()}
-    return candidates | faults | rules
+    served = list_decode_emulations(request.candidates) if request.scores_decoding else {}
+    return candidates | faults | rules | served
 
 
 def _rule_key(rule: str) -> str:
@@ -415,6 +432,9 @@ def _build_report(
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
+        decoding=compare_decoding(request.candidates, compared, lengths)
+        if request.scores_decoding
+        else (),
         warnings=(*request.warnings, *_list_unmet_sites(request, compared)),
     )
 

@@ -38,7 +38,8 @@ def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_th
     assert PLAIN.kv_unsaturated == frozenset()
     assert (PLAIN.smallest_dynamic_scale, PLAIN.smallest_group_scale) == (0.0, 0.0)
     is_on = {name for name in SETTINGS if getattr(PLAIN, name) is True}
-    assert is_on == {"kv_saturates_unscaled", "kv_scales_e5m2", "kv_per_head", "kv_scales_latents"}
+    kept = {"kv_saturates_unscaled", "kv_scales_e5m2", "kv_per_head", "kv_scales_latents"}
+    assert is_on == {*kept, "prompt_reads_cache"}
 
 
 def test_the_reference_is_the_plain_rule() -> None:
@@ -49,7 +50,8 @@ def test_the_reference_is_the_plain_rule() -> None:
 def test_every_field_that_is_not_the_plain_rule_names_its_source(name: str) -> None:
     numerics = NUMERICS[name]
 
-    assert set(numerics.sources) == _differences(numerics)
+    read = {"prompt_reads_cache"} if name != "reference" else set()  # true of all, read in each
+    assert set(numerics.sources) == _differences(numerics) | read
     assert numerics.run <= set(numerics.sources)
 
 

@@ -82,6 +82,9 @@ _NUMERICS = Numerics(
         "query_unscaled": "SGLang 0.5.23 srt/layers/attention/flashattention_backend.py "
         "prepare_paged_mha_query: q.to(self.kv_cache_dtype)",
         "probability_factor": f"{FLASH_ATTENTION_3}, of which SGLang builds a fork",
+        "prompt_reads_cache": "SGLang 0.5.23 srt/layers/attention/flashattention_backend.py "
+        "forward_extend, forward_decode: both write the cache, then read it with q in FP8; in "
+        "flashinfer_backend.py (ragged) and triton_backend.py a prompt sees itself in 16 bits",
         "input_by_reciprocal": "SGLang 0.5.23 kernels/jit/csrc/gemm/per_tensor_quant_fp8.cuh "
         "per_tensor_quant_fp8_kernel",
         "token_by_reciprocal": "SGLang 0.5.23 kernels/jit/csrc/gemm/per_token_quant_fp8.cuh "

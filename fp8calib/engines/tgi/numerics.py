@@ -30,6 +30,9 @@ NUMERICS = Numerics(
         "kv_per_head": f"{_CACHE} KVScales.__post_init__",
         "kv_joint_dtypes": f"{_CACHE} get_kv_scales: get_tensor casts; "
         "TGI db931fc models/__init__.py get_model, models/flash_causal_lm.py (default_dtype)",
+        "prompt_reads_cache": "TGI db931fc server/text_generation_server/layers/attention/cuda.py "
+        "attention with flashinfer: the paged cache and its scales; with ATTENTION=paged a prompt "
+        "sees itself in 16 bits",
         "static_inputs_ignored": f"{_FP8} Fp8Linear.forward, wherever cutlass has FP8 "
         "(Hopper; older GPUs leave inputs alone)",
         "inputs_always_quantized": f"{_FP8} get_fp8_linear: on Hopper Marlin runs only with "

@@ -80,6 +80,8 @@ _NUMERICS = Numerics(
         "kv_rounded_dialects": ROUNDED_SOURCE,
         "kv_plain_types": PLAIN_SOURCE,
         "bfloat16_types": BFLOAT16_SOURCE,
+        "prompt_reads_cache": "vLLM 0.32.0 v1/attention/backends/cpu_attn.py forward: one call of "
+        "cpu_attention_with_kv_cache for both",
         "kv_heads_share_largest": f"{CT_FOLDER}/compressed_tensors.py "
         "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "
         "v1/attention/backends/cpu_attn.py forward",

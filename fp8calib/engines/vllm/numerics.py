@@ -74,6 +74,9 @@ _NUMERICS = Numerics(
         "scaled_fp8_quant_kernel_strided_group_shape",
         "probability_factor": f"{FLASH_ATTENTION_3}; vLLM 0.32.0 "
         "v1/attention/ops/triton_unified_attention.py kernel_unified_attention (p_scale)",
+        "prompt_reads_cache": "vLLM 0.32.0 v1/attention/backends/flash_attn.py, triton_attn.py "
+        "forward: one call over the paged cache for both; flashinfer.py: also (q in 16 bits in "
+        "decoding alone where XQA is forced on Hopper, get_q_data_type)",
         "mx_inputs_always_quantized": "vLLM 0.32.0 model_executor/layers/quantization/"
         "compressed_tensors/compressed_tensors.py _is_mxfp8, which looks at weights alone; on "
         "Blackwell and gfx95x only: kernels/linear/mxfp8/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.data.plan import DataPlan
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
@@ -30,6 +31,8 @@ class ResumableJob(CalibrationJob):
     force: bool
     engine: EngineSettings | None = None
     """How vLLM runs the text; None runs it with transformers."""
+    held_out: DataPlan | None = None
+    """The text that rules are chosen on; None where none are."""
     expects_duration: bool = False
     """Whether the time of the run is predicted."""
     reporter: Reporter

@@ -29,6 +29,7 @@ from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model, versions
@@ -38,6 +39,7 @@ from fp8calib.verification.candidates import (
     open_candidate,
     open_stats,
 )
+from fp8calib.verification.emulation.served import find_decoded
 from fp8calib.verification.report import RunProvenance
 from fp8calib.verification.tasks.lm_eval import run_tasks
 from fp8calib.verification.tasks.task_files import open_tasks
@@ -50,6 +52,8 @@ from fp8calib.verification.verify import (
 from fp8calib.verification.verify import verify as compare
 
 _SMALLEST_SHARE = 0.01
+LEAST_FOR_AUTO = 2
+"""The sequences without which rules cannot be chosen and judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,11 @@ def open_verify_job(
     asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
     opened = [tuple(_open_candidates(each, target)) for each in asked]
     plan = text if isinstance(text, DataPlan) else text.plan(model.source)
+    if options.scores_decoding and not bool(find_decoded(list(map(len, plan.sequences))).any()):
+        hint = "use longer text, or a larger --seq-len"
+        raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
+    if AUTO in options.rules:
+        _check_auto(plan, opened[0])
     ask = None
     if server is not None:
         from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
@@ -295,6 +304,29 @@ def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Ite
             yield (
                 f"{candidate.name}: {about} of this text was used for calibration, so its "
                 "figures are too good"
+            )
+
+
+def _check_auto(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> None:
+    """Refuse text on which rules cannot be chosen and judged.
+
+    Raises:
+        UsageError: it is one sequence, or part of it made the statistics.
+    """
+    if len(plan.sequences) < LEAST_FOR_AUTO:
+        raise UsageError(
+            f"--rules auto: {len(plan.sequences)} sequences are too few: some choose, others judge",
+            hint="use more text, or a shorter --seq-len",
+        )
+    text = plan.text.distinctive()
+    for candidate in opened:
+        measured = candidate.origin
+        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
+        if share >= _SMALLEST_SHARE:
+            raise UsageError(
+                f"--rules auto: about {share:.0%} of this text made the statistics of "
+                f"{candidate.name}, which then seem better than they are",
+                hint="use other text",
             )
 
 

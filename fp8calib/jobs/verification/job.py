@@ -39,6 +39,8 @@ class ServerRequest:
     num_top: int = 1
     concurrency: int = 4
     timeout_s: float = 600.0
+    is_decoded: bool = False
+    """Whether the server also writes text, which it then scores as prompts."""
     is_sampled: bool = False
     """Whether the unquantized model writes the text."""
     reference: str | None = None
@@ -62,6 +64,9 @@ class VerifyOptions:
     """The engines that are compared with it."""
     scheme: Scheme | None
     rules: tuple[Rule, ...]
+    """`auto` is alone."""
+    by_head: bool = True
+    """Whether `auto` may choose a scale for each head."""
     fmt: Fp8Format
     cache_types: Collection[str] = ()
     """Types of the KV cache to compare, beside FP8 with scales."""
@@ -82,6 +87,8 @@ class VerifyOptions:
     """Whether faults of a server are candidates too."""
     writes_text: bool = False
     """Whether the model writes the text."""
+    scores_decoding: bool = False
+    """Whether text is also scored as it is served."""
     with_histograms: bool = False
     """Whether the report gets the histograms of the statistics."""
     scratch: Path

@@ -26,6 +26,7 @@ from fp8calib.run.streaming.probe import Probe
 from fp8calib.verification.compare.comparison import Comparison
 from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.compare.token_scores import scoring_bytes
+from fp8calib.verification.rule_choice import count_passes, split_text
 from fp8calib.verification.sensitivity import choose_batches, split_rounds
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
 
@@ -81,7 +82,10 @@ def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) 
         scratch=job.options.scratch,
         probe=probe,
         cannot_stream=_explain_unstreamable(job),
-        further_walks=tuple(_sensitivity_walks(job, request, found)),
+        further_walks=(
+            *_sensitivity_walks(job, request, found),
+            *_search_walks(job, request),
+        ),
         expects_duration=expects_duration,
     )
 
@@ -184,3 +188,13 @@ def _sensitivity_walks(
     num_models = len(list_emulations(request)) + 1
     for layers in split_rounds(job.target.geometry, candidate.emulation):
         yield tokens * (len(layers) + 1) / num_models
+
+
+def _search_walks(job: VerifyJob, request: VerificationRequest) -> Iterator[float]:
+    """Give the work of `--rules auto`, as shares of the first pass."""
+    if request.rule_search is None:
+        return
+    num_models = len(list_emulations(request)) + 1
+    passes = count_passes(job.target.geometry, len(request.rule_search.options))
+    for text, count in zip(split_text(job.plan), passes, strict=True):
+        yield count * text.num_tokens / job.plan.num_tokens / num_models

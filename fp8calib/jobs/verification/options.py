@@ -24,7 +24,7 @@ from fp8calib.kv_types.cache_types import (
 from fp8calib.requests.shared import Stats
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.scales.rules import Rule, parse_rule
+from fp8calib.scales.rules import AUTO, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import load_gate
@@ -80,6 +80,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         limit=request.limit,
         with_faults=request.server is not None,
         writes_text=request.sampled and request.reference_server is None,
+        scores_decoding=request.decode,
         with_histograms=request.report is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
@@ -292,4 +293,7 @@ def _parse_rules(names: Sequence[str]) -> tuple[Rule, ...]:
     for rule in rules:
         if rules.count(rule) > 1:
             raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
+    if AUTO in rules and len(rules) > 1:
+        hint = "run the command twice, or use auto alone: it compares its own rules"
+        raise UsageError("--rules: auto cannot stand beside other rules", hint=hint)
     return rules

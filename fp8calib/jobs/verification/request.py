@@ -12,7 +12,7 @@ from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Site
-from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
     E5M2_CACHE,
@@ -21,6 +21,7 @@ from fp8calib.kv_types.cache_types import (
 )
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (
@@ -44,6 +45,7 @@ from fp8calib.verification.report import (
     HistogramResult,
     KvCacheResult,
 )
+from fp8calib.verification.rule_choice import RuleSearch
 from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
 
@@ -60,6 +62,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
     rules_of = _find_rules_stats(job)
+    is_auto = AUTO in job.options.rules
     first = _first_with_kv(job) if len(groups) == 1 else None
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
@@ -67,8 +70,9 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         engine=", ".join(each.options.engine.key for each in (job, *job.others)),
         engine_version=", ".join(each.options.engine.release for each in (job, *job.others)),
         candidates=candidates,
-        rules=dict(_build_rules(job, rules_of)) if rules_of else {},
+        rules=dict(_build_rules(job, rules_of)) if rules_of and not is_auto else {},
         rules_of=rules_of.name if rules_of else "",
+        rule_search=_build_search(job, rules_of) if rules_of and is_auto else None,
         per_head=_build_per_head(job, first),
         diagnosis_of=first.name if first else "",
         is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
@@ -78,6 +82,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         has_all_types=job.options.has_all_types,
         faults=list_faults(candidates) if job.options.with_faults else {},
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
+        scores_decoding=job.options.scores_decoding,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
         refused=tuple(
             _name_in(name, group[0], groups) for group in groups for name in group[0].refused
@@ -291,6 +296,41 @@ def _find_rules_stats(job: VerifyJob) -> OpenedCandidate | None:
         "--rules needs statistics, and no --scales holds any",
         hint="pass the stats.safetensors that calibrate wrote",
     )
+
+
+_SEARCHED = (
+    AMAX,
+    Rule(RuleKind.PERCENTILE, 99.9),
+    Rule(RuleKind.PERCENTILE, 99),
+    Rule(RuleKind.MSE),
+    ONE,
+)
+"""The rules that `auto` chooses among, beside a scale for each head."""
+
+
+def list_searched(options: VerifyOptions) -> list[str]:
+    """List what `auto` chooses among: rules, and a scale for each head where the engine uses it."""
+    numerics = options.numerics
+    has_heads = numerics.kv_per_head and not numerics.kv_heads_share_largest and options.by_head
+    return [*map(str, _SEARCHED), *([PER_HEAD] if has_heads else [])]
+
+
+def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
+    """Build what `--rules auto` chooses among."""
+    numerics, stats = job.options.numerics, opened.stats
+    assert stats is not None  # noqa: S101 -- checked by the caller
+
+    def quantize(*, rule: Rule = AMAX, per_head: bool = False) -> dict[Site, Quantizer]:
+        table = compute_kv_scales(
+            stats, job.options.fmt, rule=rule, per_head=per_head, query=opened.with_query
+        )
+        return emulate_kv(table, numerics)
+
+    options = {
+        name: quantize(per_head=True) if name == PER_HEAD else quantize(rule=parse_rule(name))
+        for name in list_searched(job.options)
+    }
+    return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
 
 
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:

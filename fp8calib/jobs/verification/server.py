@@ -18,6 +18,7 @@ from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.client import RequestCount, find_endpoint
+from fp8calib.verification.server.decoding import DecodingAnswers
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
 from fp8calib.verification.server.row import report_alone
@@ -25,6 +26,7 @@ from fp8calib.verification.server.score import (
     ServerOptions,
     ServerText,
     connect,
+    decode,
     score,
     write,
 )
@@ -155,6 +157,22 @@ def _ask_servers(
         text = job.make_text(sequences)
         return score(one.options, one.server, text, progress, stage=stage)
 
+    def ask_decoding() -> DecodingAnswers:
+        """Let --server write, then score what it wrote, each twice for the first sequences."""
+        one, text = job.server, plan.sequences
+        few = job.make_text(text[:SEQUENCES])
+        decoded = decode(
+            one.options, one.server, job.make_text(text), progress, stage="letting the server write"
+        )
+        again = decode(one.options, one.server, few, progress, stage="letting it write again")
+        written = tuple(each.ids for each in decoded)
+        return DecodingAnswers(
+            decoded=decoded,
+            again=again,
+            scores=ask(one, written, "asking about what it wrote"),
+            scores_again=ask(one, written[:SEQUENCES], "asking about what it wrote again"),
+        )
+
     every = plan.sequences
     return plan, ServerAnswers(
         scores=ask(job.server, every, "asking the server"),
@@ -162,6 +180,7 @@ def _ask_servers(
         reference=None
         if job.reference is None
         else ask(job.reference, every, "asking the unquantized server"),
+        decoding=ask_decoding() if job.request.is_decoded else None,
         num_given=count_given(every) if job.request.is_sampled else None,
         repeated=sum(
             one.options.count.repeated for one in (job.server, job.reference) if one is not None

@@ -22,6 +22,8 @@ from fp8calib.render.page.series import Series, make_series
 from fp8calib.render.templates import HTML
 from fp8calib.render.verify_tables import (
     cache_table,
+    choice_tables,
+    decoding_table,
     figures_table,
     pairs_table,
     rules_table,
@@ -125,6 +127,22 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
         title="Scale rules",
         lead="On the text of this verification, the smallest KLD first.",
         table=rules_table(report.rules) if report.rules else None,
+        is_folded=False,
+    )
+    if (choice := report.rule_choice) is not None:
+        *_, table = choice_tables(choice)
+        yield PageSection(
+            title="Rules by what the model loses",
+            lead="Chosen on one half of the text, judged on the other.",
+            findings=[choice.sentence],
+            table=table,
+            is_folded=False,
+        )
+    yield PageSection(
+        title="Decoding",
+        lead="Text as it is served: a prompt, then tokens one at a time over the quantized cache.",
+        findings=[each.sentence for each in report.decoding],
+        table=decoding_table(report.decoding) if report.decoding else None,
         is_folded=False,
     )
     yield PageSection(

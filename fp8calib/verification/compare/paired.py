@@ -20,17 +20,23 @@ _FEW_DEGREES = {1: 12.7062, 2: 4.3027, 3: 3.1824}
 
 
 def compare_paired(
-    candidate: str, base: str, klds: Mapping[str, torch.Tensor], lengths: Sequence[int]
+    candidate: str,
+    base: str,
+    klds: Mapping[str, torch.Tensor],
+    lengths: Sequence[int],
+    *,
+    margin: float | None = None,
 ) -> PairedResult:
     """Compare `candidate` with `base` by their divergences [N], those of each token paired.
 
     `lengths` are the tokens of each sequence. The confidence interval of 95 % of the mean
-    difference decides: beyond 0, better or worse; inside the margin, no difference.
+    difference decides: beyond 0, better or worse; inside the margin, no difference. The margin is
+    a share of the base's divergence if None is given.
     """
     base_klds = klds[base].double()
     differences = klds[candidate].double() - base_klds
     mean, tokens = float(differences.mean()), len(differences)
-    margin = MARGIN * float(base_klds.mean())
+    margin = MARGIN * float(base_klds.mean()) if margin is None else margin
     se = standard_error(differences, lengths)
     if se is None:  # one token, or the same text over and over
         return PairedResult(

@@ -38,6 +38,7 @@ from fp8calib.verification.compare.comparison import (
 from fp8calib.verification.compare.token_scores import Logits
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
+from fp8calib.verification.emulation.served import make_hooks
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
 
@@ -125,7 +126,7 @@ class StreamedComparison:
     ) -> list[_Lane]:
         lanes = [self._make_lane(0, Emulation(), reference)]
         for number, emulation in enumerate(emulations.values(), start=1):
-            lanes.append(self._make_lane(number, emulation, EmulationHooks(emulation.quantizers)))
+            lanes.append(self._make_lane(number, emulation, make_hooks(emulation)))
         return lanes
 
     def _make_lane(self, number: int, emulation: Emulation, hooks: EmulationHooks) -> _Lane:

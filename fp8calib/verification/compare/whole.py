@@ -18,6 +18,7 @@ from fp8calib.verification.compare.comparison import (
     find_weight_scales,
 )
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.served import make_hooks
 from fp8calib.verification.emulation.weights import ParameterReader
 
 _HIDDEN_SHARE = 6
@@ -54,7 +55,7 @@ class WholeComparison:
     ) -> ComparisonResult:
         """Score every candidate on every batch (`Comparison.run`)."""
         keep_freed_memory()
-        hooks = [EmulationHooks(emulation.quantizers) for emulation in emulations.values()]
+        hooks = [make_hooks(emulation) for emulation in emulations.values()]
         models = [
             (Emulation(), reference_hooks or EmulationHooks({})),
             *zip(emulations.values(), hooks, strict=True),

@@ -56,13 +56,16 @@ class Emulation:
     quantizers: Mapping[Site, Quantizer] = field(default_factory=dict)
     """For K, V, q and inputs; other sites stay unquantized."""
     weights: tuple[WeightChange, ...] = ()
+    prompt_in_16_bits: bool = False
+    """Attention of a prompt reads K, V and q as they were before the cache (`served`)."""
 
     def only(self, modules: frozenset[str]) -> Emulation:
         """Keep what belongs to `modules`, the paths of attention modules and linears.
 
         Of weights without a site, those that are copied stay: norms with factors folded in.
         """
-        return Emulation(
+        return replace(
+            self,
             quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
             weights=tuple(change for change in self.weights if _belongs(change, modules)),
         )
@@ -89,6 +92,11 @@ class EmulationHooks:
     def roles(self) -> frozenset[Role]:
         """The roles of the tensors that are seen, beside K and V."""
         return frozenset(site.role for site in self._quantizers)
+
+    @property
+    def attends(self) -> bool:
+        """Whether `attend` runs attention in place of the model."""
+        return Role.P in self.roles
 
     @property
     def damage(self) -> dict[Site, torch.Tensor]:
@@ -292,9 +300,9 @@ def open_emulation_hooks(
         model,
         geometry,
         hooks,
-        query=not hooks.roles.isdisjoint({Role.Q, Role.P}),
+        query=hooks.attends or Role.Q in hooks.roles,
         inputs=Role.INPUT in hooks.roles,
-        attend=hooks.attend if Role.P in hooks.roles else None,
+        attend=hooks.attend if hooks.attends else None,
     )
 
 

@@ -15,6 +15,7 @@ from fp8calib.verification.compare.summary import (
     summarize_logprobs,
 )
 from fp8calib.verification.report import format_mean_kld
+from fp8calib.verification.server.decoding import DecodingAnswers, assess_decoding
 from fp8calib.verification.server.diagnose import (
     Changes,
     Diagnosis,
@@ -49,6 +50,8 @@ class ServerAnswers:
     """How many tokens begin every sequence, if the unquantized model wrote the rest."""
     repeated: int = 0
     """Requests sent again, to either server."""
+    decoding: DecodingAnswers | None = None
+    """What the server wrote itself."""
 
     @property
     def watched(self) -> list[torch.Tensor] | None:
@@ -139,6 +142,7 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress)
         kld_at_least=estimates.bound,
         top_covered=None if top is None else top.covered,
         repeated_requests=answers.repeated,
+        decoding=None if answers.decoding is None else assess_decoding(answers.decoding),
         explanations=tuple(
             ExplanationResult(
                 candidate=fit.name, correlation=fit.correlation, residual_rms=fit.residual

@@ -14,6 +14,7 @@ from fp8calib.verification.report import (
     SERVER,
     CandidateResult,
     Decision,
+    PairedAnswer,
     ReferenceResult,
     Verdict,
     VerifyReport,
@@ -32,6 +33,11 @@ def add_server(
         verdict, why = Verdict.WARN, f"{why}, but no candidate explains what the server changes"
     else:
         verdict, why = correct_if_misleading(verdict, why, damage="", summary=summary, gate=gate)
+    decoding = result.decoding
+    if decoding is not None and decoding.answer == PairedAnswer.WORSE:
+        if verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
+            verdict = Verdict.WARN
+        why = f"{why}, but decoding and prompts do not agree"
     row = CandidateResult(
         name=SERVER,
         description=f"{result.kind} at {result.url}, model {result.model}",
@@ -47,7 +53,10 @@ def add_server(
         update={
             "candidates": (*others, row, *last),
             "server": result,
-            "decision": Decision(headline=result.sentence),
+            "decision": Decision(
+                headline=result.sentence if decoding is None else decoding.sentence,
+                details="" if decoding is None else result.sentence,
+            ),
         }
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from fp8calib.verification.server.client import (
     hidden_key,
     run_to_end,
 )
+from fp8calib.verification.server.decoding import Decoded, count_written
 from fp8calib.verification.server.kinds.kind import (
     AnswerError,
     SequenceScores,
@@ -150,23 +151,71 @@ def write(
 
     async def ask(client: ServerClient, number: int) -> torch.Tensor:
         start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-        kind, where = server.kind, f"{options.endpoint.url}{server.kind.path}: "
-        try:
-            request = kind.make_writing(server.model, start, count, SEED + number)
-            answer = await client.post(kind.path, request)
-            if not answer.is_ok:
-                raise AnswerError(f"is {answer.status}: {answer.text}")
-            more = kind.read_written(answer.body, count)
-            _require_vocabulary(f"{where}the continuation of sequence {number}", more, text)
-            return torch.tensor([*start, *more])
-        except AnswerError as error:
-            raise ServerError(
-                f"{where}the continuation of sequence {number} {error.message}",
-                hint=error.hint or "the server's log may name the cause",
-            ) from error
+
+        def make() -> Mapping[str, Any]:
+            return server.kind.make_writing(server.model, start, count, SEED + number)
+
+        def read(body: Any) -> list[int]:
+            return server.kind.read_written(body, count)
+
+        more = await _continue(client, server, number, make, read)
+        _require_vocabulary(f"{options.endpoint.url}: sequence {number}", more, text)
+        return torch.tensor([*start, *more])
 
     with hidden_key(options.endpoint):
         return tuple(_ask_each(options, sequences, ask, progress))
+
+
+def decode(
+    options: ServerOptions, server: Server, text: ServerText, progress: Progress, *, stage: str
+) -> tuple[Decoded, ...]:
+    """Let a server replace the second half of every sequence by the tokens it finds most likely.
+
+    Raises:
+        ServerError: the server fails, or cannot continue token ids.
+    """
+    sequences = text.sequences
+    progress.stage(stage, sum(map(len, sequences)), unit="tokens")
+
+    async def ask(client: ServerClient, number: int) -> Decoded:
+        count = count_written(len(sequences[number]))
+        start = sequences[number][:-count].tolist()
+
+        def make() -> Mapping[str, Any]:
+            return server.kind.make_decoding(server.model, start, count)
+
+        def read(body: Any) -> list[tuple[int, float]]:
+            return server.kind.read_decoded(body, count)
+
+        more = await _continue(client, server, number, make, read)
+        tokens, logprobs = zip(*more, strict=True)
+        _require_vocabulary(f"{options.endpoint.url}: sequence {number}", tokens, text)
+        ids = torch.tensor([*start, *tokens])
+        return Decoded(ids=ids, logprobs=torch.tensor(logprobs, dtype=torch.float32))
+
+    with hidden_key(options.endpoint):
+        return tuple(_ask_each(options, sequences, ask, progress))
+
+
+async def _continue(
+    client: ServerClient,
+    server: Server,
+    number: int,
+    make: Callable[[], Mapping[str, Any]],
+    read: Callable[[Any], T],
+) -> T:
+    """Ask for the continuation of a sequence."""
+    path = server.kind.path
+    try:
+        answer = await client.post(path, make())
+        if not answer.is_ok:
+            raise AnswerError(f"is {answer.status}: {answer.text}")
+        return read(answer.body)
+    except AnswerError as error:
+        raise ServerError(
+            f"{client.endpoint.url}{path}: the continuation of sequence {number} {error.message}",
+            hint=error.hint or "the server's log may name the cause",
+        ) from error
 
 
 def _ask_each(

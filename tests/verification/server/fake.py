@@ -60,6 +60,7 @@ class FakeServer:
         self,
         predict: Predict,
         *,
+        decode: Predict | None = None,
         kind: str = "vllm",
         broken: Break = lambda _asked, reply: reply,
         tokenize: Callable[[str], list[int]] = lambda _text: [],
@@ -67,6 +68,7 @@ class FakeServer:
         certificate: Path | None = None,
     ) -> None:
         self._predict = predict
+        self._decode = decode or predict
         self._kind = kind
         self._broken = broken
         self._tokenize = tokenize
@@ -136,21 +138,31 @@ class FakeServer:
         except OSError:
             return  # the client gave up
 
-    def _answer(self, asked: Asked) -> Reply:
+    def _answer(self, asked: Asked) -> Reply:  # noqa: PLR0911 -- one for every path
         match asked.path:
             case "/v1/models":
                 card = {"id": "tiny", "owned_by": self._kind, "max_model_len": self._max_model_len}
                 return _reply({"object": "list", "data": [card]})
             case "/tokenize":
                 return _reply({"tokens": self._tokenize(asked.body["prompt"])})
-            case "/generate" if self._kind == "sglang":
+            case "/generate" if "logprob_start_len" in asked.body:
                 return _reply(self._score_ids(asked.body))
+            case "/generate":
+                body = asked.body["sampling_params"]
+                ids, logprobs = self._continue(
+                    asked.body["input_ids"], body["max_new_tokens"], body
+                )
+                tokens = [[x, each, None] for each, x in zip(ids, logprobs, strict=True)]
+                return _reply({"output_ids": ids, "meta_info": {"output_token_logprobs": tokens}})
             case "/v1/completions" if "prompt_logprobs" in asked.body:
                 rows = self._score(asked.body["prompt"], asked.body["prompt_logprobs"])
                 return _reply({"model": "tiny", "choices": [{"text": "", "prompt_logprobs": rows}]})
             case "/v1/completions":
-                ids = self._write(asked.body)
-                return _reply({"model": "tiny", "choices": [{"text": "", "token_ids": ids}]})
+                ids, logprobs = self._continue(
+                    asked.body["prompt"], asked.body["max_tokens"], asked.body
+                )
+                found = {"text": "", "token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
+                return _reply({"model": "tiny", "choices": [found]})
         return Reply(body=b'{"error": {"message": "Not Found"}}', status=404)
 
     def _score(self, ids: list[int], count: int) -> list[Any]:
@@ -186,13 +198,22 @@ class FakeServer:
             },
         }
 
-    def _write(self, body: Mapping[str, Any]) -> list[int]:
-        generator = torch.Generator().manual_seed(body["seed"])
-        ids = list(body["prompt"])
-        for _ in range(body["max_tokens"]):
-            weights = self._predict(ids)[-1].float().exp()
-            ids.append(int(torch.multinomial(weights, 1, generator=generator)))
-        return ids[len(body["prompt"]) :]
+    def _continue(
+        self, prompt: Sequence[int], count: int, sampling: Mapping[str, Any]
+    ) -> tuple[list[int], list[float]]:
+        """Draw tokens, or take the most likely ones; those after the first are decoded."""
+        generator = torch.Generator().manual_seed(sampling.get("seed", 0))
+        ids, logprobs = list(prompt), []
+        for place in range(count):
+            predict = self._decode if place else self._predict
+            found = predict(ids)[-1].float()
+            if sampling["temperature"]:
+                token = int(torch.multinomial(found.exp(), 1, generator=generator))
+            else:
+                token = int(found.argmax())
+            ids.append(token)
+            logprobs.append(float(found[token]))
+        return ids[len(prompt) :], logprobs
 
 
 def _reply(document: Any) -> Reply:

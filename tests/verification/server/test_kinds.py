@@ -92,6 +92,22 @@ def test_a_continuation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_the_log_probabilities_of_a_continuation(name: str) -> None:
+    answer = json.loads(json.dumps(ANSWERS[name]))
+    if name == "vllm":
+        answer["choices"][0]["logprobs"] = {"token_logprobs": [-0.5], "tokens": [" a"]}
+    assert KINDS[name].read_decoded(answer, 1) == [(7, -0.5)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_decoding_asks_for_the_most_likely_tokens(name: str) -> None:
+    request = KINDS[name].make_decoding("m", IDS, 4)
+    drawn: Any = request.get("sampling_params", request)
+    assert (drawn["temperature"], drawn["ignore_eos"]) == (0.0, True)
+    assert request.get("return_logprob") is True or request.get("logprobs") == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_text_is_drawn_from_the_whole_distribution(name: str) -> None:
     """A server would use the model's generation_config.json where a request is silent."""
     request = KINDS[name].make_writing("m", IDS, 4, 9)

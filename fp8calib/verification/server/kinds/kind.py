@@ -92,6 +92,16 @@ class ServerKind(Protocol):
             AnswerError: they are not what was asked for.
         """
 
+    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
+        """Make the request to continue `ids` by the `count` most likely tokens."""
+
+    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
+        """Read the tokens of the continuation with their log-probabilities.
+
+        Raises:
+            AnswerError: they are not what was asked for.
+        """
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
@@ -178,6 +188,19 @@ def _require_logprob(value: float, place: int) -> None:
     raise AnswerError(
         f"has a log-probability that {said} ({value:g}) at position {place}", hint=hint
     )
+
+
+def join_decoded(tokens: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, float]]:
+    """Join the tokens of a continuation with their log-probabilities.
+
+    Raises:
+        AnswerError: there are more or fewer log-probabilities, or one is none.
+    """
+    if len(tokens) != len(logprobs):
+        raise AnswerError(f"has {len(logprobs)} log-probabilities of {len(tokens)} written tokens")
+    for place, logprob in enumerate(logprobs):
+        _require_logprob(logprob, place)
+    return list(zip(tokens, logprobs, strict=True))
 
 
 def sort_top(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -17,6 +17,7 @@ from fp8calib.verification.server.kinds.kind import (
     check_count,
     find,
     find_list,
+    join_decoded,
     join_positions,
     read_number,
     read_token,
@@ -94,6 +95,18 @@ class SglangServer:
     def read_written(self, body: Any, count: int) -> list[int]:
         """Read `output_ids`."""
         return read_tokens(find_list(body, "output_ids"), count)
+
+    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
+        """Ask for the most likely continuation."""
+        request = self.make_writing(model, ids, count, 0)
+        sampling = {**request["sampling_params"], "temperature": 0.0}
+        return {**request, "sampling_params": sampling, "return_logprob": True}
+
+    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
+        """Read `output_ids` and `output_token_logprobs`."""
+        found = find_list(body, "meta_info", "output_token_logprobs")
+        logprobs = [_read_pair(entry)[1] for entry in found]
+        return join_decoded(self.read_written(body, count), logprobs)
 
 
 def _read_tops(body: Any, count: int) -> list[tuple[tuple[int, float], ...]]:

@@ -15,6 +15,7 @@ from fp8calib.verification.server.kinds.kind import (
     check_count,
     find,
     find_list,
+    join_decoded,
     join_positions,
     read_number,
     read_token,
@@ -94,6 +95,15 @@ class VllmServer:
     def read_written(self, body: Any, count: int) -> list[int]:
         """Read `token_ids`."""
         return read_tokens(find_list(body, "choices", 0, "token_ids"), count)
+
+    def make_decoding(self, model: str, ids: Sequence[int], count: int) -> Mapping[str, Any]:
+        """Ask for the most likely continuation."""
+        return {**self.make_writing(model, ids, count, 0), "temperature": 0.0, "logprobs": 1}
+
+    def read_decoded(self, body: Any, count: int) -> list[tuple[int, float]]:
+        """Read `token_ids` and `logprobs.token_logprobs`."""
+        found = find_list(body, "choices", 0, "logprobs", "token_logprobs")
+        return join_decoded(self.read_written(body, count), list(map(_read_logprob, found)))
 
 
 def _read_row(row: Any) -> dict[int, float]:

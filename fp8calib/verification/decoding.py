@@ -1,0 +1,107 @@
+"""Candidates on the second half of each sequence: scored as a prompt, and as it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fp8calib.geometry.sites import Role
+from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.compare.comparison import ComparisonResult
+from fp8calib.verification.compare.paired import compare_paired
+from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.compare.token_scores import split_sequences
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.served import find_decoded
+from fp8calib.verification.report import DecodeResult, PairedAnswer, describe_pair
+
+_AS_PROMPT = "a prompt"
+
+
+def list_decode_emulations(candidates: Sequence[Candidate]) -> dict[str, Emulation]:
+    """List what runs beside the candidates whose prompt is computed otherwise than later tokens."""
+    found: dict[str, Emulation] = {}
+    for candidate in candidates:
+        if candidate.prompt_in_16_bits:
+            found[_served_key(candidate)] = replace(candidate.emulation, prompt_in_16_bits=True)
+            if (prompt := _emulate_prompt(candidate)) is not None:
+                found[_prompt_key(candidate)] = prompt
+    return found
+
+
+def compare_decoding(
+    candidates: Sequence[Candidate], compared: ComparisonResult, lengths: Sequence[int]
+) -> tuple[DecodeResult, ...]:
+    """Compare both scores of each candidate with a KV cache, on tokens that steps predict."""
+    decoded = find_decoded(lengths)
+    counts = [int(part.sum()) for part in split_sequences(decoded, lengths)]
+    kept = [count + 1 for count in counts if count]
+    return tuple(
+        _compare(candidate, _find_klds(candidate, compared), decoded, kept)
+        for candidate in candidates
+        if candidate.kv_cache is not None
+    )
+
+
+def _compare(
+    candidate: Candidate,
+    klds: Mapping[str, torch.Tensor],
+    decoded: torch.Tensor,
+    lengths: Sequence[int],
+) -> DecodeResult:
+    chosen = {name: each[decoded].double() for name, each in klds.items()}
+    pair = compare_paired(candidate.name, _AS_PROMPT, chosen, lengths)
+    means = {name: (float(x.mean()), standard_error(x, lengths)) for name, x in chosen.items()}
+    return DecodeResult(
+        candidate=candidate.name,
+        tokens=int(decoded.sum()),
+        is_same=not candidate.prompt_in_16_bits,
+        prompt_kld=means[_AS_PROMPT][0],
+        prompt_kld_se=means[_AS_PROMPT][1],
+        decode_kld=means[candidate.name][0],
+        decode_kld_se=means[candidate.name][1],
+        difference=pair,
+        sentence=" ".join(_describe(candidate, pair.answer, describe_pair(pair))),
+    )
+
+
+def _describe(candidate: Candidate, answer: PairedAnswer, words: str) -> Iterator[str]:
+    name = candidate.name
+    if not candidate.prompt_in_16_bits:
+        yield f"{name}: a prompt is read from the cache too: decoding computes the same."
+        return
+    yield f"{name}: attention of a prompt is in 16 bits; decoding {words}."
+    if answer is PairedAnswer.WORSE:
+        yield "Scores of prompts do not show what it costs."
+
+
+def _find_klds(candidate: Candidate, compared: ComparisonResult) -> dict[str, torch.Tensor]:
+    """Find the divergences as it is served, and as a prompt: fp32 [N] each."""
+    if not candidate.prompt_in_16_bits:
+        klds = compared.candidates[candidate.name].klds
+        return {candidate.name: klds, _AS_PROMPT: klds}
+    prompt = compared.candidates.get(_prompt_key(candidate), compared.reference)
+    served = compared.candidates[_served_key(candidate)]
+    return {candidate.name: served.klds, _AS_PROMPT: prompt.klds}
+
+
+def _emulate_prompt(candidate: Candidate) -> Emulation | None:
+    """Emulate the whole text as a prompt in 16 bits; None where that is the unquantized model."""
+    others = {
+        site: quantizer
+        for site, quantizer in candidate.emulation.quantizers.items()
+        if site.role not in {Role.K, Role.V, Role.Q, Role.P}
+    }
+    if not others and not candidate.emulation.weights:
+        return None
+    return replace(candidate.emulation, quantizers=others)
+
+
+def _served_key(candidate: Candidate) -> str:
+    return f"\0served:{candidate.name}"
+
+
+def _prompt_key(candidate: Candidate) -> str:
+    return f"\0prompt:{candidate.name}"

@@ -1,0 +1,120 @@
+"""Text as it is served: a prompt, then tokens one at a time over the quantized cache.
+
+Where attention of a prompt reads K, V and q in 16 bits, before they are stored, one pass computes
+what steps would: a query of the prompt sees them as they were, a later one sees what the cache
+returns. What enters the cache is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fp8calib.data.plan import Batch
+from fp8calib.errors import VerificationError
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Site
+from fp8calib.observe.hooks import AttentionCall
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+
+_HINT = "leave out --decode"
+
+
+def count_prompt(length: int) -> int:
+    """Count the tokens of a sequence that are its prompt: half of them."""
+    return max(length // 2, 1)
+
+
+def find_decoded(lengths: Sequence[int]) -> torch.Tensor:
+    """Tell which scored tokens a decoding step predicts: bool [N], sequences in order.
+
+    The prompt itself predicts the first token after it.
+    """
+    parts = [torch.arange(length - 1) >= count_prompt(length) for length in lengths]
+    return torch.cat(parts)
+
+
+def make_hooks(emulation: Emulation) -> EmulationHooks:
+    """Make the hooks of an emulation."""
+    kind = ServedHooks if emulation.prompt_in_16_bits else EmulationHooks
+    return kind(emulation.quantizers)
+
+
+class ServedHooks(EmulationHooks):
+    """Lets the queries of a prompt see K, V and q in 16 bits, and later ones the quantized cache.
+
+    Raises:
+        VerificationError: a layer attends to others than its cache returned, or without a hook.
+    """
+
+    def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
+        super().__init__(quantizers)
+        self._is_prompt = torch.zeros(0)
+        self._stored: Any = WeakIdKeyDictionary()
+        """The K that a cache returned -> K and V before; None where they were not changed."""
+        self._queries: dict[str, torch.Tensor] = {}
+        self._waiting: set[str] = set()
+
+    @property
+    def attends(self) -> bool:
+        """Attention is always run here."""
+        return True
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Find the prompt of every sequence."""
+        super().begin_batch(batch)
+        ends = torch.tensor([count_prompt(length) for length in batch.lengths])
+        self._is_prompt = torch.arange(batch.input_ids.shape[1]) < ends[:, None]
+        self._waiting.clear()
+
+    def end_batch(self) -> None:
+        """Refuse a layer whose attention no hook saw."""
+        super().end_batch()
+        self._queries.clear()
+        for module in sorted(self._waiting):
+            raise VerificationError(
+                f"--decode: {module} computes attention without a hook, so its prompt cannot be "
+                "told from later tokens",
+                hint=_HINT,
+            )
+
+    def on_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize K and V, and keep what they were as long as they live."""
+        stored = super().on_kv(attention, key, value)
+        is_changed = stored[0] is not key or stored[1] is not value
+        if is_changed and stored[0] is key:  # the dictionary holds its values, not its keys
+            stored = key.view_as(key), stored[1]
+        self._stored[stored[0]] = (key, value) if is_changed else None
+        self._waiting.add(attention.module)
+        return stored
+
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Quantize q, and keep what it was until attention runs."""
+        self._queries[attention.module] = query
+        return super().on_query(attention, query)
+
+    def attend(self, attention: Attention, call: AttentionCall) -> Any:
+        """Run attention twice, and take the rows of the prompt from the one in 16 bits."""
+        self._waiting.discard(attention.module)
+        query = self._queries.pop(attention.module)
+        if call.key not in self._stored:
+            raise VerificationError(
+                f"--decode: {attention.module} attends to other K than its cache returns, so its "
+                "prompt cannot be told from later tokens",
+                hint=_HINT,
+            )
+        before = self._stored[call.key]
+        if before is None and call.query is query:
+            return super().attend(attention, call)
+        key, value = before or (call.key, call.value)
+        prompt = replace(call, query=query, key=key, value=value).run()[0]
+        later, *others = super().attend(attention, call)
+        is_prompt = self._is_prompt.to(later.device)[:, :, None, None]
+        return torch.where(is_prompt, prompt, later), *others

@@ -1,0 +1,217 @@
+"""Text scored as it is served, against models that generate token by token over a cache by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import fp8calib
+from fp8calib.engines.numerics import Numerics
+from fp8calib.errors import UsageError, VerificationError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.verification.emulation.cache_types import emulate_cache_type
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.served import count_prompt, find_decoded, make_hooks
+from fp8calib.verification.report import PairedAnswer
+from tests import zoo
+from tests.kv_types import by_hand as types_by_hand
+from tests.verification.by_hand import (
+    FULL,
+    PADDED,
+    PLAIN,
+    Change,
+    cast,
+    emulate,
+    opened,
+    plain_forward,
+    text_config,
+)
+from tests.verification.test_cache_types import store_all
+
+
+class SteppedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """Stores K and V quantized; the first call of a layer gets them in 16 bits, if asked."""
+
+    def __init__(
+        self, config: Any, changes: Sequence[tuple[Change, Change]], *, raw_prompt: bool
+    ) -> None:
+        super().__init__(config=config)
+        self._changes = changes
+        self._raw_prompt = raw_prompt
+        self._begun: set[int] = set()
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Store the new tokens, and give all of them."""
+        pairs = zip(self._changes[layer_idx], (key, value), strict=True)
+        changed = [change(x.float()).to(x.dtype) for change, x in pairs]
+        stored = super().update(*changed, layer_idx, *args, **kwargs)
+        is_first = layer_idx not in self._begun
+        self._begun.add(layer_idx)
+        return (key, value) if is_first and self._raw_prompt else stored
+
+
+@torch.no_grad()
+def generate_step_by_step(
+    model: PreTrainedModel, ids: torch.Tensor, make_cache: Callable[[], Any]
+) -> torch.Tensor:
+    """Run the first half of ids [L] at once, and each other token alone: hidden states [L, C]."""
+    cache = make_cache()
+    half = len(ids) // 2
+    parts = [ids[:half], *(ids[place : place + 1] for place in range(half, len(ids)))]
+    hidden = []
+    for part in parts:
+        found = model.base_model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True)
+        hidden.append(found.last_hidden_state[0])
+    return torch.cat(hidden)
+
+
+@torch.no_grad()
+def generate_at_once(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Run ids [L] without a quantized cache: hidden states [L, C]."""
+    hidden: torch.Tensor = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
+    return hidden
+
+
+cast_unscaled = partial(cast, scale=1.0)
+STORED = {
+    "turboquant_k8v4": (cast_unscaled, store_all(types_by_hand.uniform_value(4))),
+    "int8_per_token_head": (store_all(types_by_hand.int8_per_token_head),) * 2,
+    "nvfp4": (store_all(types_by_hand.nvfp4),) * 2,
+}
+
+
+def test_a_prompt_is_half_of_a_sequence() -> None:
+    assert [count_prompt(length) for length in (2, 3, 4, 9, 512)] == [1, 1, 2, 4, 256]
+    assert find_decoded([2, 5]).tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text"])
+@pytest.mark.parametrize("name", STORED)
+def test_prompts_in_16_bits_are_scored_as_they_generate(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    """Sliding windows of 8 tokens, and layers that share K and V, are among them.
+
+    In fp64, where steps and one pass round alike.
+    """
+    cache_type = replace(CACHE_TYPES[name], num_plain_ends=0)
+    with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
+        quantizers = emulate_cache_type(cache_type, subject.geometry)
+        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        hooks = make_hooks(emulation)
+        padded, full = emulate(subject, emulation, PADDED, FULL, hooks=hooks)
+        config = text_config(subject.model)
+        changes = [STORED[name]] * config.num_hidden_layers
+        make_cache = partial(SteppedCache, config, changes, raw_prompt=True)
+        for batch, hidden in ((PADDED, padded), (FULL, full)):
+            for row, length in enumerate(batch.lengths):
+                ids = batch.input_ids[row, :length]
+                wanted = generate_step_by_step(subject.model, ids, make_cache)
+                torch.testing.assert_close(hidden[row, :length], wanted, rtol=0, atol=5e-5)
+                prompt = count_prompt(length)
+                plain = generate_at_once(subject.model, ids)
+                torch.testing.assert_close(wanted[:prompt], plain[:prompt], rtol=0, atol=5e-5)
+                assert (wanted[prompt:] - plain[prompt:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text"])
+def test_engines_that_read_the_cache_generate_what_a_prompt_of_all_gives(
+    family: str, tmp_path: Path
+) -> None:
+    """One pass of the emulation is then every step, for a prompt of any length."""
+    with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
+        quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
+        (hidden,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
+        config = text_config(subject.model)
+        changes = [(cast_unscaled, cast_unscaled)] * config.num_hidden_layers
+        make_cache = partial(SteppedCache, config, changes, raw_prompt=False)
+        for row, ids in enumerate(FULL.input_ids):
+            wanted = generate_step_by_step(subject.model, ids, make_cache)
+            torch.testing.assert_close(hidden[row], wanted, rtol=0, atol=5e-5)
+
+
+def test_q_and_probabilities_of_a_prompt_stay_in_16_bits(tmp_path: Path) -> None:
+    """The rows of the prompt are the model's own, and later ones those without a prompt."""
+    numerics = Numerics(
+        name="other", quantizes_query=True, probability_factor=256.0, prompt_reads_cache=False
+    )
+    with opened(zoo.build("llama", num_hidden_layers=1), tmp_path) as subject:
+        quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), numerics)
+        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        (served,) = emulate(subject, emulation, FULL, hooks=make_hooks(emulation))
+        (everywhere,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
+        prompt = count_prompt(FULL.lengths[0])
+        plain = plain_forward(subject.model, FULL)
+        torch.testing.assert_close(served[:, :prompt], plain[:, :prompt])
+        assert torch.equal(served[:, prompt:], everywhere[:, prompt:])
+        assert not torch.allclose(everywhere[:, prompt:], plain[:, prompt:], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("deepseek_v3", "attends to other K"), ("falcon", "without a hook")]
+)
+def test_attention_that_cannot_be_told_apart_is_refused_by_name(
+    family: str, part: str, tmp_path: Path
+) -> None:
+    with opened(zoo.build(family), tmp_path) as subject:
+        quantizers = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
+        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        (_, first), *_ = subject.geometry.attentions()
+        with pytest.raises(VerificationError, match=rf"--decode: {first.module} .*{part}"):
+            emulate(subject, emulation, FULL, hooks=make_hooks(emulation))
+
+
+def test_types_of_which_the_engine_computes_a_prompt_in_16_bits() -> None:
+    found = {name for name, each in CACHE_TYPES.items() if each.prompt_in_16_bits}
+    assert found == {name for name in CACHE_TYPES if name.startswith(("turbo", "ultra"))}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Build a tiny model whose heads fit every type."""
+    return zoo.build("llama", num_hidden_layers=6, head_dim=32)
+
+
+def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel) -> None:
+    """Against log-probabilities of a model that generates over a cache by hand."""
+    text = [torch.arange(3, 35) + 8 * shift for shift in range(12)]
+    name = "turboquant_k8v4"
+    report = fp8calib.verify(
+        model, data=text, seq_len=32, engine="vllm==0.32", kv_cache_dtype=[name], decode=True
+    )
+    unscaled, found = report.decoding
+    assert (unscaled.candidate, unscaled.is_same, unscaled.tokens) == ("scale-1.0", True, 12 * 15)
+    assert (unscaled.prompt_kld, unscaled.difference.difference) == (unscaled.decode_kld, 0.0)
+    assert unscaled.sentence.endswith("decoding computes the same.")
+
+    same = (torch.Tensor.float, torch.Tensor.float)
+    changes = [STORED[name] if index in {2, 3} else same for index in range(6)]
+    wanted = []
+    for ids in text:
+        cache = SteppedCache(text_config(model), changes, raw_prompt=True)
+        hidden = generate_step_by_step(model, ids, lambda cache=cache: cache)
+        both = [model.lm_head(each) for each in (generate_at_once(model, ids), hidden)]
+        p, q = (torch.log_softmax(logits.double(), -1) for logits in both)
+        wanted.append((p.exp() * (p - q)).sum(-1)[16:-1])
+    klds = torch.stack(wanted).detach()
+    assert (found.candidate, found.is_same, found.prompt_kld) == (name, False, 0.0)
+    assert found.decode_kld == pytest.approx(float(klds.mean()), rel=0.02)
+    assert found.decode_kld_se == pytest.approx(float(klds.mean(1).std() / 12**0.5), rel=0.05)
+    assert found.difference.answer is PairedAnswer.WORSE
+    assert "Scores of prompts do not show what it costs." in found.sentence
+
+
+def test_sequences_without_decoded_tokens_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="decode=True: no sequence is longer than 2 tokens"):
+        fp8calib.verify(model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)
