@@ -27,7 +27,7 @@ def nvfp4(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         x: K or V.
         scale: k_scale or v_scale, which the scales of blocks are divided by: fp32 [].
     """
-    blocks = _split(x, NVFP4_BLOCK)
+    blocks = split(x, NVFP4_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True)
     of_block = round_to_format(amax * (E2M1_MAX * scale).reciprocal(), E4M3FN)
     return _store_e2m1(blocks, of_block * scale).flatten(-2)
@@ -40,7 +40,7 @@ def nvfp4_four_over_six(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh cvt_warp_fp16_to_fp4, with exact
     quotients where the kernel has approximate ones.
     """
-    blocks = _split(x, NVFP4_BLOCK)
+    blocks = split(x, NVFP4_BLOCK)
     by_six = blocks.abs().amax(-1, keepdim=True) / E2M1_MAX * scale.reciprocal()
     six, four = (
         _store_e2m1(blocks, round_to_format(by_six * factor, E4M3FN) * scale)
@@ -65,7 +65,7 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
 
     Read in vLLM 0.32.0 v1/attention/ops/ultraquant/reference.py ultraquant_encode.
     """
-    blocks = _split(x, ULTRA_BLOCK)
+    blocks = split(x, ULTRA_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True)
     exponent = (amax * _ULTRA_FACTOR).log2().add(0.5).floor().clamp(-126, 127)
     scale = torch.where(amax > 0, exponent.exp2(), 1.0)
@@ -76,7 +76,7 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
     return (levels[codes] * scale).flatten(-2)
 
 
-def _split(x: torch.Tensor, size: int) -> torch.Tensor:
+def split(x: torch.Tensor, size: int) -> torch.Tensor:
     """Split vectors [..., D] into blocks: fp32 [..., D / size, size]."""
     return x.float().reshape(*x.shape[:-1], -1, size)
 

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.fp8.cast import round_to_format
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.kv_types.fp4 import E2M1_MAX
+from fp8calib.kv_types.fp4 import E2M1_MAX, split
 
 MXFP8_BLOCK = 32
 MX_BLOCK16 = 16
@@ -20,7 +20,7 @@ _SMALLEST_SCALE = 1e-10
 
 def mxfp8(x: torch.Tensor) -> torch.Tensor:
     """Store E4M3 with a power of two for 32 values, rounded up, and read back: fp32 [..., D]."""
-    blocks = x.float().unflatten(-1, (-1, MXFP8_BLOCK))
+    blocks = split(x, MXFP8_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_AMAX)
     scale = (amax / E4M3FN.max).log2().ceil().clamp(-127, 127).exp2()
     return (round_to_format(blocks / scale, E4M3FN) * scale).flatten(-2)
@@ -31,7 +31,7 @@ def mx_block16(x: torch.Tensor) -> torch.Tensor:
 
     Halves are rounded away from zero.
     """
-    blocks = x.float().unflatten(-1, (-1, MX_BLOCK16))
+    blocks = split(x, MX_BLOCK16)
     amax = blocks.abs().amax(-1, keepdim=True)
     scale = (amax / E2M1_MAX).clamp(min=_SMALLEST_SCALE).log2().ceil().exp2()
     codes = blocks / scale
