@@ -17,6 +17,7 @@ from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.replay.fingerprint import add_fingerprints
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.native_classes import names_base
@@ -95,6 +96,7 @@ def _check(request: CheckRequest) -> CheckResult:
     report = _doubt_configs(report, found, geometry)
     if request.run:
         report = _ask_loader(report, path, geometry, tp, request.engine_python)
+    report = add_fingerprints(report, tp)
     if ranks is not None:
         compared = {key: compare_ranks(ranks, each) for key, each in report.engines.items()}
         report = report.model_copy(update={"engines": compared})

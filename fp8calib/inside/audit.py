@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from fp8calib.engines.replay.fingerprint import Place, fingerprint_scales
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -95,9 +96,23 @@ def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> Engine
         for each in report.layers
     )
     has_fp8 = any(layer.cache_dtype in FP8_CACHES for each in answers for layer in each.layers)
-    update = {"layers": layers, "asks_for_kv": report.asks_for_kv or has_fp8}
+    update = {
+        "layers": layers,
+        "asks_for_kv": report.asks_for_kv or has_fp8,
+        "fingerprint": fingerprint_scales(dict(_list_read(answers))),
+    }
     amended = report.model_copy(update=update).suspect(*unused, *_list_foreign(answers, report))
     return amended.doubt(*_list_absent(answers)).add_problems(*_list_notes(answers, report))
+
+
+def _list_read(answers: Sequence[RankAnswer]) -> Iterator[tuple[Place, Sequence[float]]]:
+    """List K's and V's numbers that each backend reads; if its copies differ, all of them."""
+    for answer in answers:
+        for layer, role in product(answer.layers, KV_ROLES):
+            copies = layer.list_read(role) or tuple(layer.scales[role])
+            different = dict.fromkeys(layer.scales[role][copy] for copy in copies)
+            numbers = tuple(each for found in different for each in found)
+            yield (layer.index, answer.tp_rank, role), numbers
 
 
 def _find_faults(answer: RankAnswer, report: EngineReport) -> Iterator[_Fault]:

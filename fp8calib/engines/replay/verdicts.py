@@ -76,6 +76,8 @@ class EngineReport(_Frozen):
         default_factory=dict, exclude=True, repr=False
     )
     """What a running engine holds, by layer and role, where the replay knows it."""
+    fingerprint: str = ""
+    """Of the KV scales as loaded (`replay/fingerprint.py`); empty where they are not known."""
     asks_for_kv: bool = True
     """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 

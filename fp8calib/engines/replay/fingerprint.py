@@ -1,0 +1,52 @@
+"""A fingerprint of KV scales as an engine holds them: a stored cache can be keyed by it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport
+from fp8calib.geometry.sites import KV_ROLES, Role
+
+_DIGITS = 16
+Place = tuple[int, int, Role]
+"""A layer, a rank, and K or V."""
+
+
+def fingerprint_scales(scales: Mapping[Place, Sequence[float]]) -> str:
+    """Hash layer, rank, role and numbers: hexadecimal digits.
+
+    Heads with the same number are as one number for all of them. Numbers are those of float32.
+    """
+    digest = hashlib.sha256()
+    for (layer, rank, role), numbers in sorted(scales.items()):
+        found = numbers[:1] if len(set(numbers)) == 1 else numbers
+        digest.update(f"{layer} {rank} {role} {len(found)}\n".encode())
+        single = torch.tensor(found, dtype=torch.float64).float()
+        digest.update(single.numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def add_fingerprints(report: CheckReport, tp: int) -> CheckReport:
+    """Add the fingerprints of what every engine holds on `tp` ranks, where all of it is known."""
+    engines = {key: _add(each, tp) for key, each in report.engines.items()}
+    return report.model_copy(update={"engines": engines})
+
+
+def _add(report: EngineReport, tp: int) -> EngineReport:
+    found = dict(_list_held(report, tp))
+    is_known = bool(found) and all(found.values())
+    return report.model_copy(update={"fingerprint": fingerprint_scales(found) if is_known else ""})
+
+
+def _list_held(report: EngineReport, tp: int) -> Iterator[tuple[Place, Sequence[float]]]:
+    """List what each rank holds; no number where that is not known."""
+    for layer in report.layers:
+        for role, verdict in zip(KV_ROLES, (layer.k, layer.v), strict=True):
+            held = report.held.get((layer.layer, role))
+            value = () if verdict.value is None else (verdict.value,)
+            for rank in range(tp):
+                numbers = value if held is None else held.of_rank(rank, tp)
+                yield (layer.layer, rank, role), numbers
