@@ -1,8 +1,10 @@
-"""Store K and V with vLLM's own kernels, in Triton's interpreter, and read them back.
+"""Store K and V with vLLM's own kernels, in Triton's interpreter, and read them or attend to them.
 
-`TRITON_INTERPRET=1 python kernel_job.py IN OUT FOLDER`, in the environment of vLLM: IN holds K and
-V, OUT gets what the cache holds of them, by cache type. FOLDER has files of SGLang. What is stored
-rotated stays so: K of turboquant and ultraquant, K and V of INT4, which are given rotated.
+`TRITON_INTERPRET=1 python kernel_job.py IN OUT FOLDER`, in the environment of vLLM. IN holds
+"stored", pairs of K and V, and "attended", triples of q, K and V with their scales. OUT gets what
+the cache holds, by cache type, and the outputs of attention over it, as a prompt and token by
+token. FOLDER has files of SGLang. What is stored rotated stays so: K of turboquant and ultraquant,
+K and V of INT4, which are given rotated.
 """
 
 from __future__ import annotations
@@ -31,12 +33,22 @@ from vllm.v1.attention.ops import (  # noqa: E402
     triton_reshape_and_cache_flash,
     triton_turboquant_decode,
     triton_turboquant_store,
+    triton_unified_attention,
 )
 from vllm.v1.attention.ops.ultraquant import format as layout  # noqa: E402
 from vllm.v1.attention.ops.ultraquant import triton_dequant, triton_store  # noqa: E402
 from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: E402
 
 _BLOCK = 16
+_SEGMENTS = 4
+"""A decoding step cuts the keys into so many parts."""
+_E4M3 = torch.float8_e4m3fn
+_PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+"""Of TurboQuant."""
+_PER_TOKEN = {
+    "fp8_per_token_head": (_E4M3, KVQuantMode.FP8_PER_TOKEN_HEAD),
+    "int8_per_token_head": (torch.int8, KVQuantMode.INT8_PER_TOKEN_HEAD),
+}
 _INTERPRETED = interpreter._convert_float
 
 
@@ -51,10 +63,15 @@ def _convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.
 def main() -> None:
     """Run the kernels of every type."""
     interpreter._convert_float = _convert
+    # The kernel that writes FP8 asks which GPU it runs on: Hopper.
+    triton_reshape_and_cache_flash._is_supported_kv_cache_dtype = lambda _: True
+    torch.cuda.get_device_capability = lambda _=None: (9, 0)
     given = torch.load(sys.argv[1])
-    found = {}
-    for name, (key, value) in given.items():
-        found |= {f"{name}/{kind}": pair for kind, pair in store_all(key, value)}
+    found: dict[str, dict[str, Any]] = {"stored": {}, "attended": {}}
+    for name, (key, value) in given["stored"].items():
+        found["stored"] |= {f"{name}/{kind}": pair for kind, pair in store_all(key, value)}
+    for name, call in given["attended"].items():
+        found["attended"] |= {f"{name}/{kind}": both for kind, both in attend_all(**call)}
     torch.save(found, sys.argv[2])
 
 
@@ -105,15 +122,15 @@ def store_all(
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Store K and V [N, H, D] as every type that fits, and read them back: fp32."""
     size = key.shape[-1]
-    yield "fp8_per_token_head", store_per_token_head(key, value, torch.float8_e4m3fn)
-    yield "int8_per_token_head", store_per_token_head(key, value, torch.int8)
+    for name in _PER_TOKEN:
+        yield name, read_per_token_head(*store_per_token_head(key, value, name)[:4], len(key))
     yield "int4_per_token_head", store_int4(key, value)
     yield "fp4_mx_block16", (store_mx_block16(key), store_mx_block16(value))
     if size & (size - 1):
         return
     yield "mxfp8", store_mxfp8(key, value)
-    for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
-        yield f"turboquant_{preset}", store_turboquant(key, value, f"turboquant_{preset}")
+    for preset in _PRESETS:
+        yield f"turboquant_{preset}", read_turboquant(key, value, f"turboquant_{preset}")
     if key.dtype != torch.float32:
         yield "ultraquant_4bit", store_ultraquant(key, value)
 
@@ -127,20 +144,131 @@ def _make_caches(shape: torch.Size, dtype: torch.dtype, factor: int = 1) -> list
     return [*caches, *scales, torch.arange(tokens)]
 
 
-def store_per_token_head(
-    key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store with a scale for each token and head."""
-    is_fp8 = dtype == torch.float8_e4m3fn
-    mode = KVQuantMode.FP8_PER_TOKEN_HEAD if is_fp8 else KVQuantMode.INT8_PER_TOKEN_HEAD
+def store_per_token_head(key: torch.Tensor, value: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """Store with a scale for each token and head: the caches, and those of the scales."""
+    dtype, mode = _PER_TOKEN[name]
     *caches, slots = _make_caches(key.shape, dtype)
     triton_reshape_and_cache_flash.triton_reshape_and_cache_flash_per_token_head_quant(
         key, value, *caches, slots, mode
     )
-    codes, scales = caches[:2], caches[2:]
-    read = [c.float() * s[..., None] for c, s in zip(codes, scales, strict=True)]
-    k, v = (each.flatten(0, 1)[: len(key)] for each in read)
-    return k, v
+    return caches
+
+
+def read_per_token_head(
+    k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read what is stored with a scale for each token and head."""
+    read = (k.float() * k_scale[..., None], v.float() * v_scale[..., None])
+    key, value = (each.flatten(0, 1)[:count] for each in read)
+    return key, value
+
+
+def store_fp8(
+    key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> list[torch.Tensor]:
+    """Store in E4M3 with one scale for K and one for V."""
+    *caches, slots = _make_caches(key.shape, torch.uint8)
+    triton_reshape_and_cache_flash.triton_reshape_and_cache_flash(
+        key, value, *caches[:2], slots, "fp8", k_scale, v_scale
+    )
+    return [each.view(_E4M3) for each in caches[:2]]
+
+
+def attend_all(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Attend over the caches of the types that attention kernels read, in the model's dtype.
+
+    q is [N, heads, D], K and V [N, KV heads, D]. INT4 is left out: on a CPU its kernel rotates q in
+    fp32, on a GPU in bfloat16.
+    """
+    descales = {"k_descale": k_scale, "v_descale": v_scale}
+    k, v = store_fp8(key, value, k_scale, v_scale)
+    fp8 = {"k": k, "v": v, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR, **descales}
+    yield "fp8", attend(query, q_descale=None, **fp8)
+    codes = (query.float() / q_scale).clamp(-448, 448).to(_E4M3)
+    yield "fp8, q in FP8", attend(codes, q_descale=q_scale, **fp8, dtype=query.dtype)
+    for name, (_, mode) in _PER_TOKEN.items():
+        k, v, *scales = store_per_token_head(key, value, name)
+        caches = dict(zip(("k_scale_cache", "v_scale_cache"), scales, strict=True))
+        none = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+        yield name, attend(query, k=k, v=v, kv_quant_mode=mode, **caches, **none)
+    for preset in _PRESETS:
+        decoded = decode_turboquant(query, key, value, f"turboquant_{preset}")
+        yield f"turboquant_{preset}", (decoded, decoded)  # a prompt is attended to unquantized
+
+
+def decode_turboquant(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, preset: str
+) -> torch.Tensor:
+    """Attend token by token over a cache of TurboQuant."""
+    count, _, size = query.shape
+    cache, levels, rotation, config = store_turboquant(key, value, preset)
+    table = torch.arange(len(cache), dtype=torch.int32)[None].expand(count, -1).contiguous()
+    output: torch.Tensor = triton_turboquant_decode.triton_turboquant_decode_attention(
+        query=query,
+        kv_cache=cache,
+        block_table=table,
+        seq_lens=torch.arange(1, count + 1, dtype=torch.int32),
+        Pi=rotation,
+        centroids=levels,
+        scale=size**-0.5,
+        mse_bits=config.key_mse_bits,
+        key_packed_size=config.key_packed_size,
+        value_quant_bits=config.effective_value_quant_bits,
+        key_fp8=config.key_fp8,
+        norm_correction=config.norm_correction,
+        max_num_kv_splits=_SEGMENTS,
+    )
+    return output
+
+
+def attend(
+    query: torch.Tensor, *, k: torch.Tensor, dtype: torch.dtype | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to a prompt at once, and token by token."""
+    count, heads, size = query.shape
+    outputs = torch.zeros(2, count, heads, size, dtype=dtype or query.dtype)
+    asked = {
+        "k": k,
+        "softmax_scale": size**-0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "block_table": torch.arange(len(k), dtype=torch.int32)[None],
+        "softcap": 0.0,
+        "max_seqlen_k": count,
+        **options,
+    }
+    triton_unified_attention.unified_attention(
+        q=query, out=outputs[0], max_seqlen_q=count, **asked, **_count(count, count)
+    )
+    for number in range(count):
+        triton_unified_attention.unified_attention(
+            q=query[number : number + 1],
+            out=outputs[1, number : number + 1],
+            max_seqlen_q=1,
+            seq_threshold_3D=1,
+            num_par_softmax_segments=_SEGMENTS,
+            softmax_segm_output=torch.zeros(1, heads, _SEGMENTS, triton.next_power_of_2(size)),
+            softmax_segm_max=torch.zeros(1, heads, _SEGMENTS),
+            softmax_segm_expsum=torch.zeros(1, heads, _SEGMENTS),
+            **asked,
+            **_count(1, number + 1),
+        )
+    return outputs[0], outputs[1]
+
+
+def _count(queries: int, keys: int) -> dict[str, torch.Tensor]:
+    """Give the lengths of the only sequence."""
+    return {
+        "cu_seqlens_q": torch.tensor([0, queries], dtype=torch.int32),
+        "seqused_k": torch.tensor([keys], dtype=torch.int32),
+    }
 
 
 def store_int4(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,8 +301,8 @@ def _read_int4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def store_turboquant(
     key: torch.Tensor, value: torch.Tensor, preset: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store with the levels of a Gaussian."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TurboQuantConfig]:
+    """Store with the levels of a Gaussian: the cache, the levels and the rotation."""
     for module in (triton_turboquant_store, triton_turboquant_decode):
         module._use_fp8_e4b15 = lambda _device: 0  # of Hopper
     tokens, heads, size = key.shape
@@ -195,9 +323,18 @@ def store_turboquant(
         config.value_quant_bits,
         config.key_fp8,
     )
+    return cache, levels, rotation, config
+
+
+def read_turboquant(
+    key: torch.Tensor, value: torch.Tensor, preset: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store, and read what a further prompt reads."""
+    tokens, heads, size = key.shape
+    cache, levels, _, config = store_turboquant(key, value, preset)
     k = torch.zeros(1, heads, tokens, size)
     v = torch.zeros_like(k)
-    table = torch.arange(blocks, dtype=torch.int32)[None]
+    table = torch.arange(len(cache), dtype=torch.int32)[None]
     triton_turboquant_decode._tq_full_dequant_kv[(tokens, heads)](
         cache,
         table,

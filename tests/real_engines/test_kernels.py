@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from fp8calib.engines.facts.release import SGLANG_RELEASES
+from fp8calib.engines.registry import find_emulated
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types import fp4, per_token_head, turboquant
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.kv_types.rotations import hadamard
+from fp8calib.observe.hooks import AttentionCall
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.probabilities import attend_in_fp32
 from tests.kv_types.test_round_trips import draw_vectors
 from tests.real_engines.package import open_release
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, ROOT
@@ -24,6 +29,9 @@ SHAPES = {
     "96, bfloat16": (96, torch.bfloat16),
     "128, float16": (128, torch.float16),
 }
+PER_TOKEN = ("fp8_per_token_head", "int8_per_token_head")
+TILE = 32
+"""Keys that the kernel reads at a time."""
 TWO_HALF_STEPS = 2.0**-10
 """Lengths are kept in fp16, and the kernel that dequantizes for a further prompt writes fp16."""
 
@@ -39,11 +47,28 @@ def draw_pairs() -> dict[str, Pair]:
     }  # type: ignore[return-value]
 
 
+def draw_calls() -> dict[str, dict[str, torch.Tensor]]:
+    """Draw q, K and V [tokens, heads, size] and scales; 24 tokens are one tile of the kernel."""
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {
+            "query": torch.randn(tokens, 4, 64, generator=generator).to(dtype),
+            "key": (3 * torch.randn(tokens, 2, 64, generator=generator)).to(dtype),
+            "value": torch.randn(tokens, 2, 64, generator=generator).to(dtype),
+            "k_scale": torch.tensor([0.037]),
+            "v_scale": torch.tensor([0.011]),
+            "q_scale": torch.tensor([0.013]),
+        }
+
+    return {"24, float32": draw(24, torch.float32), "40, float16": draw(40, torch.float16)}
+
+
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
-    """Let the kernels of every type store them, and read them back."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Pair]]:
+    """Let the kernels of every type store, read back, and attend."""
     folder = tmp_path_factory.mktemp("kernels")
-    torch.save(draw_pairs(), folder / "in.pt")
+    torch.save({"stored": draw_pairs(), "attended": draw_calls()}, folder / "in.pt")
     job = ROOT / "tests" / "real_engines" / "kernel_job.py"
     for file in ("mxfp8_quant_store_kv.py", "kvfp4_tensor.py"):
         text = open_release(SGLANG_RELEASES[-1]).read(file)
@@ -51,8 +76,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
     command = [PYTHON, job, folder / "in.pt", folder / "out.pt", folder]
     environment = {**os.environ, **ENVIRONMENT, "TRITON_INTERPRET": "1"}
     subprocess.run(command, env=environment, check=True, timeout=1200)
-    found: Mapping[str, Pair] = torch.load(folder / "out.pt")
+    found: Mapping[str, Mapping[str, Pair]] = torch.load(folder / "out.pt")
     return found
+
+
+@pytest.fixture(scope="module")
+def stored(ran: Mapping[str, Mapping[str, Pair]]) -> Mapping[str, Pair]:
+    """Give what the kernels stored and read back."""
+    return ran["stored"]
 
 
 NAMES = [name for name, each in CACHE_TYPES.items() if each.is_kernel_run]
@@ -94,3 +125,63 @@ def assert_near(mine: torch.Tensor, found: torch.Tensor) -> None:
 
 def test_interpreter_was_used(stored: Mapping[str, Pair]) -> None:
     assert {key.rpartition("/")[2] for key in stored} >= set(NAMES)
+
+
+CLOSE = {"24, float32": 1e-6, "40, float16": 1e-3}
+"""Relative: the kernel accumulates in fp32, and rounds P and the output to the model's dtype."""
+OTHER_TILES = 3e-3
+"""Where P is rounded to FP8 by the largest score of a tile, and not of all keys."""
+ATTENDED = ("fp8", "fp8, q in FP8", *PER_TOKEN, *(x for x in NAMES if x.startswith("turboquant")))
+
+
+@pytest.mark.parametrize("call", draw_calls())
+@pytest.mark.parametrize("name", ATTENDED)
+def test_attention_is_that_of_the_kernel(
+    ran: Mapping[str, Mapping[str, Pair]], name: str, call: str
+) -> None:
+    """As a prompt, and token by token; TurboQuant's kernel attends token by token alone."""
+    given = draw_calls()[call]
+    expected = emulate_attention(name, **given)
+    limit = CLOSE[call]
+    if name == "fp8, q in FP8" and len(expected) > TILE:
+        limit = OTHER_TILES
+    for found in ran["attended"][f"{call}/{name}"]:
+        assert (found.float() - expected).norm() <= limit * expected.norm()
+
+
+def emulate_attention(
+    name: str,
+    *,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with the emulated cache: fp32 [tokens, heads, size]."""
+
+    def fake(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return Quantizer(fmt=E4M3FN, scale=scale).fake(x.float()).values
+
+    probabilities = None
+    if name in CACHE_TYPES:
+        key, value = CACHE_TYPES[name].key(key), CACHE_TYPES[name].value(value)
+    else:
+        key, value = fake(key, k_scale), fake(value, v_scale)
+    if name == "fp8, q in FP8":
+        query = fake(query, q_scale)
+        factor = find_emulated("vllm")[1].probability_factor
+        probabilities = Quantizer(fmt=E4M3FN, scale=torch.tensor(1 / factor))
+    q, k, v = (each.float().transpose(0, 1)[None] for each in (query, key, value))
+    module = torch.nn.Module()
+    call = AttentionCall(
+        function=torch.nn.functional.scaled_dot_product_attention,
+        module=module,
+        query=q,
+        key=k,
+        value=v,
+        mask=None,
+        options={"is_causal": True},
+    )
+    return attend_in_fp32(call, probabilities, None)[0][0]

@@ -159,7 +159,7 @@ def write(
             return server.kind.read_written(body, count)
 
         more = await _continue(client, server, number, make, read)
-        _require_vocabulary(f"{options.endpoint.url}: sequence {number}", more, text)
+        _require_vocabulary(_name_continuation(options, number), more, text)
         return torch.tensor([*start, *more])
 
     with hidden_key(options.endpoint):
@@ -189,7 +189,7 @@ def decode(
 
         more = await _continue(client, server, number, make, read)
         tokens, logprobs = zip(*more, strict=True)
-        _require_vocabulary(f"{options.endpoint.url}: sequence {number}", tokens, text)
+        _require_vocabulary(_name_continuation(options, number), tokens, text)
         ids = torch.tensor([*start, *tokens])
         return Decoded(ids=ids, logprobs=torch.tensor(logprobs, dtype=torch.float32))
 
@@ -277,6 +277,10 @@ async def _ask(
             f"{where}the answer to sequence {number} (counting from 0) {error.message}",
             hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
         ) from error
+
+
+def _name_continuation(options: ServerOptions, number: int) -> str:
+    return f"{options.endpoint.url}: the continuation of sequence {number}"
 
 
 def _require_vocabulary(where: str, tokens: Sequence[int], text: ServerText) -> None:
