@@ -66,6 +66,10 @@ class Numerics:
     probability_factor: float = 0.0
     """Softmax's numerators, in [0, 1], are multiplied by it and rounded to the format of an e4m3fn
     cache before they multiply V; 0.0: they stay as they are."""
+    probability_tiles: tuple[tuple[int, int], ...] = ()
+    """How many keys the kernel takes at a time, the last ones first: its softmax's numerators are
+    relative to the largest score so far. Pairs of a largest head size and a number of keys; larger
+    heads take the last one. Empty: they are relative to the largest score of all keys."""
     prompt_reads_cache: bool = True
     """Attention of a prompt reads the K and V of its own tokens from the cache, and computes with
     them, q and probabilities, as that of a decoding step does; if not, all are in 16 bits."""
@@ -79,6 +83,8 @@ class Numerics:
     """Static activations are multiplied by 1 / scale (fp32) rather than divided."""
     token_by_reciprocal: bool = False
     """Activations quantized per token are multiplied by 1 / scale (fp32) rather than divided."""
+    token_scale_by_reciprocal: bool = False
+    """The amax of a token is multiplied by 1 / 448 (fp32) rather than divided by 448."""
     smallest_dynamic_scale: float = 0.0
     """Lower bound of a per-token scale."""
     smallest_group_scale: float = 0.0
@@ -106,6 +112,11 @@ class Numerics:
     """The fields whose effect was compared with the engine itself; the others were read."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By field: the file and function it was read from."""
+
+    def find_tile(self, head_size: int) -> int:
+        """Give how many keys share a running maximum; 0: all."""
+        fitting = (tile for largest, tile in self.probability_tiles if head_size <= largest)
+        return next(fitting, self.probability_tiles[-1][1] if self.probability_tiles else 0)
 
     def find_joint_dtype(self, model_type: str) -> str:
         """Name the dtype to which a scale for k and v together is rounded; empty if to none."""

@@ -170,19 +170,21 @@ def is_fused_experts(module: nn.Module) -> bool:
 class _Named(torch.Tensor):
     """A tensor without values that knows which tensors of the checkpoint it is made from."""
 
-    names: frozenset[str]
+    held: frozenset[str]
     on_copy: Callable[[torch.Tensor, frozenset[str]], None]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[1], _Named):
-            args[1].on_copy(args[0], args[1].names)  # a buffer, or a parameter without a loader
+            args[1].on_copy(
+                args[0], args[1].held
+            )  # a buffer, or a parameter without a loader
             return args[0]
         made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         sources = [each for each in _flatten([args, kwargs]) if isinstance(each, _Named)]
         for each in _flatten([made]):
             if isinstance(each, _Named):
-                each.names = frozenset().union(*map(_names_of, sources))
+                each.held = frozenset().union(*map(_names_of, sources))
                 each.on_copy = sources[0].on_copy
         return made
 
@@ -198,7 +200,7 @@ def _flatten(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _names_of(value: Any) -> frozenset[str]:
-    return getattr(value, "names", frozenset()) if isinstance(value, _Named) else frozenset()
+    return getattr(value, "held", frozenset()) if isinstance(value, _Named) else frozenset()
 
 
 def _trace_loader(
@@ -218,7 +220,7 @@ def _trace_loader(
     def make(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
         named: _Named = tensor.as_subclass(_Named)
-        named.names, named.on_copy = frozenset({name}), copy
+        named.held, named.on_copy = frozenset({name}), copy
         return named
 
     places = {

@@ -66,6 +66,7 @@ def test_every_source_names_a_version_and_a_file(name: str) -> None:
             "TGI",
             "danieldk/marlin-kernels",
             "Dao-AILab/flash-attention",
+            "sgl-project/sgl-flash-attn",
         }
         assert version[0].isdigit() or len(version) == 7
         assert path.split()[0].rstrip(":,;").endswith((".py", ".cu", ".cuh", ".cpp", ".h", ".hpp"))

@@ -67,7 +67,7 @@ def may_see(mask: torch.Tensor | None, place: tuple[int, int, int, int], *, caus
     return float(value)
 
 
-def attend_by_hand(call: AttentionCall, *, quantized: bool) -> torch.Tensor:
+def attend_by_hand(call: AttentionCall, *, quantized: bool, tile: int = LENGTH) -> torch.Tensor:
     """Compute every output from its definition, one query at a time."""
     options: Mapping[str, Any] = call.options
     q, k, v = (x.numpy().astype(np.float64) for x in (call.query, call.key, call.value))
@@ -90,7 +90,11 @@ def attend_by_hand(call: AttentionCall, *, quantized: bool) -> torch.Tensor:
         if (sinks := options.get("s_aux")) is not None:
             total += math.exp(float(sinks[h]) - largest)
         if quantized:
-            p = (p * 256).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256
+            for j in range(LENGTH):  # relative to the largest score from its tile on
+                seen = max(scores[j - j % tile :])
+                if seen > -math.inf:
+                    rounded = float(ml_dtypes.float8_e4m3fn(256 * math.exp(scores[j] - seen)))
+                    p[j] = rounded / 256 * math.exp(seen - largest)
         output[b, i, h] = sum(p[j] * v[b, group, j] for j in range(LENGTH)) / total
     return torch.from_numpy(output).float()
 
@@ -115,17 +119,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 30, 1])
-@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("tile", [None, LENGTH, 3, 1])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_output_is_that_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, name: str, quantized: bool, chunk: int
+    monkeypatch: pytest.MonkeyPatch, name: str, tile: int | None, chunk: int
 ) -> None:
+    """In 16 bits, and rounded: all keys at once, or in tiles of which the last comes first."""
     monkeypatch.setattr(probabilities, "_CHUNK_SIZE", chunk)
     call = make_call(**OPTIONS[name])
+    expected = attend_by_hand(call, quantized=tile is not None, tile=tile or LENGTH)
 
-    found = attend_in_fp32(call, QUANTIZER if quantized else None, None)[0]
+    quantizer = None if tile is None else replace(QUANTIZER, tile=tile % LENGTH)
+    found = attend_in_fp32(call, quantizer, None)[0]
 
-    torch.testing.assert_close(found, attend_by_hand(call, quantized=quantized), rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 def test_quantized_probabilities_change_the_output() -> None:

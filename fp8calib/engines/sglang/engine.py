@@ -59,6 +59,7 @@ _NUMERICS = Numerics(
     quantizes_query=True,
     query_unscaled=True,
     probability_factor=256.0,
+    probability_tiles=((64, 160), (96, 128), (128, 160), (192, 160), (256, 128)),
     input_by_reciprocal=True,
     token_by_reciprocal=True,
     smallest_group_scale=SMALLEST_GROUP_SCALE,
@@ -82,6 +83,8 @@ _NUMERICS = Numerics(
         "query_unscaled": "SGLang 0.5.23 srt/layers/attention/flashattention_backend.py "
         "prepare_paged_mha_query: q.to(self.kv_cache_dtype)",
         "probability_factor": f"{FLASH_ATTENTION_3}, of which SGLang builds a fork",
+        "probability_tiles": "sgl-project/sgl-flash-attn 30c1d5f hopper/tile_size.h "
+        "tile_size_fwd_sm90 (pages of one token: paged_kv_non_TMA)",
         "prompt_reads_cache": "SGLang 0.5.23 srt/layers/attention/flashattention_backend.py "
         "forward_extend, forward_decode: both write the cache, then read it with q in FP8; in "
         "flashinfer_backend.py (ragged) and triton_backend.py a prompt sees itself in 16 bits",

@@ -27,6 +27,14 @@ E5M2_SOURCE = (
 )
 LATENT_SOURCE = f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention"
 BFLOAT16_TYPES = "served in bfloat16 where the checkpoint is in float16"
+_KERNELS_RUN = "GPU kernels that Numerics names were run on an H100"
+_RUN_ON_GPUS = frozenset(
+    {
+        *("quantizes_query", "query_by_reciprocal", "probability_factor", "probability_tiles"),
+        *("prompt_reads_cache", "input_by_reciprocal", "token_by_reciprocal"),
+        *("token_scale_by_reciprocal", "smallest_dynamic_scale", "smallest_group_scale"),
+    }
+)
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.32.0"
 ROUNDED_DIALECTS = frozenset({"autofp8", "modelopt", "quark"})
 ROUNDED_SOURCE = (
@@ -47,9 +55,11 @@ _NUMERICS = Numerics(
     quantizes_query=True,
     query_by_reciprocal=True,
     probability_factor=256.0,
+    probability_tiles=((64, 128), (96, 128), (128, 192), (192, 96), (256, 128)),
     mx_inputs_always_quantized=True,
     input_by_reciprocal=True,
     token_by_reciprocal=True,
+    token_scale_by_reciprocal=True,
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
     smallest_group_scale=SMALLEST_GROUP_SCALE,
     group_scales_power_of_two=True,
@@ -74,6 +84,8 @@ _NUMERICS = Numerics(
         "scaled_fp8_quant_kernel_strided_group_shape",
         "probability_factor": f"{FLASH_ATTENTION_3}; vLLM 0.32.0 "
         "v1/attention/ops/triton_unified_attention.py kernel_unified_attention (p_scale)",
+        "probability_tiles": "vLLM 0.26.0 vllm_flash_attn/flash_attn_interface.py "
+        "flash_attn_varlen_func, measured on an H100 over a paged cache",
         "prompt_reads_cache": "vLLM 0.32.0 v1/attention/backends/flash_attn.py, triton_attn.py "
         "forward: one call over the paged cache for both; flashinfer.py: also (q in 16 bits in "
         "decoding alone where XQA is forced on Hopper, get_q_data_type)",
@@ -85,6 +97,7 @@ _NUMERICS = Numerics(
         "scaled_fp8_quant_kernel_strided_group_shape",
         "token_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native, which is what gets compiled; "
         "the CUDA kernel of --enforce-eager divides",
+        "token_scale_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native (x_max / _FP8_MAX)",
         "smallest_dynamic_scale": f"{QUANT_FP8_SOURCE}.forward_native _FP8_MIN_SCALING_FACTOR",
         "smallest_group_scale": "vLLM 0.32.0 model_executor/layers/quantization/utils/"
         "fp8_utils.py per_token_group_quant_fp8: eps bounds the amax",
@@ -108,12 +121,13 @@ def name_query_gpus(release: Release) -> str:
 def make_numerics(release: Release) -> Numerics:
     """Give the arithmetic of a release: that of 0.32.0, which was read, and what differs.
 
-    Of older ones only Python was compared with it, no kernel.
+    Of older ones only Python was compared with it, and kernels where they ran on a GPU.
     """
     query = _NUMERICS.sources["quantizes_query"] + name_query_gpus(release)
+    run = _NUMERICS.run if release.has(_KERNELS_READ) else frozenset()
     return replace(
         _NUMERICS,
         bfloat16_types=release.list_values(BFLOAT16_TYPES),
         sources={**_NUMERICS.sources, "quantizes_query": query},
-        run=_NUMERICS.run if release.has(_KERNELS_READ) else frozenset(),
+        run=run | (_RUN_ON_GPUS if release.has(_KERNELS_RUN) else frozenset()),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+import torch
+
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
@@ -63,6 +65,12 @@ _NEEDS_FLASH_ATTENTION = (
     "largest of a layer serves all its heads"
 )
 
+# Run: vLLM 0.26.0 on an H100, "For FP8 input, output must have dtype BF16".
+_STOPS_IN_FLOAT16 = (
+    "in float16, FlashAttention 3 stops at an FP8 cache, and it is Hopper's first choice: serve it "
+    "with --dtype bfloat16"
+)
+
 
 def replay_vllm(
     folder: ScaleFolder,
@@ -86,6 +94,10 @@ def replay_vllm(
     layers, held = _judge_layers(context, quantization, method, tp, release)
     if on_gpus and _is_per_head(quantization, method):
         context.problems.append(_NEEDS_FLASH_ATTENTION)
+    bfloat16_types = release.list_values(BFLOAT16_TYPES)
+    dtype = find_served_dtype(geometry, bfloat16_types=bfloat16_types)
+    if on_gpus and context.scales and method is not None and dtype is torch.float16:
+        context.problems.append(_STOPS_IN_FLOAT16)
     _note_release(context, method, release)
     if method is None:
         return _report(context, layers).model_copy(update={"held": held})

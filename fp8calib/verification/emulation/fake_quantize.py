@@ -60,8 +60,12 @@ class Quantizer:
     """Multiply by 1 / scale (fp32) instead of dividing."""
     in_model_dtype: bool = False
     """Divide in the tensor's own dtype, with the scale rounded to it."""
+    scale_by_reciprocal: bool = False
+    """Multiply the amax by 1 / fmt.max (fp32) instead of dividing, for a dynamic scale."""
     power_of_two: bool = False
     """Round dynamic scales up to powers of two."""
+    tile: int = 0
+    """Of softmax's numerators: how many keys are taken at a time, the last ones first; 0: all."""
     saturates: bool = True
     """Whether the engine saturates; if not, it turns too large values into NaN or infinity. The
     emulation always saturates, so a report has to say so."""
@@ -150,6 +154,8 @@ class Quantizer:
         amax = _broadcast_amax(x.detach(), self.scale, self.block)
         if self.largest_amax is not None:
             amax = amax.clamp(max=self.largest_amax)
+        if self.scale_by_reciprocal:
+            return (amax * (1 / torch.tensor(self.fmt.max)).item()).clamp(min=self.smallest_scale)
         rule = power_of_two_scale_of if self.power_of_two else scale_of
         return rule(amax, self.fmt, smallest=self.smallest_scale)
 

@@ -51,7 +51,8 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
             quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
         if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
             factor = torch.tensor(1 / numerics.probability_factor)
-            quantizers[attention.site(Role.P)] = Quantizer(fmt=table.fmt, scale=factor)
+            tile = numerics.find_tile(attention.k_head_dim)
+            quantizers[attention.site(Role.P)] = Quantizer(fmt=table.fmt, scale=factor, tile=tile)
     return quantizers
 
 

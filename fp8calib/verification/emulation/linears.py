@@ -89,5 +89,6 @@ def _quantize_inputs(
         smallest_scale=max(smallest, SMALLEST_SCALE),
         largest_amax=activation.upper_bound,
         by_reciprocal=numerics.token_by_reciprocal and not is_group,
+        scale_by_reciprocal=numerics.token_scale_by_reciprocal and not is_group,
         power_of_two=is_rounded and is_group,
     )

@@ -2,7 +2,9 @@
 
 FlashAttention 3 and vLLM's Triton kernel do so where q is FP8: P = exp(score - largest) is cast to
 the format of V, times a power of two, and the sum that divides the result is that of the P before
-the cast. The kernels use the largest score of the tiles so far; here it is that of the whole row.
+the cast. Keys come in tiles, and `largest` is that of the tiles so far. It matters where the first
+key has the largest score of all, and FlashAttention 3, which begins with the last tile, has seen it
+in none but the first one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _GPU_CHUNK_SIZE, _GPU_MOST_ROWS = 1 << 25, 1024
 """The same on a GPU, where each chunk launches its own kernels."""
 _STRIDE = 8
 """The damage to P is measured in every 8th query."""
+_LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
 """The output of a query that sees no key, such as one of padding under a window, is zero."""
 _CLOSE = 0.02
@@ -62,9 +65,12 @@ def attend_in_fp32(
     damage: list[DamageRow] = []
     for chunk in _cut(call):
         scores = _score(call, chunk)
-        largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-        p = scores.sub_(largest).exp_()
-        total = p.sum(-1, keepdim=True)
+        largest = scores.amax(-1, keepdim=True).clamp(min=_LOWEST)
+        tile = 0 if quantizer is None else quantizer.tile
+        running = _find_running(scores, tile) if tile else largest
+        p = scores.sub_(running).exp_()
+        correction = (running - largest).exp_() if tile else None
+        total = (p if correction is None else p * correction).sum(-1, keepdim=True)
         if (sinks := call.options.get("s_aux")) is not None:
             total += (sinks[chunk.heads].float()[:, None, None] - largest).exp()
         if quantizer is not None:
@@ -76,6 +82,8 @@ def attend_in_fp32(
             if measured and p.device.type != "cpu":
                 damage.append(_measure(measured, quantizer))
                 measured.clear()
+        if correction is not None:
+            p = p * correction
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
             product.div_(total.clamp_(min=_TINY)).transpose(0, 1).to(output.dtype)
@@ -140,6 +148,13 @@ def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return scores.masked_fill_(~mask, -torch.inf)
     return scores.add_(mask)
+
+
+def _find_running(scores: torch.Tensor, tile: int) -> torch.Tensor:
+    """Give each key the largest score of its tile and of those after it: [H, S, keys]."""
+    tiles = [each.amax(-1) for each in torch.split(scores, tile, -1)]
+    running = torch.stack(tiles, -1).flip(-1).cummax(-1).values.flip(-1).clamp_(min=_LOWEST)
+    return running.repeat_interleave(tile, -1)[..., : scores.shape[-1]]
 
 
 def _slice(mask: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
