@@ -4,7 +4,7 @@ Runs in an environment with vLLM and fp8calib, on the device that vLLM has there
 
     python -m scripts.benchmarks.served MODEL CANDIDATE... --data ROWS [--dtype bfloat16]
 
-ROWS has rows of `input_ids`. A candidate is a folder, served with an FP8 KV cache if it has KV
+ROWS has rows of `input_ids`, all of one length. A candidate is a folder, served with an FP8 KV cache if it has KV
 scales, or a value of --kv-cache-dtype, with which MODEL is served.
 """
 
@@ -37,7 +37,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         reference = serve(options, str(options.model), "auto", Path(work))
         sys.stdout.write(f"vLLM {reference['version']}, {reference['device']}, {options.dtype}\n")
-        emulated = emulate(options, reference["engine"])
+        lengths = {len(each) + 1 for each in reference["hidden"]}
+        if len(lengths) > 1:
+            sys.exit("the rows of --data differ in length, and would be packed")
+        emulated = emulate(options, reference["engine"], *lengths)
         for name in options.candidates:
             is_folder = Path(name).is_dir()
             found = serve(options, name if is_folder else str(options.model), name, Path(work))
@@ -121,7 +124,7 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, head: torch.Tensor
     return (p.exp() * (p - q)).sum(-1).mean()
 
 
-def emulate(options: argparse.Namespace, engine: str) -> dict[str, str]:
+def emulate(options: argparse.Namespace, engine: str, length: int) -> dict[str, str]:
     """Verify all candidates with the arithmetic of the engine; give each its KLD, spelled."""
     import fp8calib  # noqa: PLC0415
 
@@ -133,6 +136,7 @@ def emulate(options: argparse.Namespace, engine: str) -> dict[str, str]:
         ],
         engine=engine,
         data=options.data,
+        seq_len=length,
         dtype=options.dtype,
     )
     spelled = {
