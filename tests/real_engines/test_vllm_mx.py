@@ -42,14 +42,16 @@ def test_log_probabilities_are_those_of_the_decoded_model(
     """The kernel leaves inputs in 16 bits, which `check` says of GPUs before Blackwell."""
     quantized = run(FOLDER / "llama", tmp_path / "mxfp8", "mxfp8", form).out
     decoded = save_decoded(quantized, tmp_path / "decoded")
-    answers = {
-        path: vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES)
-        for path in (quantized, decoded, FOLDER / "llama")
-    }
-    assert not any(answer.error for answer in answers.values())
-    found, expected, original = (torch.tensor(each.logprobs) for each in answers.values())
+    found, expected, original = score(vllm, quantized, decoded, FOLDER / "llama")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert float((expected - original).abs().max()) > 1e-3
+
+
+def score(vllm: VllmServer, *folders: Path) -> list[torch.Tensor]:
+    """Give the log-probabilities of each checkpoint."""
+    answers = [vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES) for path in folders]
+    assert not any(answer.error for answer in answers)
+    return [torch.tensor(answer.logprobs) for answer in answers]
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
@@ -60,17 +62,27 @@ def test_the_output_layer_too(form: str, vllm: VllmServer, tmp_path: Path) -> No
     quantized = quantize_head(whole)
     decoded = save_decoded(quantized, tmp_path / "decoded", tmp_path / "model")
     assert run_program("check", quantized, "--engine", "vllm==0.32").code == 0
-    answers = [
-        vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES) for path in (quantized, decoded)
-    ]
-    assert not any(answer.error for answer in answers)
-    found, expected = (torch.tensor(each.logprobs) for each in answers)
+    found, expected = score(vllm, quantized, decoded)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_experts_give_the_log_probabilities_of_the_decoded_model(
+    form: str, vllm: VllmServer, tmp_path: Path
+) -> None:
+    """VLLM's emulation decodes them; the product is the CPU's, in place of Triton's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    zoo.save("mixtral", tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    quantized = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
+    decoded = save_decoded(quantized, tmp_path / "decoded", tmp_path / "model")
+    found, expected, original = score(vllm, quantized, decoded, tmp_path / "model")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert float((expected - original).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
 def test_experts_are_loaded(form: str, tmp_path: Path) -> None:
-    """Their kernel for emulation needs a GPU, so their parameters are compared."""
+    """Byte by byte, in the stacks that the kernels take."""
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     zoo.save("mixtral", tmp_path / "model", dtype=torch.bfloat16, **sizes)
     quantized = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
