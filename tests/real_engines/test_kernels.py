@@ -34,6 +34,8 @@ TILE = 32
 """Keys that the kernel reads at a time."""
 TWO_HALF_STEPS = 2.0**-10
 """Lengths are kept in fp16, and the kernel that dequantizes for a further prompt writes fp16."""
+TIE = 2.0**-20
+"""Of a vector's length: what the order of an fp32 sum makes of a sum that is zero."""
 
 
 def draw_pairs() -> dict[str, Pair]:
@@ -103,7 +105,7 @@ def test_values_are_those_of_the_kernel(stored: Mapping[str, Pair], name: str, s
     elif name.startswith("turboquant"):
         is_plain = cache_type.key is turboquant.fp8_key
         mine = cache_type.key(key) if is_plain else hadamard(cache_type.key(key))
-        assert_near(mine, found_key)
+        assert_near(mine, found_key if is_plain else settle_ties(key, mine, found_key))
         assert_near(cache_type.value(value), found_value)
     elif name == "ultraquant_4bit":
         assert torch.equal(fp4.ultraquant(value), found_value)
@@ -111,6 +113,18 @@ def test_values_are_those_of_the_kernel(stored: Mapping[str, Pair], name: str, s
     else:
         assert torch.equal(cache_type.key(key), found_key)
         assert torch.equal(cache_type.value(value), found_value)
+
+
+def settle_ties(key: torch.Tensor, mine: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Give values between the two middle levels, which are equally far, the sign of `mine`.
+
+    A constant vector is zero in all directions but one. The exact sum takes the upper level. vLLM
+    multiplies by 1 / sqrt(128), rounded, so the sign is that of an error that each GPU sums to
+    another value.
+    """
+    is_tied = hadamard(key).abs() <= TIE * key.float().norm(dim=-1, keepdim=True)
+    assert float(is_tied.float().mean()) < 0.05
+    return torch.where(is_tied, found.abs().copysign(mine), found)
 
 
 def assert_near(mine: torch.Tensor, found: torch.Tensor) -> None:

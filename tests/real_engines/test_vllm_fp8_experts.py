@@ -26,7 +26,7 @@ FAMILIES = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj", {"moe_intermediate_size": 128}),
 }
 """Where experts lie in a layer, what they are called, and how large whole blocks make them."""
-REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic")}
+REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic"), ("mxfp8", "mxfp8")}
 """By vLLM, as `fp8calib.engines.weights.rules` says."""
 CASES = [
     (family, form.name, scheme)

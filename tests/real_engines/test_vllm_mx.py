@@ -42,14 +42,16 @@ def test_log_probabilities_are_those_of_the_decoded_model(
     """The kernel leaves inputs in 16 bits, which `check` says of GPUs before Blackwell."""
     quantized = run(FOLDER / "llama", tmp_path / "mxfp8", "mxfp8", form).out
     decoded = save_decoded(quantized, tmp_path / "decoded")
-    answers = {
-        path: vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES)
-        for path in (quantized, decoded, FOLDER / "llama")
-    }
-    assert not any(answer.error for answer in answers.values())
-    found, expected, original = (torch.tensor(each.logprobs) for each in answers.values())
+    found, expected, original = score(vllm, quantized, decoded, FOLDER / "llama")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert float((expected - original).abs().max()) > 1e-3
+
+
+def score(vllm: VllmServer, *folders: Path) -> list[torch.Tensor]:
+    """Give the log-probabilities of each checkpoint."""
+    answers = [vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES) for path in folders]
+    assert not any(answer.error for answer in answers)
+    return [torch.tensor(answer.logprobs) for answer in answers]
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
@@ -60,17 +62,27 @@ def test_the_output_layer_too(form: str, vllm: VllmServer, tmp_path: Path) -> No
     quantized = quantize_head(whole)
     decoded = save_decoded(quantized, tmp_path / "decoded", tmp_path / "model")
     assert run_program("check", quantized, "--engine", "vllm==0.32").code == 0
-    answers = [
-        vllm(path, kv_cache_dtype="auto", logprobs=SEQUENCES) for path in (quantized, decoded)
-    ]
-    assert not any(answer.error for answer in answers)
-    found, expected = (torch.tensor(each.logprobs) for each in answers)
+    found, expected = score(vllm, quantized, decoded)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_experts_give_the_log_probabilities_of_the_decoded_model(
+    form: str, vllm: VllmServer, tmp_path: Path
+) -> None:
+    """VLLM's emulation decodes them; the product is the CPU's, in place of Triton's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    zoo.save("mixtral", tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    quantized = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
+    decoded = save_decoded(quantized, tmp_path / "decoded", tmp_path / "model")
+    found, expected, original = score(vllm, quantized, decoded, tmp_path / "model")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert float((expected - original).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
 def test_experts_are_loaded(form: str, tmp_path: Path) -> None:
-    """Their kernel for emulation needs a GPU, so their parameters are compared."""
+    """Byte by byte, in the stacks that the kernels take."""
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     zoo.save("mixtral", tmp_path / "model", dtype=torch.bfloat16, **sizes)
     quantized = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
@@ -89,6 +101,59 @@ def test_experts_are_loaded(form: str, tmp_path: Path) -> None:
             assert torch.equal(
                 held[name].view(torch.uint8), torch.stack(expected).view(torch.uint8)
             )
+
+
+STACKED = {
+    "_scale": "",
+    "_weight_scale": "no parameter 'w2_weight_weight_scale'",  # as ModelOpt 0.47 names Llama 4's
+    "_scale_inv": "no parameter 'w2_weight_scale_inv'",
+}
+"""What follows the name of a tensor of all experts in that of its exponents -> vLLM's error."""
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def stack_experts(source: Path, out: Path, ending: str) -> Path:
+    """Store the experts of every layer in two tensors, and their exponents in two."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in [each for each in tensors if ".experts." in each]:
+        path, number, projection, leaf = name.rsplit(".", 3)
+        if projection == "up_proj":
+            continue
+        tensor = tensors.pop(name)
+        if projection == "gate_proj":
+            up = tensors.pop(f"{path}.{number}.up_proj.{leaf}")
+            tensor, projection = torch.cat([tensor, up]), "gate_up_proj"
+        parts.setdefault(f"{path}.{projection}{'' if leaf == 'weight' else ending}", []).append(
+            tensor
+        )
+    stacks = {name: torch.stack(each) for name, each in parts.items()}
+    save_file(tensors | stacks, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_only_vllm_can_tell_of_experts_in_one_tensor(form: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96}
+    zoo.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    whole = run(tmp_path / "model", tmp_path / "mxfp8", "mxfp8", form).out
+    folders = {each: stack_experts(whole, tmp_path / f"stacked{each}", each) for each in STACKED}
+    for ending, found in load_or_refuse(folders).items():
+        assert "where one tensor holds many experts" in " ".join(
+            ask(folders[ending], "vllm==0.32").unknown
+        )
+        if STACKED[ending]:
+            assert isinstance(found, str)
+            assert STACKED[ending] in found
+            continue
+        assert not isinstance(found, str)
+        stored = load_file(folders[ending] / "model.safetensors")
+        for projection, part in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+            for leaf, end in (("weight", ""), ("weight_scale", ending)):
+                held = found[f"loaded.{EXPERTS}.routed_experts.{part}_{leaf}"]
+                expected = stored[f"{EXPERTS}.{projection}{end}"]
+                assert torch.equal(held.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])

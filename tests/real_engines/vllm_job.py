@@ -219,7 +219,7 @@ def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch
     """Let vLLM load FP8 checkpoints, and give the parameters it holds (`vllm_weights.py`)."""
     found = load_or_refuse(checkpoints)
     errors = {case: answer for case, answer in found.items() if isinstance(answer, str)}
-    assert not errors
+    assert not errors, errors
     return {case: answer for case, answer in found.items() if not isinstance(answer, str)}
 
 

@@ -11,11 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
+from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 from vllm.model_executor.kernels.linear import (
     EmulationMxfp8LinearKernel,
     register_linear_kernel,
 )
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms import PlatformEnum
 
 BLOCK_SIZE = 32
@@ -58,6 +62,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 def _load(job: dict[str, Any]) -> LLM:
     # vLLM looks for no kernel of MXFP8 on a CPU; this one multiplies by the decoded weights there.
     register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
+    TritonExperts.apply = _multiply_experts
     return LLM(
         model=job["model"],
         dtype=job["dtype"],
@@ -73,6 +78,40 @@ def _load(job: dict[str, Any]) -> LLM:
         worker_extension_cls="vllm_worker.LayerReader",
         enable_prefix_caching=False,
         disable_log_stats=True,
+    )
+
+
+def _multiply_experts(
+    _: TritonExperts,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: MoEActivation,
+    apply_router_weight_on_input: bool,
+    **_unused: object,
+) -> None:
+    """Multiply by experts that vLLM has decoded, with the CPU's kernel of 16-bit experts.
+
+    vLLM chooses its emulation of MXFP8 experts on a CPU too, and multiplies with Triton, which the
+    CPU build turns off: "module 'triton.language' has no attribute 'bfloat16'".
+    """
+    isa = "vec"
+    cpu_fused_moe(
+        output,
+        hidden_states,
+        cpu_prepack_moe_weight(w1, isa),
+        cpu_prepack_moe_weight(w2, isa),
+        None,
+        None,
+        topk_weights,
+        topk_ids,
+        activation.value,
+        isa,
+        apply_router_weight_on_input,
     )
 
 
