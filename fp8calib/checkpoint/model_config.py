@@ -34,6 +34,21 @@ def find_quantization_configs(
                 yield key, section
 
 
+def find_dtype(config: Mapping[str, object]) -> str:
+    """Name the dtype that a config gives the model, without `torch.`; empty if it gives none.
+
+    The outermost one counts, then the text model's, as in vLLM 0.32
+    (`model_arch_config_convertor.py` `get_torch_dtype`).
+    """
+    inner = (config.get(key) for key in _TEXT_KEYS)
+    for section in (config, *(part for part in inner if isinstance(part, dict))):
+        for key in ("dtype", "torch_dtype"):
+            value = section.get(key)
+            if isinstance(value, str) and value not in ("", "auto"):
+                return value.removeprefix("torch.")
+    return ""
+
+
 def replace_quantization(
     config: Mapping[str, object], section: Mapping[str, object]
 ) -> dict[str, object]:

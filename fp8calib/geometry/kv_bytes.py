@@ -17,8 +17,8 @@ def kv_bytes_per_token(geometry: ModelGeometry) -> tuple[int, int]:
     return elements * _WIDE_DTYPES.get(geometry.checkpoint_dtype, 2), elements
 
 
-def estimate_kv_bytes(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """Give the bytes of KV cache per token over all layers, before and in FP8.
+def estimate_kv_bytes(config: Mapping[str, object], dtype: str) -> tuple[int, int] | None:
+    """Give the bytes of KV cache per token over all layers, in the model's dtype and in FP8.
 
     None if the config has no usual key for the number of layers, of heads or for their size. Layers
     that read another layer's cache count as if they had their own.
@@ -28,8 +28,7 @@ def estimate_kv_bytes(config: Mapping[str, object]) -> tuple[int, int] | None:
     layers, elements = _count_layers(fields), _count_elements(fields)
     if layers is None or elements is None:
         return None
-    dtype = fields.get("dtype") or fields.get("torch_dtype")
-    size = _WIDE_DTYPES.get(str(dtype), 2)
+    size = _WIDE_DTYPES.get(dtype, 2)
     return layers * elements * size, layers * elements
 
 

@@ -15,7 +15,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, without_quantization
+from fp8calib.checkpoint.model_config import (
+    LAYER_COUNTS,
+    MAX_LAYERS,
+    find_dtype,
+    without_quantization,
+)
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -48,7 +53,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     source = _make_source(folder, config)
     skeleton = _build(source)
     checkpoint = _open_leniently(folder)
-    dtype = _find_dtype(config) or stored_dtype(checkpoint)
+    dtype = find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         weights = WeightSource(skeleton, checkpoint)
@@ -207,12 +212,3 @@ def _list_parameters(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[st
         for name, value in skeleton.state_dict().items()
         if name in names and value.is_floating_point()
     }
-
-
-def _find_dtype(config: Mapping[str, object]) -> str:
-    for section in _sections(config):
-        for key in ("dtype", "torch_dtype"):
-            value = section.get(key)
-            if isinstance(value, str) and value != "auto":
-                return value.removeprefix("torch.")
-    return ""

@@ -17,12 +17,13 @@ def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterat
         name = item.get("format", format_name)
         where = f" ({name})" if name else ""
         yield f"serve with {item['engine']}{where}:\n    {item['command']}"
+    found = [(item.get("format", format_name), item) for item in report["limitations"]]
+    blocked = {(name, item["engine"]) for name, item in found if item["is_blocking"]}
     noted: dict[str, list[str]] = {}
-    for item in report["limitations"]:
-        name = item.get("format", format_name)
+    for name, item in found:
         if item["is_blocking"]:
             yield _explain(name, item)
-        else:
+        elif (name, item["engine"]) not in blocked:
             noted.setdefault(name, []).append(item["engine"])
     yield from _join(noted, "limits in", "names them")
     yield from _describe_others(report, format_name)

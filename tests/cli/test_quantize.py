@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
+from fp8calib.render.serving import describe_serving
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checkpoints import change_config, change_tensors
@@ -100,6 +101,19 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     able, unable = "tensorrt-llm, vllm-tpu, vllm-gaudi, atom", "lmdeploy"
     assert f"other engines: served by {able}; not by {unable} (`check --engine NAME`" in text
     assert "ATOM" not in text
+
+
+def test_an_engine_that_cannot_use_it_is_not_listed_as_one_with_limits() -> None:
+    limits = [("SGLang", "no place", True), ("SGLang", "slow", False), ("vLLM", "cast", False)]
+    limitations = [
+        {"engine": engine, "why": why, "is_blocking": is_blocking}
+        for engine, why, is_blocking in limits
+    ]
+    report = {"serving": [], "limitations": limitations, "other_engines": []}
+    assert list(describe_serving(report)) == [
+        "  SGLang: cannot use it: no place",
+        "  limits in vLLM (`fp8calib check` names them)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,13 @@ def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -
     assert not [path for name in ("out", "alone") for path in tmp_path.glob(f"*{name}*")]
 
 
+def test_an_error_is_known_to_all_before_the_first_process_ends() -> None:
+    """The store through which errors are told ends with it."""
+    first, second = start_ranks(2, program="tests.run.program_failing")
+    assert finish(first)[:2] == (6, "planted\n")
+    assert finish(second)[:2] == (6, "")
+
+
 def test_other_commands_refuse_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

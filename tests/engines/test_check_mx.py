@@ -156,14 +156,38 @@ def test_damaged_exponents(
     assert (report.weights.status, why in report.weights.why) == (status, True)
 
 
-def test_transformers_takes_floats_for_exponents(written: dict[str, Path], tmp_path: Path) -> None:
-    """On a CPU the model of transformers 5.23 has no parameter for them."""
-    assert ask(written["mxfp8"], "transformers").weights is None
-    damaged = change(written["mxfp8"], tmp_path / "out", BYTES.bfloat16())
+POWERS = (BYTES.float() - 127).exp2()
+
+
+@pytest.mark.parametrize(
+    ("form", "scale", "fault"),
+    [
+        ("mxfp8", BYTES.bfloat16(), "is BF16: transformers takes its values for scales"),
+        ("mxfp8", POWERS, ""),
+        ("mxfp8", BYTES.view(torch.float8_e8m0fnu), ""),
+        ("compressed-tensors", BYTES.bfloat16(), ""),
+        ("compressed-tensors", POWERS, "is F32: transformers takes its values for exponents"),
+        (
+            "compressed-tensors",
+            BYTES.view(torch.float8_e8m0fnu),
+            "is F8_E8M0: transformers takes its values for exponents",
+        ),
+    ],
+)
+def test_transformers_reads_exponents_as_bytes_or_their_powers(
+    form: str, scale: torch.Tensor, fault: str, written: dict[str, Path], tmp_path: Path
+) -> None:
+    """Transformers itself holds the meant weight exactly where `check` finds no fault."""
+    name = f"{LAYER}.mlp.down_proj.weight"
+    damaged = change(written[form], tmp_path / "out", scale)
     found = ask(damaged, "transformers").weights
-    assert found is not None
-    assert found.status is Status.MISREAD
-    assert "is BF16: transformers takes its values for exponents" in found.why
+    assert (found is None) is not bool(fault)
+    assert found is None or fault in found.why
+    codes = load_file(damaged / "model.safetensors")[name].float()
+    meant = (codes * POWERS.repeat_interleave(32, 1)).bfloat16()
+    model = AutoModelForCausalLM.from_pretrained(damaged, dtype=torch.bfloat16)
+    model(torch.tensor([[1]]))  # which decompresses compressed-tensors' weights
+    assert torch.equal(model.state_dict()[name], meant) is not bool(fault)
 
 
 def test_tied_head_that_the_config_quantizes_is_unknown(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def test_qwen3_next_passes_over_scales_of_one(tmp_path: Path, value: float, stat
     assert statuses(report) == both(status)
 
 
+def test_qwen3_next_passes_over_scales_of_its_draft_layers(tmp_path: Path) -> None:
+    scales = {**spell(*PROJECTIONS), "mtp.layers.0.self_attn.k_scale": 0.5}
+    folder = save_folder(tmp_path / "f", scales, quantization=FP8)
+
+    report = ask("sglang", folder, plain_geometry(model_type="qwen3_next"))
+
+    assert statuses(report) == both("used")
+
+
 @pytest.mark.parametrize(
     ("name", "mapped"),
     [

@@ -17,7 +17,10 @@ from fp8calib.errors import UsageError
 from tests import zoo
 from tests.engines.test_odd_scales import write_overlay
 from tests.engines.test_outliers import run
-from tests.kit.checkpoints import change_tensors
+from tests.kit.checkpoints import change_config, change_tensors
+from tests.quantization.by_hand import run as quantize
+
+MX_SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +311,24 @@ def test_exponents_that_become_floats_are_noted(overlay: Path, tmp_path: Path) -
     assert not found.ok
     assert found.weights is not None
     assert "takes stored integers for floats" in found.weights.why
+
+
+def test_exponents_that_become_floats_are_noted_where_a_refusal_was_expected(
+    tmp_path: Path,
+) -> None:
+    """VLLM loads MXFP8 whose config says `fp8`, and multiplies by the exponents themselves."""
+    zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"], **MX_SIZES)
+    out = quantize(tmp_path / "m", tmp_path / "q", "mxfp8", "mxfp8").out
+    change_config(out, lambda config: config["quantization_config"].update(quant_method="fp8"))
+    assert fp8calib.check(out, engine="vllm").engines["vllm"].weights.status == "refused"
+    python = make_python(tmp_path / "p", casts=["torch.uint8 to torch.float32"])
+
+    found = fp8calib.check(out, engine="vllm", run=True, engine_python=python).engines["vllm"]
+
+    assert not found.ok
+    assert found.weights is not None
+    assert "takes stored integers for floats" in found.weights.why
+    assert any("the replay expected a refusal" in each for each in found.problems)
 
 
 def test_small_tensors_take_values_and_only_the_shape_of_large_ones() -> None:

@@ -14,7 +14,6 @@ HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads"
     ("config", "expected"),
     [
         ({**HEADS, "head_dim": 16}, (2 * 2 * 16 * 3 * 2, 2 * 2 * 16 * 3)),
-        ({**HEADS, "hidden_size": 64, "torch_dtype": "float32"}, (4 * 96, 96)),
         ({"text_config": {**HEADS, "head_dim": 16}}, (384, 192)),
         (
             {**HEADS, "head_dim": 4, "layer_types": ["full_attention", "linear_attention"]},
@@ -28,7 +27,11 @@ HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads"
 def test_the_cache_is_sized_from_the_config(
     config: dict[str, object], expected: tuple[int, int] | None
 ) -> None:
-    assert estimate_kv_bytes(config) == expected
+    assert estimate_kv_bytes(config, "bfloat16") == expected
+
+
+def test_float32_takes_four_bytes_an_element() -> None:
+    assert estimate_kv_bytes({**HEADS, "hidden_size": 64}, "float32") == (4 * 96, 96)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import torch
 import vllm
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -167,6 +168,8 @@ def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
     DefaultModelLoader.load_weights = load_and_take
     base_loader.process_weights_after_loading = process_and_take
     config = make_config(model, dtype)
+    if config.model_config.runner_type == "generate":  # as a server does at its start
+        SamplingParams.from_optional(**config.model_config.get_diff_sampling_param())
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_worker_distributed_environment(config, 0, f"file://{folder}/ranks", 0, "gloo")
         loader = get_model_loader(config.load_config)

@@ -37,6 +37,7 @@ from tests.verification.by_hand import (
     emulate_checkpoint,
     emulate_plan,
     emulate_scheme,
+    make_subject,
     opened,
 )
 
@@ -87,6 +88,23 @@ def test_what_is_emulated_is_what_is_written(family: str, tmp_path: Path) -> Non
         assert torch.equal(emulated[name], multiply(written, name)), name
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "gptj"])
+def test_a_model_that_computes_in_a_coarser_dtype_is_quantized_from_its_file(
+    family: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    model = families.build(family, MODELS[family]).to(stored)
+    model.save_pretrained(tmp_path / "m")
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        subject = make_subject(model.bfloat16(), checkpoint)
+        emulated = save_emulated(subject, "fp8-block", tmp_path / "emulated")
+    written = run(tmp_path / "m", tmp_path / "q", "fp8-block").tensors()
+    fp8 = [name for name in written if written[name].dtype is torch.float8_e4m3fn]
+    assert fp8
+    for name in fp8:
+        assert torch.equal(emulated[name], multiply(written, name).bfloat16()), name
+
+
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [
@@ -105,6 +123,18 @@ def test_a_scheme_has_the_divergence_of_its_checkpoint(
     compare_divergences(scheme, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [("llama", "fp8-dynamic"), ("llama", "mxfp8"), ("llama4_text", "fp8-block")],
+)
+def test_a_scheme_has_the_divergence_of_its_checkpoint_in_bfloat16(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    families.save(family, {**MODELS[family], **sizes}, tmp_path / "m")
+    compare_divergences(scheme, tmp_path, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8-a16"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "granitemoe", "llama4_text"])
 def test_mxfp8_has_the_divergence_of_its_checkpoint(
@@ -118,7 +148,7 @@ def test_mxfp8_has_the_divergence_of_its_checkpoint(
     compare_divergences(scheme, tmp_path)
 
 
-def compare_divergences(scheme: str, tmp_path: Path) -> None:
+def compare_divergences(scheme: str, tmp_path: Path, dtype: str = "float32") -> None:
     """Verify a scheme of the model in `m`, and its checkpoint."""
     succeed(
         "quantize",
@@ -135,7 +165,7 @@ def compare_divergences(scheme: str, tmp_path: Path) -> None:
     def measure(*candidate: object) -> float:
         outcome = succeed(
             *("verify", tmp_path / "m", *candidate, "--engine", "reference", "--data", data),
-            *("--seq-len", 16, "--dtype", "float32", "--json"),
+            *("--seq-len", 16, "--dtype", dtype, "--json"),
         )
         found = outcome.json["candidates"][0]["kld_mean"]
         assert isinstance(found, float)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS
+from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, find_dtype
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.errors import ModelError, shorten
@@ -50,7 +50,7 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
     return ModelGeometry(
         architecture="by names",
         model_type=str(folder.config.get("model_type")),
-        checkpoint_dtype=str(folder.config.get("dtype") or folder.config.get("torch_dtype") or ""),
+        checkpoint_dtype=find_dtype(folder.config),
         layers=tuple(
             _make_layer(index, modules.get(index), heads, kv_heads, is_latent=is_latent)
             for index in range(count)

@@ -14,7 +14,7 @@ from inspect import signature
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.dialects.fp8.registry import list_input_scale_names
@@ -48,6 +48,7 @@ from fp8calib.geometry.module_paths import span_experts, split_expert
 from fp8calib.geometry.sites import KV_ROLES
 
 _FP8_DTYPES = {TORCH_DTYPES[name] for name in WEIGHT_FORMATS}
+_LARGEST_EXPONENT = 254
 _RENAMED_SCALES = ("scale", "qscale_weight")
 """What transformers 5.23 renames to weight_scale_inv (quantizers/quantizer_finegrained_fp8.py)."""
 _CONFIG_FIX = "write the quantization_config of kv-overlay"
@@ -252,7 +253,8 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     has_exponents = is_linear_scale(name) and getattr(scheme, "format", None) == MX_FORMAT
     if is_float and has_exponents is stored.is_floating_point:
         kind = "exponents" if has_exponents else "floats"
-        return f"{shorten(name)} is {entry.dtype}: transformers takes its values for {kind}"
+        why = f"{shorten(name)} is {entry.dtype}: transformers takes its values for {kind}"
+        return "" if has_exponents and _hold_exponents(context, loaded, name) else why
     if stored.itemsize == 1 and parameter.dtype.itemsize > 1 and scheme is not None:
         return f"{shorten(name)} is FP8, but transformers uses its codes as the weight"
     if parameter.dtype is not torch.float8_e4m3fn or stored is parameter.dtype:
@@ -264,13 +266,30 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
 
 
 def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str:
-    """Say where numbers are taken for the exponents of MXFP8; a CPU has no parameter for them."""
+    """Say where numbers that are no powers of two take the place of the exponents of MXFP8.
+
+    transformers 5.23 integrations/finegrained_fp8.py (_dequantize_one): floats are scales.
+    """
     section = _read_section(context.folder)
     dtype = context.folder.tensors[loaded.read[name]][name].dtype
     is_mx = section.get("quant_method") == "mxfp8" and is_linear_scale(name)
     if not is_mx or TORCH_DTYPES[dtype].itemsize == 1:
         return ""
-    return f"{shorten(name)} is {dtype}: transformers takes its values for exponents"
+    fractions = torch.frexp(_read(context, loaded, name).double()).mantissa
+    if bool((fractions == 0.5).all()):
+        return ""
+    return f"{shorten(name)} is {dtype}: transformers takes its values for scales"
+
+
+def _hold_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> bool:
+    """Check whether floats are exponents of MXFP8 as they are stored, which a cast keeps."""
+    values = _read(context, loaded, name).double()
+    return bool(((values == values.round()) & (values >= 1) & (values <= _LARGEST_EXPONENT)).all())
+
+
+def _read(context: LoadContext, loaded: LoadedModel, name: str) -> torch.Tensor:
+    with TensorFile(context.folder.path / loaded.read[name]) as opened:
+        return opened.read(name)
 
 
 def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:

@@ -177,7 +177,7 @@ def amend_by_loader(
             "loads it: a defect of the replay"
         )
     silent = _find_silent_fault(answer, doubts=report.unknown) or report.if_loaded
-    if report.weights is None and silent is not None:
+    if amended.weights is None and silent is not None:
         amended = amended.model_copy(update={"weights": silent})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
     return amended.model_copy(update={"layers": layers}).add_problems(

@@ -18,6 +18,7 @@ from fp8calib.engines.weights.expected import (
     INPUT_SCALE,
     PLAIN_DTYPES,
     WEIGHT,
+    WEIGHTS,
     Expected,
     Shape,
 )
@@ -200,7 +201,7 @@ def _judge_missing(
     if others and not is_expert:
         what = f"is missing: the engine uses the largest of those of {', '.join(others)}"
         return Finding(status=Status.USED, subject=name, why=what)
-    is_defaulted = is_expert and not expected.names_weight
+    is_defaulted = is_expert and suffix not in WEIGHTS
     memory = "1.0" if is_defaulted else "uninitialised memory"
     return Finding(
         status=Status.DEFAULTED if is_defaulted else Status.MISREAD,

@@ -18,6 +18,9 @@ from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
 
 Shape = tuple[int, ...]
 WEIGHT, INPUT_SCALE = "weight", "input_scale"
+_PACKED, _SHAPE = "weight_packed", "weight_shape"
+WEIGHTS = (WEIGHT, _PACKED, _SHAPE)
+"""The last parts of the names of tensors that are no scales."""
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes of weights that are not quantized."""
 _SCALE = "weight_scale"
@@ -58,14 +61,6 @@ class Expected:
     """The engine uses the largest of those of the linears that are joined with this one."""
     may_be_zero: bool = False
     """It may hold zeros, as the scales of groups of zeros do."""
-    has_exponents: bool = False
-    """It holds the exponents of powers of two."""
-
-    @property
-    def names_weight(self) -> bool:
-        """Whether it is the weight."""
-        is_scale = self.dtypes == _SCALE_DTYPES or self.has_exponents
-        return not (is_scale or self.may_be_zero)
 
 
 def list_expected(
@@ -84,13 +79,13 @@ def list_expected(
     """
     if isinstance(scheme, OtherScheme):
         return _list_other(linear, scheme)
+    # ModelOpt's MXFP8 and its experts have the shapes of compressed-tensors.
     is_modelopt = dialect.has_variants and group.kind is not GroupKind.EXPERTS and not scheme.is_mx
     expected = {
         WEIGHT: Expected(shapes=(linear.shape,), dtypes=_CODES),
         dialect.name_scale(scheme.weights): Expected(
             shapes=_shape_scale(linear, scheme, is_modelopt=is_modelopt),
             dtypes=_EXPONENT_DTYPES if scheme.is_mx else _SCALE_DTYPES,
-            has_exponents=scheme.is_mx,
         ),
     }
     if scheme.inputs is InputScaling.STATIC:
@@ -125,12 +120,12 @@ def _list_other(linear: StoredLinear, scheme: OtherScheme) -> Mapping[str, Expec
         words = -(-columns * scheme.num_bits // 32)
         groups = columns // scheme.group_size if scheme.group_size else 1
         return {
-            "weight_packed": Expected(shapes=((rows, words),), dtypes=("I32",)),
+            _PACKED: Expected(shapes=((rows, words),), dtypes=("I32",)),
             _SCALE: Expected(shapes=((rows, groups),), may_be_zero=True),
-            "weight_shape": Expected(shapes=((2,),), dtypes=("I64", "I32")),
+            _SHAPE: Expected(shapes=((2,),), dtypes=("I64", "I32")),
         }
     expected = {
-        "weight_packed": Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
+        _PACKED: Expected(shapes=((rows, columns // 2),), dtypes=("U8",)),
         _SCALE: Expected(shapes=((rows, columns // 16),), dtypes=_CODES, may_be_zero=True),
         "weight_global_scale": Expected(shapes=_NUMBER),
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.serving import Serving, find_checkpoint_serving
 from fp8calib.errors import ModelError, VerificationError
@@ -43,7 +44,11 @@ def make_quantize_result(outcome: QuantizationOutcome) -> QuantizeResult:
     plan = outcome.plan
     serving, why_none = _find_serving(outcome)
     stats = outcome.stats if plan.has_kv else None
-    size = kv_bytes_per_token(stats.geometry) if stats else estimate_kv_bytes(plan.config)
+    size = (
+        kv_bytes_per_token(stats.geometry)
+        if stats
+        else estimate_kv_bytes(plan.config, find_dtype(plan.config))
+    )
     return QuantizeResult(
         out=outcome.out,
         files=outcome.written.files,

@@ -17,7 +17,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
-from fp8calib.checkpoint.model_config import without_quantization
+from fp8calib.checkpoint.model_config import find_dtype, without_quantization
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
@@ -138,7 +138,7 @@ class DecodedCheckpoint(Checkpoint):
             return
         method = quantized.method if self._fp8 is None else self._fp8.dialect.name
         self.form = f"{' and '.join(sorted(self.forms))} weights ({method})"
-        self._dtype = _find_dtype(super().load_config())
+        self._dtype = _DTYPES.get(find_dtype(super().load_config()), "BF16")
         size = ITEM_SIZE_BYTES[self._dtype]
         entries = dict(self._list_others(parts))
         entries |= {
@@ -324,13 +324,3 @@ def _open_fp8(
     rest = Checkpoint(checkpoint.folder, files=files, index=checkpoint.index)
     rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
     return Fp8Checkpoint(rest, fuse=False)
-
-
-def _find_dtype(config: Mapping[str, object]) -> str:
-    """Find the dtype that a config names, by its name in files; BF16 if it names none."""
-    inner = config.get("text_config")
-    for fields in (config, inner if isinstance(inner, dict) else {}):
-        dtype = fields.get("dtype") or fields.get("torch_dtype")
-        if isinstance(dtype, str) and dtype in _DTYPES:
-            return _DTYPES[dtype]
-    return "BF16"

@@ -26,9 +26,8 @@ from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.launch import ProcessRank
-from fp8calib.run.distributed.heartbeat import FailureDetector, PeerFailure
+from fp8calib.run.distributed.heartbeat import POLL_S, FailureDetector, PeerFailure
 from fp8calib.run.distributed.rendezvous import (
-    POLL_S,
     START_HINT,
     connect_store,
     rendezvous,
@@ -199,12 +198,18 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | Non
     except _PeerError as error:
         if group.is_first:
             raise
+        detector.stop()  # or it interrupts the wait
+        _first_has_finished(store)
         raise SystemExit(error.exit_code) from None
     except RankLostError:
         raise
     except Fp8CalibError as error:
         detector.report(error)
-        if group.is_first or not _first_has_finished(store):
+        if group.is_first:
+            detector.await_notice(_NOTICE_S)  # the store may end with this process
+            raise
+        detector.stop()  # or an error of the first process interrupts the wait
+        if not _first_has_finished(store):
             raise
         raise SystemExit(error.exit_code) from None
     finally:

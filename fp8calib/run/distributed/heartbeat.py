@@ -21,6 +21,7 @@ from typing import Any
 from fp8calib.errors import Fp8CalibError, first_line
 
 BEAT_S = 1.0
+POLL_S = 0.02
 SILENT_S = 30.0
 """A process without a heartbeat for so long counts as dead."""
 STUCK_S = 30.0
@@ -83,6 +84,12 @@ class FailureDetector:
         report = {"why": error.message, "hint": error.hint, "kind": error.kind}
         self._store.set(f"error/{self._rank}", json.dumps(report))
 
+    def await_notice(self, timeout_s: float) -> None:
+        """Wait until each peer has read the reported error, has finished or was never started."""
+        until = time.monotonic() + timeout_s
+        while not all(map(self._has_noticed, self._peers)) and time.monotonic() < until:
+            time.sleep(POLL_S)
+
     def check_peers(self) -> PeerFailure | None:
         """Check all peers now."""
         try:
@@ -109,9 +116,15 @@ class FailureDetector:
     def _beat(self, number: int) -> None:
         self._store.set(f"heartbeat/{self._rank}", str(number))
 
+    def _has_noticed(self, rank: int) -> bool:
+        check = self._store.check
+        has_ended = check([f"noticed/{rank}"]) or check([f"finished/{rank}"])
+        return has_ended or not check([f"process/{rank}"])
+
     def _check_peer(self, rank: int) -> PeerFailure | None:
         store = self._store
         if store.check([f"error/{rank}"]):
+            store.set(f"noticed/{self._rank}", "1")
             return PeerFailure(rank=rank, **json.loads(store.get(f"error/{rank}")))
         if store.check([f"finished/{rank}"]) or not store.check([f"process/{rank}"]):
             return None

@@ -12,11 +12,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from fp8calib.errors import CalibrationError, first_line
 from fp8calib.machine.launch import ProcessRank
+from fp8calib.run.distributed.heartbeat import POLL_S
 
 RENDEZVOUS_S = 40.0
 """A process that has not started by then counts as dead. No weight is loaded before all processes
 have started."""
-POLL_S = 0.02
 _CONNECT_S = 5.0
 START_HINT = (
     "start all processes at about the same time, with torchrun; do not set RANK and WORLD_SIZE by "

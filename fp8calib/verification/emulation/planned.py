@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
@@ -90,39 +91,10 @@ def find_planned(
     alone = ([parameter] for parameter in others.values() if parameter is not None)
     return PlannedWeights(
         weights=tuple(
-            _plan_group(group, found.find_scheme(group[0]), fmt, scale_inputs)
-            for group in (*groups.values(), *alone)
+            found.plan_group(group, fmt, scale_inputs) for group in (*groups.values(), *alone)
         ),
         missed=tuple(dict.fromkeys(paths)),
         refusal="" if selection.refusal is None else selection.refusal.message,
-    )
-
-
-def _plan_group(
-    group: Sequence[WeightParameter],
-    scheme: Scheme,
-    fmt: Fp8Format,
-    scale_inputs: Callable[[WeightParameter], float | None],
-) -> Fp8Weights:
-    return Fp8Weights(
-        weights=Requantized(
-            parameters=tuple(group),
-            quantizer=Quantizer(
-                fmt=fmt,
-                scale=scheme.weights,
-                block=scheme.block,
-                power_of_two=scheme.has_power_of_two_scales,
-                smallest_scale=SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE,
-            ),
-        ),
-        inputs={
-            parameter.name: Activation(
-                kind=scheme.inputs,
-                is_mx=scheme.is_mx,
-                scale=scale_inputs(parameter) if scheme.has_static_inputs else None,
-            )
-            for parameter in group
-        },
     )
 
 
@@ -167,6 +139,42 @@ class _Found:
         matrices = [matrix for tensor in tensors for matrix in self._matrices[tensor]]
         is_whole = len(matrices) == 1 and not parameter.num_experts
         return self._settings.group(matrices[0]) if is_whole else parameter.name
+
+    def plan_group(
+        self,
+        group: Sequence[WeightParameter],
+        fmt: Fp8Format,
+        scale_inputs: Callable[[WeightParameter], float | None],
+    ) -> Fp8Weights:
+        """Describe how weights that share their per-tensor scale are quantized."""
+        scheme = self.find_scheme(group[0])
+        return Fp8Weights(
+            weights=Requantized(
+                parameters=tuple(group),
+                quantizer=Quantizer(
+                    fmt=fmt,
+                    scale=scheme.weights,
+                    block=scheme.block,
+                    power_of_two=scheme.has_power_of_two_scales,
+                    smallest_scale=SMALLEST_EXPONENT if scheme.is_mx else SMALLEST_SCALE,
+                ),
+                stored=self._source if any(map(self._is_rounded, group)) else None,
+            ),
+            inputs={
+                parameter.name: Activation(
+                    kind=scheme.inputs,
+                    is_mx=scheme.is_mx,
+                    scale=scale_inputs(parameter) if scheme.has_static_inputs else None,
+                )
+                for parameter in group
+            },
+        )
+
+    def _is_rounded(self, parameter: WeightParameter) -> bool:
+        """Tell whether the dtype of the model lacks numbers of the checkpoint's."""
+        own = self._model.get_parameter(parameter.name).dtype
+        stored = (self._source.source.tensors[name] for name in self._list_tensors(parameter.name))
+        return any(torch.promote_types(TORCH_DTYPES[entry.dtype], own) != own for entry in stored)
 
     def find_scheme(self, parameter: WeightParameter) -> Scheme:
         """Find the scheme of a weight; all of its matrices have one, as engines need it."""

@@ -96,6 +96,8 @@ class Requantized:
     parameters: tuple[WeightParameter, ...]
     """A fused group; per-tensor scales are shared by the whole group."""
     quantizer: Quantizer
+    stored: ParameterReader | None = None
+    """Reads the weights in the checkpoint's dtype, if the model's rounds them; else None."""
     through_float16: bool = False
     """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
     again: Quantizer | None = None
@@ -121,17 +123,18 @@ class Requantized:
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
         """Quantize in place, expert by expert."""
-        slices = {p.name: p.slices(values[p.name]) for p in self.parameters}
-        # All scales first: a group's scale must come from unquantized weights alone.
-        groups = zip(*slices.values(), strict=True)
-        quantizers = [self._for_group(group) for group in groups]
+        damage: dict[str, list[torch.Tensor]] = defaultdict(list)
+        held = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
+        for weights, group in zip(held, self._list_groups(values), strict=True):
+            quantizer = self._for_group(group)
+            for parameter, weight, exact in zip(self.parameters, weights, group, strict=True):
+                parts = (each.chunk(parameter.num_parts) for each in (weight, exact))
+                damage[parameter.name] += [
+                    self._apply_one(part, exact_part, quantizer)
+                    for part, exact_part in zip(*parts, strict=True)
+                ]
         for parameter in self.parameters:
-            damage = [
-                self._apply_one(part, quantizer)
-                for weight, quantizer in zip(slices[parameter.name], quantizers, strict=True)
-                for part in weight.chunk(parameter.num_parts)
-            ]
-            yield parameter, sum_damage(damage)
+            yield parameter, sum_damage(damage[parameter.name])
 
     def find_scales(
         self, values: Mapping[str, torch.Tensor]
@@ -139,10 +142,25 @@ class Requantized:
         """Compute the scales again; for experts, the extremes of all."""
         assert isinstance(self.quantizer.scale, Granularity)  # noqa: S101 -- a scheme's always is
         per = self.quantizer.scale
-        groups = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
-        found = [self._find_in_group(group, per) for group in groups]
+        found = [self._find_in_group(group, per) for group in self._list_groups(values)]
         for parameter, ranges in zip(self.parameters, zip(*found, strict=True), strict=True):
             yield parameter, reduce(ScaleRange.join, ranges)
+
+    def _list_groups(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """List the weights [out, in] that `quantize` reads; of experts, those of each in turn."""
+        return zip(*(self._list_slices(p, values[p.name]) for p in self.parameters), strict=True)
+
+    def _list_slices(
+        self, parameter: WeightParameter, value: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        if self.stored is None:
+            yield from parameter.slices(value)
+            return
+        for piece in parameter.read_pieces(self.stored):
+            exact = piece.to(value.device, torch.float32)
+            yield exact.T if parameter.is_transposed else exact
 
     def _find_in_group(self, group: Sequence[torch.Tensor], per: Granularity) -> list[ScaleRange]:
         quantizer = self.again or self._for_group(group)
@@ -161,8 +179,10 @@ class Requantized:
         amax = torch.stack([tensor_amax(member) for member in group]).amax()
         return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
 
-    def _apply_one(self, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        fake = quantizer.fake(weight)
+    def _apply_one(
+        self, weight: torch.Tensor, exact: torch.Tensor, quantizer: Quantizer
+    ) -> torch.Tensor:
+        fake = quantizer.fake(exact)
         values = fake.values
         if self.through_float16:
             values = quantizer.fake(values.half()).values

@@ -85,4 +85,7 @@ def save_model(architecture: str, folder: Path, dtype: str, **changes: Any) -> N
         fields.pop("num_key_value_heads", None)  # which engines would read all the same
     config = AutoConfig.for_model(architecture, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for value in model.parameters():
+        if value.dim() == 1 and bool((value == value[0]).all()):
+            value.data += torch.randn_like(value) / 8  # or a lost norm or bias changes nothing
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -47,12 +47,12 @@ def is_scale(value: float) -> bool:
 
 
 def compare_matrices(held: torch.Tensor, meant: torch.Tensor) -> float:
-    """Give the norm of the difference over the norm; either may be transposed.
+    """Give the norm of the difference over the norm; either matrix may be transposed.
 
     That of the worst row is given where it is too large and that of the matrix is not.
     """
     meant = meant.float()
-    ways = (held.float(), held.float().transpose(-1, -2)) if held.dim() > 1 else ()
+    ways = (held.float(), held.float().transpose(-1, -2)) if held.dim() > 1 else (held.float(),)
     return min(
         (_find_error(way, meant) for way in ways if way.shape == meant.shape), default=math.inf
     )
@@ -70,9 +70,9 @@ def _find_error(held: torch.Tensor, meant: torch.Tensor) -> float:
 
 
 def describe_difference(held: Tensors, meant: Tensors) -> str:
-    """Say how matrices differ from those that are meant; empty where rounding explains it."""
+    """Say how tensors differ from those that are meant; empty where rounding explains it."""
     for name, matrix in meant.items():
-        if matrix.dim() < 2 or matrix.isnan().any():  # NaN: the engine does not load it at all
+        if not matrix.dim() or matrix.isnan().any():  # NaN: the engine does not load it at all
             continue
         if name not in held:
             return f"{name} is not there"

@@ -205,11 +205,15 @@ def test_blocks_and_parts_of_experts_get_their_scales() -> None:
 
 def test_rounding_is_no_difference_and_damage_is() -> None:
     generator = torch.Generator().manual_seed(0)
-    meant = {"w": torch.randn(64, 64, generator=generator), "norm": torch.ones(64)}
+    meant = {"w": torch.randn(64, 64, generator=generator)}
     rounded = (meant["w"] * 100).to(torch.float8_e4m3fn).float() / 100
     assert describe_difference({"w": rounded}, meant) == ""
     assert describe_difference({"w": rounded.T}, meant) == ""
     assert describe_difference({}, meant) == "w is not there"
+    norm = {"norm": torch.randn(64, generator=generator)}
+    assert describe_difference({"norm": norm["norm"].bfloat16()}, norm) == ""
+    assert describe_difference({"norm": torch.ones(64)}, norm).startswith("norm differs by 1")
+    assert describe_difference({}, norm) == "norm is not there"
     zeros = torch.zeros(1, 4)
     assert describe_difference({"w": zeros}, {"w": zeros}) == ""
     assert describe_difference({"w": zeros + 1}, {"w": zeros}).startswith("w differs by inf")

@@ -101,9 +101,9 @@ class _Worker:
         own = folder / name
         own.mkdir()
         observers: dict[str, Observe] = {}
-        for engine in ("vllm", RUN_IN_CHECK):
-            if engine in engines:
-                observers[engine] = VllmObserver(loaders[name], own)
+        if name in loaders:
+            vllm = VllmObserver(loaders[name], own)
+            observers |= {each: vllm for each in ("vllm", RUN_IN_CHECK) if each in engines}
         run = RunObserver(scripts[name], own) if name in scripts else None
         if run is not None and "run" in engines:
             observers["run"] = run

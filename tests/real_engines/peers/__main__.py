@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -38,7 +39,7 @@ def main() -> int:
     """Run the command line; 1 where `check` calls something fine that is not, or crashes."""
     parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
     parser.add_argument("--peers", metavar="FOLDER", type=Path, required=True, help="for the files")
-    parser.add_argument("--cells", default="", help="a part of ARCHITECTURE/TOOL/PRESET/KV")
+    parser.add_argument("--cells", default="", help="finds ARCHITECTURE/TOOL/PRESET/KV")
     parser.add_argument("--architecture", action="append", help="instead of those of the grid")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,7 +53,7 @@ def main() -> int:
         command = [python, "-m", f"tests.real_engines.peers.{module}", models, out, options.cells]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     cells = sorted(path.parent for path in out.rglob("config.json"))
-    wanted = [cell for cell in cells if options.cells in str(cell.relative_to(out))]
+    wanted = [cell for cell in cells if re.search(options.cells, str(cell.relative_to(out)))]
     seen = options.peers / "seen"
     with (
         TemporaryDirectory(dir=options.peers) as work,

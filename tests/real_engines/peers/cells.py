@@ -6,6 +6,7 @@ This module runs in the environments of the tools.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Cell:
 
 
 def write_cells(cells: Iterable[Cell], models: Path, out: Path, wanted: str) -> None:
-    """Write every cell of every model in MODELS that has `wanted` in its name.
+    """Write every cell of every model in MODELS in whose name the expression `wanted` is found.
 
     OUT gets a folder `ARCHITECTURE/TOOL/PRESET/KV` for each, and `failed-TOOL.json` with what a
     tool cannot write, and why.
@@ -57,7 +58,7 @@ def write_cells(cells: Iterable[Cell], models: Path, out: Path, wanted: str) -> 
     for folder in sorted(models.iterdir()):
         for cell in every:
             name = f"{folder.name}/{cell.tool}/{cell.preset}/{cell.cache}"
-            if wanted not in name or not cell.suits(folder.name):
+            if not re.search(wanted, name) or not cell.suits(folder.name):
                 continue
             known = out / f"failed-{cell.tool}.json"
             failed: dict[str, str] = json.loads(known.read_text()) if known.exists() else {}
