@@ -47,9 +47,8 @@ class CacheType:
     prompt_in_16_bits: bool = False
     """Whether attention of a prompt reads K, V and q as they were before they are stored."""
     has_global_scales: bool = False
-    """Whether k_scale and v_scale are used: what the scales of blocks are divided by."""
-    largest_code: float = 0.0
-    """What the largest magnitude is scaled to by a global scale."""
+    """Whether k_scale and v_scale are used: what the scales of blocks are divided by. They are
+    those of an FP8 cache (`formats.NVFP4_CACHE`)."""
     is_kernel_run: bool = False
     """Whether the codes were compared with the engine's kernel, bit for bit."""
     note: str = ""
@@ -110,9 +109,7 @@ def _make_nvfp4(name: str, description: str, store: Callable[..., torch.Tensor])
         per=Granularity.GROUP,
         head_multiple=fp4.NVFP4_BLOCK,
         has_global_scales=True,
-        largest_code=fp4.LARGEST_CODE,
-        note="on B200 q is rounded to E4M3 too, and SGLang takes 6 times the global scales, which "
-        "is left out",
+        note="on B200 q is rounded to E4M3 too, which is left out",
     )
 
 

@@ -287,15 +287,24 @@ def build_e5m2_cache(geometry: ModelGeometry, numerics: Numerics) -> Candidate:
 
 
 def build_cache_type(
-    name: str, cache_type: CacheType, geometry: ModelGeometry, table: ScaleTable | None = None
+    name: str,
+    cache_type: CacheType,
+    geometry: ModelGeometry,
+    table: ScaleTable | None = None,
+    *,
+    factor: float = 1.0,
 ) -> Candidate:
     """Build a candidate whose KV cache has a type that fits the model.
 
-    `table` has the global scales of such a type; None: 1.0.
+    `table` has the global scales of such a type, which the engine multiplies by `factor`; None:
+    1.0.
     """
-    scales = ""
+    scales, notes = "", [cache_type.note]
     if cache_type.has_global_scales:
         scales = ", global scales 1.0" if table is None else ", calibrated global scales"
+    if table is not None and factor != 1:
+        table = table.times(factor)
+        notes.append(f"global scales times {factor:g}, as on B200; elsewhere they are as in a file")
     return Candidate(
         name=name,
         description=f"KV cache {cache_type.name}: {cache_type.description}{scales}",
@@ -307,7 +316,7 @@ def build_cache_type(
             is_own_type=True,
         ),
         prompt_in_16_bits=cache_type.prompt_in_16_bits,
-        notes=(f"{name}: {cache_type.note}",) if cache_type.note else (),
+        notes=tuple(f"{name}: {note}" for note in notes if note),
     )
 
 

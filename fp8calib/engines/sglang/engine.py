@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, ReplayJson
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
+from fp8calib.engines.sglang.model_types import SCALE_FACTOR
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
@@ -181,6 +182,7 @@ def _make_engine(release: Release) -> Engine:
         ),
         numerics=_NUMERICS,
         cache_types=release.list_values("--kv-cache-dtype"),
+        scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
         replay_folder=_make_replay(release),
         replay_json=_make_json_replay(release),
         tensor_file_condition="it is read only inside a model folder without "

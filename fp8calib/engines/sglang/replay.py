@@ -35,12 +35,14 @@ from fp8calib.engines.sglang.model_types import (
     IS_STRICT,
     LOSING_TYPES,
     MAPS_NAMES,
+    SCALE_FACTOR,
     find_own_names,
     find_sglang_type,
     has_class,
     has_place,
 )
 from fp8calib.engines.status import Status
+from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -86,7 +88,11 @@ def replay_sglang(
     note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
     report = context.report(layers)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
-    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
+    nvfp4 = ""
+    if NVFP4_CACHE in release.list_values("--kv-cache-dtype"):
+        (factor,) = release.list_values(SCALE_FACTOR)
+        nvfp4 = f"these are global scales of --kv-cache-dtype nvfp4, multiplied by {factor}"
+    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
 
 
 def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
