@@ -25,8 +25,10 @@ from fp8calib.scales.rules import AMAX, Fallback, Rule, SiteRules
 from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 
+_SHARED = "reads another layer's K and V, so it carries that layer's scale"
 WHY_NOT_OBSERVED = {
-    ScaleSource.SHARED: "reads another layer's K and V, so it carries that layer's scale",
+    ScaleSource.SHARED: _SHARED,
+    ScaleSource.ABSENT: _SHARED,
     ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
     ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
 }

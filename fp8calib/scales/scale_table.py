@@ -53,6 +53,8 @@ class ScaleSource(StrEnum):
     OBSERVED = "observed"
     SHARED = "shared"
     """Another layer, whose cache this layer reads."""
+    ABSENT = "absent"
+    """The same, where a file has no scale for this layer."""
     ALL_ZERO = "all-zero"
     """The fallback, because the amax was zero."""
     UNSEEN = "unseen"

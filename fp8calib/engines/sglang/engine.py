@@ -56,6 +56,7 @@ _NUMERICS = Numerics(
     kv_unsaturated=frozenset({E4M3FNUZ.name, E5M2.name}),
     kv_per_head=False,
     kv_scales_latents=False,
+    kv_shared_own_scale=True,
     kv_misread_latents=frozenset({"modelopt"}),
     quantizes_query=True,
     query_unscaled=True,
@@ -66,6 +67,8 @@ _NUMERICS = Numerics(
     fused_share_scales=True,
     weights_through_float16=True,
     sources={
+        "kv_shared_own_scale": "SGLang 0.5.23 srt/models/gemma3n_causal.py, gemma4_causal.py "
+        "(kv_shared_layer_index is the layer_id of a RadixAttention with scales of its own)",
         "kv_in_model_dtype": f"{_POOL} (div_ with a 0-dim fp32 tensor); "
         "kernels/ops/kvcache/cache_move.py says that it rounds the divisor first",
         "kv_unsaturated": f"{_POOL} (to, without a clamp); what torch's cast does: "

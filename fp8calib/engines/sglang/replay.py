@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
+from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -86,7 +87,7 @@ def replay_sglang(
         for layer, attention in geometry.attentions()
     ]
     note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
-    report = context.report(layers)
+    report = note_drafter(context.report(layers), geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""
     if NVFP4_CACHE in release.list_values("--kv-cache-dtype"):

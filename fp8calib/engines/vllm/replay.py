@@ -7,6 +7,7 @@ from itertools import islice
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
+from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -102,6 +103,9 @@ def replay_vllm(
             f"the Quark config excludes no {shorten(name)}, a convolution, for which vLLM has no "
             "scheme; add --run"
         )
+    report = note_drafter(
+        report, geometry, release, given_by=release.list_values(_DRAFTER_GETS_SCALES)
+    )
     is_unchanged = method is KvMethod.COMPRESSED_TENSORS
     if not on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
@@ -295,6 +299,7 @@ _EXPANDED = {
 }
 
 
+_DRAFTER_GETS_SCALES = "drafter that reads the model's KV cache is given its scales by"
 _NVFP4 = (
     "these are global scales of --kv-cache-dtype nvfp4, used as they are; on B200 those below amax "
     "/ 448 let TRT-LLM's kernel overflow, which is read"
