@@ -78,7 +78,7 @@ def list_scale_files(folder: Path) -> Iterator[tuple[Path, dict[str, torch.Tenso
 
 
 def find_layer(name: str) -> int:
-    return int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else -1
+    return int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) if ".layers." in name else -1
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm==0.28", "sglang"])

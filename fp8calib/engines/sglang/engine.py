@@ -6,10 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, ReplayJson
+from fp8calib.engines.engine import (
+    SCALE_FACTOR,
+    Engine,
+    Launch,
+    MakeReader,
+    ReplayFolder,
+    ReplayJson,
+)
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
-from fp8calib.engines.sglang.model_types import SCALE_FACTOR
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.weight_rule import NameRules, WeightRule
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import parse_name
+from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
@@ -36,7 +37,6 @@ from fp8calib.engines.sglang.model_types import (
     IS_STRICT,
     LOSING_TYPES,
     MAPS_NAMES,
-    SCALE_FACTOR,
     find_own_names,
     find_sglang_type,
     has_class,
