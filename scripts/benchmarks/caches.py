@@ -1,6 +1,6 @@
 """Compare all types of the KV cache on the demo model and on tiny models of other families.
 
-Started by `scripts/bench --cache-types`. The demo model is calibrated on Python's documentation and
+Started by `scripts/bench --caches`. The demo model is calibrated on Python's documentation and
 scored on some of its modules, as it is and with outliers: K of two layers is 2^11 times as large,
 and q as much smaller. The tiny models are random. Prints a table for docs/results.md.
 """
@@ -23,7 +23,7 @@ Scores = Mapping[str, tuple[float, float | None]]
 
 def main() -> None:
     """Score, print."""
-    parser = make_parser("--cache-types", str(__doc__), samples=4, dtypes=("float32",))
+    parser = make_parser("--caches", str(__doc__), samples=4, dtypes=("float32",))
     options = parser.parse_args()
     warnings.simplefilter("ignore", fp8calib.Fp8CalibWarning)
     found = dict(score_all(options))
