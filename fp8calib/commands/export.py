@@ -14,7 +14,7 @@ from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.jobs.export.attachment import AttachmentOptions, require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.jobs.function import as_function
@@ -63,6 +63,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
             model_name=str(model) if isinstance(model, str | Path) else "MODEL",
             out=out,
             with_weights=request.with_weights,
+            cache_type=_check_cache_type(request, recipe.formats, recipe.scales.fp8_dtype),
             attachment=AttachmentOptions(
                 base=None if request.base is None else str(request.base),
                 other_weights=request.other_weights,
@@ -109,6 +110,7 @@ def _export(
                 rule=recipe.scales.rule,
                 quantized=None if weights is None else weights.tables,
                 attachment=attachment,
+                cache_type=task.cache_type,
             )
             served = _find_serving(task, target, folder)
             files = sorted([*written.files, *(weights.write(folder) if weights else ())])
@@ -150,6 +152,26 @@ def _find_serving(task: ExportTask, target: ExportTarget, folder: Path) -> dict[
             )
             found.append((dialect.name, serving))
     return dict(Served.of(found))
+
+
+def _check_cache_type(request: ExportRequest, formats: Sequence[str], dtype: str) -> str:
+    """Give the type of the KV cache; empty for FP8.
+
+    Raises:
+        UsageError: a format has no scales for it.
+    """
+    name = request.kv_cache_dtype
+    if name == "fp8":
+        return ""
+    known = [each for each in list_format_names() if name in find_dialect(each).cache_types]
+    for each in formats:
+        if each not in known:
+            fault = f"--kv-cache-dtype {name}: --format {each} has no scales for it"
+            raise UsageError(fault, hint=f"use {', '.join(known)}")
+    if dtype != E4M3FN.name:
+        fault = f"--kv-cache-dtype {name} stores no scales for {dtype}"
+        raise UsageError(fault, hint="leave out --fp8-dtype")
+    return name
 
 
 def _check_weights(task: ExportTask) -> None:

@@ -16,13 +16,17 @@ from fp8calib import __version__
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.refusals import refusal
-from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, KV_FORMATS, NVFP4_CACHE, Fp8Format
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
 
-KV_DTYPES: Mapping[str, Fp8Format] = {fmt.dtype_name: fmt for fmt in KV_FORMATS.values()}
+KV_DTYPES: Mapping[str, Fp8Format] = {
+    **{fmt.dtype_name: fmt for fmt in KV_FORMATS.values()},
+    NVFP4_CACHE: E4M3FN,
+}
+"""For what scales are stored: the format with whose largest value they are computed."""
 JSON_ORIGIN_KEY = "_fp8calib"
 """Holds the calibrated model and text."""
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
@@ -62,6 +66,7 @@ class Provenance:
 def make_metadata(
     *,
     fmt: Fp8Format | None = None,
+    cache_type: str = "",
     origin: CalibrationOrigin | None,
     provenance: Provenance | None = None,
     geometry: ModelGeometry | None = None,
@@ -70,9 +75,11 @@ def make_metadata(
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; what is None is left out.
 
-    Only scales of a known model record their granularity and the shapes of its attention.
+    Only scales of a known model record their granularity and the shapes of its attention. A type of
+    the cache that is not FP8 is recorded instead of the format.
     """
-    metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
+    dtype = cache_type or ("" if fmt is None else fmt.dtype_name)
+    metadata = {DTYPE_KEY: dtype} if dtype else {}
     if origin is not None:
         metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:

@@ -76,7 +76,7 @@ def read_scales(
     scales = {
         site: Scale(
             values=parsed.values[site],
-            source=ScaleSource.SHARED if site in shared else ScaleSource.OBSERVED,
+            source=shared.get(site, ScaleSource.OBSERVED),
             is_joint=site in parsed.joint,
         )
         for _, attention in geometry.attentions()

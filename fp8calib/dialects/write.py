@@ -25,8 +25,10 @@ from fp8calib.scales.rules import AMAX, Fallback, Rule, SiteRules
 from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 
+_SHARED = "reads another layer's K and V, so it carries that layer's scale"
 WHY_NOT_OBSERVED = {
-    ScaleSource.SHARED: "reads another layer's K and V, so it carries that layer's scale",
+    ScaleSource.SHARED: _SHARED,
+    ScaleSource.ABSENT: _SHARED,
     ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
     ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
 }
@@ -156,13 +158,15 @@ def write_formats(
     rule: Rule | SiteRules = AMAX,
     quantized: Mapping[int, ScaleTable] | None = None,
     attachment: Attachment = NO_ATTACHMENT,
+    cache_type: str = "",
 ) -> WrittenFormats:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
     `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
     rank weights that the caller writes beside these files; `rfc` contains them and names the
-    weights' files. `attachment` records how the scales belong to a model that is quantized already.
+    weights' files. `attachment` records how the scales belong to a model that is quantized already,
+    `cache_type` for which KV cache they are, if it is not FP8.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
@@ -189,6 +193,7 @@ def write_formats(
                 table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
                 linears=linears,
                 with_rank_weights=quantized is not None,
+                cache_type=cache_type,
             )
             job = _add_model(job, dialect, source, attachment)
             written.append(out / dialect.path(tp))

@@ -36,6 +36,7 @@ from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
 from fp8calib.stats.calibration_stats import CalibrationStats
 
+_SHARED_FIX = "give the layer the scales of layer {}, as `fp8calib extract-kv-scales` does"
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
 _NO_OVERLAY_FIX = (
     "serve it with another engine, or without KV scales: {} uses none of {}, in any form"
@@ -92,11 +93,41 @@ def check_folder(
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
+        report = _judge_shared(report, geometry)
         report = _correct_fixes(engine, report, geometry, tp, folder)
         report = open_weights(seen).amend(engine, judge(report))
         report = _tell_preferred(engine, report, seen, geometry)
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
+
+
+def _judge_shared(report: EngineReport, geometry: ModelGeometry) -> EngineReport:
+    """Call the scales of a layer misread that reads another's cache with other scales than its."""
+    own = {layer.layer: layer for layer in report.layers}
+    layers = dict(own)
+    for layer, attention in geometry.attentions():
+        index = attention.producer
+        if index is None or not {index, layer.index} <= own.keys():
+            continue
+        mine, theirs = own[layer.index], own[index]
+        k, v = (
+            _judge_reading(one, other, index)
+            for one, other in ((mine.k, theirs.k), (mine.v, theirs.v))
+        )
+        layers[layer.index] = LayerVerdict(layer=layer.index, k=k, v=v)
+    return report.model_copy(update={"layers": tuple(layers.values())})
+
+
+def _judge_reading(own: LoadVerdict, written: LoadVerdict, producer: int) -> LoadVerdict:
+    if own.value is None or written.value is None or own.value == written.value:
+        return own
+    why = (
+        f"it reads the cache of layer {producer}, which is written with {written.value:.4g}, with "
+        f"{own.value:.4g}"
+    )
+    return own.model_copy(
+        update={"status": Status.MISREAD, "why": why, "fix": _SHARED_FIX.format(producer)}
+    )
 
 
 def _cache_weights(

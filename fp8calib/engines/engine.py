@@ -35,6 +35,8 @@ It raises `Refusal` where the engine refuses the folder's config.
 """
 ReplayJson = Callable[[Path, "ModelGeometry", int, "ScaleFolder"], "EngineReport"]
 """Replay the loading of a JSON file of scales on a number of ranks of a model; likewise."""
+SCALE_FACTOR = "global scales of an NVFP4 cache are multiplied by"
+"""A fact of releases, such as `6 on sm_100, sm_103`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +52,27 @@ class Launch:
     scales_flag: str = ""
     """Names a JSON file of scales; a path follows. Empty where the engine reads none."""
 
-    def spell(self, model: str, *, has_kv: bool = True, scales: str = "", tp: int = 1) -> str:
+    def spell(
+        self,
+        model: str,
+        *,
+        has_kv: bool = True,
+        cache_type: str = "",
+        scales: str = "",
+        tp: int = 1,
+    ) -> str:
         """Give the whole command line, quoted for a shell.
 
         Args:
             model: a checkpoint folder, or the model that `scales` is for.
-            has_kv: whether the KV cache is served in FP8.
+            has_kv: whether the KV cache is quantized.
+            cache_type: to what; empty for FP8.
             scales: a JSON file of scales; empty where the checkpoint holds them.
             tp: the number of ranks.
         """
         parts = [self.command, shlex.quote(model)]
-        parts += [self.kv_flag] if has_kv else []
+        flag, _, fp8 = self.kv_flag.partition(" ")
+        parts += [f"{flag} {cache_type or fp8}".strip()] if has_kv else []
         parts += [self.scales_flag, shlex.quote(scales)] if scales else []
         parts += [self.ranks_flag, str(tp)] if tp > 1 else []
         return " ".join(parts)
@@ -111,6 +123,8 @@ class Engine:
     """The values of its --kv-cache-dtype that quantize; empty where they are not known."""
     storage: Sequence[Storage] = ()
     """What stores them on which GPU; empty where that is not known."""
+    scale_factor: float = 1.0
+    """By what it multiplies the global scales of an NVFP4 cache on B200; elsewhere it does not."""
     multiplied: Mapping[str, Collection[str]] = field(default_factory=dict)
     """The generations of GPUs whose linears multiply quantized inputs, by `fp8` and `mxfp8`."""
     no_numerics: str = ""

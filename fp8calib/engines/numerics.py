@@ -55,6 +55,9 @@ class Numerics:
     """The model types that are served in bfloat16 even if the checkpoint is in float16."""
     kv_scales_latents: bool = True
     """The cache of latent attention (MLA) uses scales; if not, they are replaced by 1.0."""
+    kv_shared_own_scale: bool = False
+    """A layer that reads another's cache multiplies by its own scale, 1.0 where the file has none;
+    if not, by the scale that the cache was written with."""
     kv_misread_latents: frozenset[str] = frozenset()
     """The dialects whose scales of latents multiply what was stored without them."""
     quantizes_query: bool = False

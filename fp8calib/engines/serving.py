@@ -11,6 +11,7 @@ from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder, place_tensor_file
+from fp8calib.engines.replay.recorded_dtype import find_cache_flag
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
@@ -73,8 +74,12 @@ def find_scale_serving(
         tp: the number of ranks to serve with.
     """
     if written.is_dir():
-        reports = _replay_folder(open_folder(written), geometry, tp)
-        return _collect(reports, lambda launch: launch.spell(str(target), tp=tp))
+        folder = open_folder(written)
+        flag = find_cache_flag(folder)
+        return _collect(
+            _replay_folder(folder, geometry, tp),
+            lambda launch: launch.spell(str(target), cache_type=flag, tp=tp),
+        )
     if written.suffix == ".safetensors":
         limitations = _limit_tensor_file(written, geometry, tp, model)
         return Serving(commands=(), limitations=tuple(limitations), others=())

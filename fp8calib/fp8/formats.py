@@ -111,3 +111,11 @@ E5M2 = Fp8Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, special
 FP8_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ, E5M2)}
 KV_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
 """What KV caches are quantized to."""
+NVFP4_CACHE = "nvfp4"
+"""The type of a KV cache whose global scales are written as those of an FP8 cache: amax / 448.
+
+TRT-LLM's kernel for B200 needs the product of a code and the scale of its block to fit E4M3
+(FlashInfer 0.7.2 quantization/fp4_quantization.py nvfp4_quantize_paged_kv_cache, read). ModelOpt
+0.47 writes so (torch/export/unified_export_hf.py kv_cache_max_bound, read). With amax / 2688 other
+kernels would lose less.
+"""

@@ -22,7 +22,7 @@ from fp8calib.errors import cut_list, format_ranges, shorten
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.inside.live_scales import ROLES
 from fp8calib.inside.rank_answer import LiveLayer, RankAnswer, Slot
-from fp8calib.kv_types.cache_types import FP8_CACHES
+from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
 
 _TOLERANCE = 2.0**-8
 """vLLM may round scales to bfloat16, and may be served in another dtype than the config names."""
@@ -219,8 +219,8 @@ def _judge_caches(
         status = Status.DROPPED
         if dtype in _PLAIN:
             why = "a cache of 16 bits, which has no scale"
-        elif dtype.endswith("_per_token_head"):
-            why = "the engine computes a scale for each token"
+        elif dtype in CACHE_TYPES and not CACHE_TYPES[dtype].has_global_scales:
+            why = "it takes no scale of a file"
         else:
             why, status = "whether the scales fit it is not known", Status.UNKNOWN
         why = f"{_count('layer', layers)}: kv_cache_dtype is {shorten(dtype)}: {why}"

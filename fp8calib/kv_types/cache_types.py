@@ -13,7 +13,14 @@ from functools import partial
 import torch
 
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.kv_types import first_update, fp4, per_token_head, powers_of_two, turboquant
+from fp8calib.kv_types import (
+    first_update,
+    fp4,
+    latents,
+    per_token_head,
+    powers_of_two,
+    turboquant,
+)
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""
@@ -39,7 +46,9 @@ class CacheType:
     count_key_bytes: CountBytes
     count_value_bytes: CountBytes
     head_multiple: int = 1
-    """Head sizes are multiples of it."""
+    """Head sizes are multiples of it; of latents, that of the part without positions is."""
+    latent_types: tuple[str, ...] = ()
+    """The model types whose latents it stores; empty for a type that stores heads."""
     needs_power_of_two: bool = False
     """Head sizes are powers of two."""
     num_plain_ends: int = 0
@@ -47,9 +56,8 @@ class CacheType:
     prompt_in_16_bits: bool = False
     """Whether attention of a prompt reads K, V and q as they were before they are stored."""
     has_global_scales: bool = False
-    """Whether k_scale and v_scale are used: what the scales of blocks are divided by."""
-    largest_code: float = 0.0
-    """What the largest magnitude is scaled to by a global scale."""
+    """Whether k_scale and v_scale are used: what the scales of blocks are divided by. They are
+    those of an FP8 cache (`formats.NVFP4_CACHE`)."""
     is_kernel_run: bool = False
     """Whether the codes were compared with the engine's kernel, bit for bit."""
     note: str = ""
@@ -110,9 +118,7 @@ def _make_nvfp4(name: str, description: str, store: Callable[..., torch.Tensor])
         per=Granularity.GROUP,
         head_multiple=fp4.NVFP4_BLOCK,
         has_global_scales=True,
-        largest_code=fp4.LARGEST_CODE,
-        note="on B200 q is rounded to E4M3 too, and SGLang takes 6 times the global scales, which "
-        "is left out",
+        note="on B200 q is rounded to E4M3 too, which is left out",
     )
 
 
@@ -202,6 +208,18 @@ CACHE_TYPES = {
             is_kernel_run=True,
         ),
         CacheType(
+            name="fp8_ds_mla",
+            description="latents in E4M3, a scale for 128 values; the rotary part in 16 bits",
+            key=latents.fp8_tiles,
+            value=latents.rotary,
+            count_key_bytes=lambda size: size + 4 * size / latents.TILE,
+            count_value_bytes=lambda size: 2 * size,
+            per=Granularity.GROUP,
+            head_multiple=latents.TILE,
+            latent_types=("deepseek_v32", "glm_moe_dsa"),
+            note="vLLM's fp8 is this type too in models with sparse latent attention",
+        ),
+        CacheType(
             name="fp8_quantized_cache",
             description="transformers' QuantizedCache in E4M3, a scale for the first update",
             key=first_update.fp8,
@@ -221,7 +239,9 @@ E5M2_CACHE = "fp8_e5m2"
 def explain_not_emulated(name: str) -> str:
     """Say why `verify` does not emulate a type that an engine offers."""
     if name.endswith("_ds_mla"):
-        return "it stores latents in tiles, by kernels in CUDA that cannot run here"
+        return "it stores latents in blocks of 16, by kernels in CUDA that cannot run here"
+    if name.startswith("octave"):
+        return "its kernels are in HIP for MI300X, and cannot run here"
     if name == "fp8_inc":
         return "it is FP8 on Gaudi, where no scale of a file is used"
     if name == "fp4_e2m1":

@@ -9,8 +9,6 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.rotations import hadamard
 
 E2M1_MAX = 6.0
-LARGEST_CODE = E2M1_MAX * E4M3FN.max
-"""What a global scale makes of the largest magnitude of a tensor."""
 NVFP4_BLOCK = 16
 ULTRA_BLOCK = 32
 _ULTRA_FACTOR = 0.156

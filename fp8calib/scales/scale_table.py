@@ -53,6 +53,8 @@ class ScaleSource(StrEnum):
     OBSERVED = "observed"
     SHARED = "shared"
     """Another layer, whose cache this layer reads."""
+    ABSENT = "absent"
+    """The same, where a file has no scale for this layer."""
     ALL_ZERO = "all-zero"
     """The fallback, because the amax was zero."""
     UNSEEN = "unseen"
@@ -97,8 +99,12 @@ class ScaleTable:
         return max(float(scale.values[rank].max()) for scale in real or pair)
 
     def times(self, factor: float) -> ScaleTable:
-        """Multiply every scale."""
-        scales = {s: replace(each, values=each.values * factor) for s, each in self.scales.items()}
+        """Multiply every scale but those of exactly 1.0, which stand for none."""
+
+        def multiply(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(values == 1, values, values * factor)
+
+        scales = {s: replace(e, values=multiply(e.values)) for s, e in self.scales.items()}
         return replace(self, scales=scales)
 
     def not_observed(self) -> list[tuple[Site, Scale]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import ModelError, UsageError, format_ranges
 from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
@@ -47,11 +47,12 @@ from fp8calib.verification.emulation.coverage import (
     find_plan_gaps,
     list_embedding_and_head,
 )
-from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.emulate import Emulation, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
     explain_plain_cache,
+    find_misreads,
     fit_kv,
     make_unscaled_table,
     takes_latents_unscaled,
@@ -253,6 +254,7 @@ def build_kv_candidate(
 
     `origin` is shown to people.
     """
+    reads = find_misreads(table, numerics)
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
     unused = (
@@ -263,11 +265,20 @@ def build_kv_candidate(
     return Candidate(
         name=name,
         description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
-        emulation=Emulation(quantizers=emulate_kv(table, numerics)),
+        emulation=Emulation(quantizers=emulate_kv(table, numerics), reads=reads),
         fitted=fit_kv(table.geometry, table.fmt, numerics),
         kv_cache=make_fp8_cache(table.geometry, table.fmt, numerics),
         prompt_in_16_bits=not numerics.prompt_reads_cache,
+        notes=tuple(_note_misreads(name, reads, table.geometry)),
     )
+
+
+def _note_misreads(name: str, reads: Reads, geometry: ModelGeometry) -> Iterator[str]:
+    if layers := [layer.index for layer, a in geometry.attentions() if a.module in reads]:
+        yield (
+            f"{name}: layers {format_ranges(layers)} read the cache of other layers with their own "
+            "scales, 1.0 where the file has none, and so misread it"
+        )
 
 
 def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> KvCacheResult:
@@ -287,15 +298,24 @@ def build_e5m2_cache(geometry: ModelGeometry, numerics: Numerics) -> Candidate:
 
 
 def build_cache_type(
-    name: str, cache_type: CacheType, geometry: ModelGeometry, table: ScaleTable | None = None
+    name: str,
+    cache_type: CacheType,
+    geometry: ModelGeometry,
+    table: ScaleTable | None = None,
+    *,
+    factor: float = 1.0,
 ) -> Candidate:
     """Build a candidate whose KV cache has a type that fits the model.
 
-    `table` has the global scales of such a type; None: 1.0.
+    `table` has the global scales of such a type, which the engine multiplies by `factor`; None:
+    1.0.
     """
-    scales = ""
+    scales, notes = "", [cache_type.note]
     if cache_type.has_global_scales:
         scales = ", global scales 1.0" if table is None else ", calibrated global scales"
+    if table is not None and factor != 1:
+        table = table.times(factor)
+        notes.append(f"global scales times {factor:g}, as on B200; elsewhere they are as in a file")
     return Candidate(
         name=name,
         description=f"KV cache {cache_type.name}: {cache_type.description}{scales}",
@@ -307,7 +327,7 @@ def build_cache_type(
             is_own_type=True,
         ),
         prompt_in_16_bits=cache_type.prompt_in_16_bits,
-        notes=(f"{name}: {cache_type.note}",) if cache_type.note else (),
+        notes=tuple(f"{name}: {note}" for note in notes if note),
     )
 
 
@@ -412,7 +432,8 @@ def build_checkpoint(
     if opened.found is not None:
         found = opened.found
         kv = emulate_kv(found.table, numerics)
-        emulation = replace(emulation, quantizers={**emulation.quantizers, **kv})
+        reads = find_misreads(found.table, numerics)
+        emulation = replace(emulation, quantizers={**emulation.quantizers, **kv}, reads=reads)
         fitted = fit_kv(target.geometry, found.table.fmt, numerics)
         cache = make_fp8_cache(target.geometry, found.table.fmt, numerics)
         parts.append(f"KV cache {found.table.fmt.name}")
@@ -425,6 +446,7 @@ def build_checkpoint(
         prompt_in_16_bits=cache is not None and not numerics.prompt_reads_cache,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
+            *_note_misreads(opened.name, emulation.reads, target.geometry),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
         ),
     )

@@ -454,7 +454,7 @@ def _list_own_files() -> Iterator[tuple[str, Case]]:
     for algorithm, cache, status in (
         ("FP8", "FP8", used),
         ("FP8", "fp8", used),
-        ("FP8", "NVFP4", MISREAD),
+        ("FP8", "NVFP4", used),
         ("FP8", "INT8", MISREAD),
         ("NVFP4", "FP8", REFUSED),
         ("MXFP8", "FP8", REFUSED),

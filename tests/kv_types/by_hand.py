@@ -50,8 +50,8 @@ def _round_half_away(x: np.floating) -> int:
     return int(F32(x) + F32(0.5)) if x >= 0 else int(F32(x) - F32(0.5))
 
 
-def int4_per_token_head(x: Vector) -> Vector:
-    """Rotate a vector of bfloat16 by signs drawn as vLLM draws them, store it, rotate it back."""
+def int4_per_token_head(x: Vector, dtype: type = ml_dtypes.bfloat16) -> Vector:
+    """Rotate a vector of a dtype by signs drawn as vLLM draws them, store it, rotate it back."""
     size = len(x)
     block = size & -size
     generator = torch.Generator().manual_seed(0x9E3779B9)
@@ -61,7 +61,7 @@ def int4_per_token_head(x: Vector) -> Vector:
     for part in x.reshape(-1, block):
         signed = (part * signs).astype(ml_dtypes.bfloat16).astype(np.float64)
         unit = (signed @ matrix).astype(F32).astype(ml_dtypes.bfloat16).astype(F32)
-        read.append((unit * F32(block**0.5)).astype(ml_dtypes.bfloat16))
+        read.append((unit * F32(block**0.5)).astype(dtype))
     rotated = int4_as_rotated(np.concatenate(read).astype(F32))
     back = [
         part.astype(np.float64) @ matrix / block**0.5 * signs for part in rotated.reshape(-1, block)
@@ -101,6 +101,16 @@ def _nvfp4_block(block: Vector, scale: np.floating, wanted: np.floating) -> tupl
     codes = np.clip(block * factors, -6, 6).astype(ml_dtypes.float4_e2m1fn)
     read = codes.astype(F32) * of_block
     return read, float(np.square(read - block, dtype=F32).sum(dtype=F32))
+
+
+def fp8_tiles(x: Vector) -> Vector:
+    """Cast 128 values at a time by ml_dtypes."""
+    read = []
+    for tile in x.reshape(-1, 128):
+        scale = max(F32(np.abs(tile).max()) / F32(448), np.finfo(F32).tiny)
+        codes = np.clip(tile / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        read.append(codes.astype(F32) * scale)
+    return np.concatenate(read)
 
 
 def mxfp8(x: Vector) -> Vector:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Fp8QuantizedLayer
 from fp8calib.kv_types import (
     first_update,
     fp4,
+    latents,
     per_token_head,
     powers_of_two,
     rotations,
@@ -58,6 +59,7 @@ EXACT: dict[str, tuple[RoundTrip, OneVector]] = {
         by_hand.uniform_value(3),
     ),
     "ultraquant": (fp4.ultraquant, by_hand.ultraquant),
+    "fp8_ds_mla": (latents.fp8_tiles, by_hand.fp8_tiles),
     "mxfp8": (powers_of_two.mxfp8, by_hand.mxfp8),
     "fp4_mx_block16": (powers_of_two.mx_block16, by_hand.mx_block16),
 }
@@ -67,7 +69,7 @@ EXACT: dict[str, tuple[RoundTrip, OneVector]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_values_are_those_by_hand(name: str, dtype: torch.dtype) -> None:
     store, store_one = EXACT[name]
-    x = draw_vectors(64, dtype)
+    x = draw_vectors(256 if name == "fp8_ds_mla" else 64, dtype)
     assert torch.equal(store(x), store_by_hand(store_one, x))
 
 

@@ -67,7 +67,9 @@ def main() -> None:
     triton_reshape_and_cache_flash._is_supported_kv_cache_dtype = lambda _: True
     torch.cuda.get_device_capability = lambda _=None: (9, 0)
     given = torch.load(sys.argv[1])
+    latents = store_latents(*given["latents"])
     found: dict[str, dict[str, Any]] = {"stored": {}, "attended": {}}
+    found["stored"]["latents"] = latents
     for name, (key, value) in given["stored"].items():
         found["stored"] |= {f"{name}/{kind}": pair for kind, pair in store_all(key, value)}
     for name, call in given["attended"].items():
@@ -115,6 +117,18 @@ def store_mx_block16(x: torch.Tensor) -> torch.Tensor:
     util = open_sglang("kvfp4_tensor").FP4MXBlock16KVQuantizeUtil
     packed, scales = util.batched_quantize(x.float())
     return util.batched_dequantize(packed, scales, torch.float32)
+
+
+def store_latents(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store latents [N, D] in tiles of 128 and the rotary part, and read them: fp32."""
+    tokens, size = latent.shape
+    store = open_sglang("dsa_quant_k_cache").quantize_k_cache_separate
+    stored, rotary = store(latent, rope)
+    flat = stored.reshape(tokens, -1)
+    codes = flat[:, :size].view(torch.float8_e4m3fn).float()
+    scales = flat[:, size:].contiguous().view(torch.float32)
+    read = (codes.unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
+    return read, rotary.reshape(tokens, -1).view(torch.bfloat16).float()
 
 
 def store_all(

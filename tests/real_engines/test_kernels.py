@@ -49,6 +49,13 @@ def draw_pairs() -> dict[str, Pair]:
     }  # type: ignore[return-value]
 
 
+def draw_latents() -> Pair:
+    """Draw latents [tokens, size] without zeros, and their rotary part."""
+    generator = torch.Generator().manual_seed(5)
+    latent = torch.randn(40, 512, generator=generator) * torch.rand(40, 1, generator=generator)
+    return latent.bfloat16(), torch.randn(40, 64, generator=generator).bfloat16()
+
+
 def draw_calls() -> dict[str, dict[str, torch.Tensor]]:
     """Draw q, K and V [tokens, heads, size] and scales; 24 tokens are one tile of the kernel."""
     generator = torch.Generator().manual_seed(4)
@@ -70,9 +77,10 @@ def draw_calls() -> dict[str, dict[str, torch.Tensor]]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Pair]]:
     """Let the kernels of every type store, read back, and attend."""
     folder = tmp_path_factory.mktemp("kernels")
-    torch.save({"stored": draw_pairs(), "attended": draw_calls()}, folder / "in.pt")
+    given = {"stored": draw_pairs(), "attended": draw_calls(), "latents": draw_latents()}
+    torch.save(given, folder / "in.pt")
     job = ROOT / "tests" / "real_engines" / "kernel_job.py"
-    for file in ("mxfp8_quant_store_kv.py", "kvfp4_tensor.py"):
+    for file in ("mxfp8_quant_store_kv.py", "kvfp4_tensor.py", "dsa_quant_k_cache.py"):
         text = open_release(SGLANG_RELEASES[-1]).read(file)
         (folder / file).write_text(text)
     command = [PYTHON, job, folder / "in.pt", folder / "out.pt", folder]
@@ -125,6 +133,15 @@ def settle_ties(key: torch.Tensor, mine: torch.Tensor, found: torch.Tensor) -> t
     is_tied = hadamard(key).abs() <= TIE * key.float().norm(dim=-1, keepdim=True)
     assert float(is_tied.float().mean()) < 0.05
     return torch.where(is_tied, found.abs().copysign(mine), found)
+
+
+def test_latents_are_those_of_the_kernel(stored: Mapping[str, Pair]) -> None:
+    """SGLang's kernel multiplies by a reciprocal: few codes are the neighbours."""
+    (latent, rope), (found, rotary) = draw_latents(), stored["latents"]
+    mine = CACHE_TYPES["fp8_ds_mla"].key(latent)
+    assert float((mine == found).float().mean()) > 0.999
+    assert bool(((mine - found).abs() <= mine.abs() * 2**-3 + 1e-7).all())
+    assert torch.equal(CACHE_TYPES["fp8_ds_mla"].value(rope), rotary)
 
 
 def assert_near(mine: torch.Tensor, found: torch.Tensor) -> None:

@@ -189,7 +189,7 @@ def emulate(
     subject: Subject, emulation: Emulation, *batches: Batch, hooks: EmulationHooks | None = None
 ) -> list[torch.Tensor]:
     """Run batches through the product's emulation."""
-    hooks = hooks or EmulationHooks(emulation.quantizers)
+    hooks = hooks or EmulationHooks(emulation.quantizers, emulation.reads)
     with emulated(
         subject.model, subject.geometry, emulation, hooks, originals=subject.originals
     ) as run:

@@ -21,6 +21,7 @@ from fp8calib.verification.emulation.cache_types import (
 )
 from fp8calib.verification.emulation.emulate import Emulation
 from tests import zoo
+from tests.architectures.families import LATENT, build
 from tests.kv_types import by_hand as types_by_hand
 from tests.verification.by_hand import (
     BATCHES,
@@ -100,10 +101,37 @@ def test_ends_stay_in_16_bits(name: str, size: int, tmp_path: Path) -> None:
         assert count_cache_bytes(CACHE_TYPES[name], geometry) == wanted
 
 
-def test_latents_fit_no_type(tmp_path: Path) -> None:
+def test_latents_fit_no_type_of_heads(tmp_path: Path) -> None:
     with opened(zoo.build("deepseek_v3"), tmp_path) as subject:
         for cache_type in CACHE_TYPES.values():
             assert "latents" in explain_misfit(cache_type, subject.geometry)
+
+
+SPARSE = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 2}
+LATENT_RANK, ROTARY = 128, 8
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_latents_in_tiles_are_those_of_a_cache_by_hand(family: str, tmp_path: Path) -> None:
+    changes = {**LATENT, **SPARSE, "mlp_layer_types": ["dense", "dense"]}
+    sizes = {"kv_lora_rank": LATENT_RANK, "qk_rope_head_dim": ROTARY}
+    with opened(build(family, {**changes, **sizes}), tmp_path) as subject:
+        cache_type, geometry = CACHE_TYPES["fp8_ds_mla"], subject.geometry
+        assert explain_misfit(cache_type, geometry) == ""
+        assert "latents" in explain_misfit(CACHE_TYPES["mxfp8"], geometry)
+        layers = len(geometry.layers)
+        wanted_bytes = layers * (LATENT_RANK + 4 * LATENT_RANK / 128 + 2 * ROTARY)
+        assert count_cache_bytes(cache_type, geometry) == wanted_bytes
+        quantizers = emulate_cache_type(cache_type, geometry)
+        (_, attention), *_ = geometry.attentions()
+        x = torch.randn(1, 1, 5, LATENT_RANK)
+        key, value = (quantizers[attention.site(role)] for role in (Role.K, Role.V))
+        assert torch.equal(key.fake(x).values, store_all(types_by_hand.fp8_tiles)(x))
+        part = torch.randn(1, 1, 5, ROTARY)
+        assert torch.equal(value.fake(part).values, part.bfloat16().float())
+        (hidden,) = emulate(subject, Emulation(quantizers=quantizers), BATCHES[1])
+        plain = plain_forward(subject.model, BATCHES[1])
+        assert 0 < float((hidden - plain).norm() / plain.norm()) < 0.1
 
 
 TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
@@ -158,7 +186,7 @@ def test_all_leaves_out_what_does_not_fit(model: PreTrainedModel) -> None:
         ("vllm", "int9_per_token_head", "has no such type"),
         ("vllm==0.30", "ultraquant_4bit", "has no such type"),
         ("vllm", "octave_k3v4", "not emulated"),
-        ("vllm", "fp8_ds_mla", "latents in tiles"),
+        ("vllm", "nvfp4_ds_mla", "latents in blocks of 16"),
         ("tgi", "nvfp4", "is not known"),
     ],
 )

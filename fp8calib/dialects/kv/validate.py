@@ -14,7 +14,7 @@ from fp8calib.errors import ModelError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
-from fp8calib.scales.scale_table import SMALLEST_SCALE
+from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleSource
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
@@ -113,10 +113,10 @@ def join_ranks(
 
 def fill_shared(
     geometry: ModelGeometry, reading: ParsedScales
-) -> tuple[ParsedScales, frozenset[Site]]:
+) -> tuple[ParsedScales, dict[Site, ScaleSource]]:
     """Give layers that read another layer's cache its scale; return the sites that have it."""
     values = dict(reading.values)
-    shared: set[Site] = set()
+    shared: dict[Site, ScaleSource] = {}
     differing: list[int] = []
     for layer, attention in geometry.attentions():
         index = attention.producer
@@ -124,9 +124,11 @@ def fill_shared(
         if producer is None:
             continue
         for role in KV_ROLES:
-            theirs = values[producer.site(role)]
-            if torch.equal(values.setdefault(attention.site(role), theirs), theirs):
-                shared.add(attention.site(role))
+            site, theirs = attention.site(role), values[producer.site(role)]
+            if site not in values:
+                values[site], shared[site] = theirs, ScaleSource.ABSENT
+            elif torch.equal(values[site], theirs):
+                shared[site] = ScaleSource.SHARED
             elif layer.index not in differing:
                 differing.append(layer.index)
     note = (
@@ -134,7 +136,7 @@ def fill_shared(
         "they are kept, but an engine that uses them misreads the cache"
     )
     notes = (*reading.notes, note) if differing else reading.notes
-    return replace(reading, values=values, notes=notes), frozenset(shared)
+    return replace(reading, values=values, notes=notes), shared
 
 
 def _check_ranks(path: Path, ranks: Mapping[int, Collection[int]]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
 from fp8calib.engines.status import Status
+from fp8calib.fp8.formats import NVFP4_CACHE
 
 _OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
 _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")
+_OTHER_CACHE = "this engine has no such KV cache"
 
 
 def _find_recorded_dtype(folder: ScaleFolder) -> str:
@@ -17,7 +19,13 @@ def _find_recorded_dtype(folder: ScaleFolder) -> str:
     if algorithm not in ("", "FP8"):
         return algorithm
     found = [value for value in (*named, *folder.recorded.values()) if isinstance(value, str)]
-    return next((value for value in found if "fnuz" in value or "e5m2" in value), "")
+    return next((x for x in found if "fnuz" in x or "e5m2" in x or x == NVFP4_CACHE), "")
+
+
+def find_cache_flag(folder: ScaleFolder) -> str:
+    """Name the type of the KV cache that the scales are declared to be for; empty for FP8."""
+    dtype = _find_recorded_dtype(folder).lower()
+    return dtype if dtype == NVFP4_CACHE else ""
 
 
 def _find_algorithm(folder: ScaleFolder) -> str:
@@ -37,7 +45,13 @@ def _find_algorithm(folder: ScaleFolder) -> str:
 
 
 def amend_for_dtype(
-    report: EngineReport, folder: ScaleFolder, *, fnuz: str, e5m2: str, fnuz_device: str = ""
+    report: EngineReport,
+    folder: ScaleFolder,
+    *,
+    fnuz: str,
+    e5m2: str,
+    fnuz_device: str = "",
+    nvfp4: str = "",
 ) -> EngineReport:
     """Judge scales as misread that the folder declares to be for another format than e4m3fn.
 
@@ -47,12 +61,17 @@ def amend_for_dtype(
         fnuz: what the engine does with a scale for e4m3fnuz.
         e5m2: what it does with one for e5m2.
         fnuz_device: the device on which a scale for e4m3fnuz is used as meant; empty if none.
+        nvfp4: what it does with the global scales of an NVFP4 cache; empty where it has none.
     """
     dtype = _find_recorded_dtype(folder)
     if "fnuz" in dtype:
         why, fix = fnuz, "convert the scales to e4m3fn: halve each, and record that dtype"
     elif "e5m2" in dtype:
         why, fix = e5m2, "calibrate for e4m3fn, or serve an e5m2 cache without scales"
+    elif dtype.lower() == NVFP4_CACHE:
+        if nvfp4:
+            return report.add_problems(nvfp4)
+        why, fix = _OTHER_CACHE, "export them for an FP8 cache, which takes the same numbers"
     elif dtype:
         why, fix = (
             _OTHER_FORMAT,

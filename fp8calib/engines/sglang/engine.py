@@ -6,7 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, ReplayJson
+from fp8calib.engines.engine import (
+    SCALE_FACTOR,
+    Engine,
+    Launch,
+    MakeReader,
+    ReplayFolder,
+    ReplayJson,
+)
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.engines.status import Status
@@ -55,6 +62,7 @@ _NUMERICS = Numerics(
     kv_unsaturated=frozenset({E4M3FNUZ.name, E5M2.name}),
     kv_per_head=False,
     kv_scales_latents=False,
+    kv_shared_own_scale=True,
     kv_misread_latents=frozenset({"modelopt"}),
     quantizes_query=True,
     query_unscaled=True,
@@ -66,6 +74,8 @@ _NUMERICS = Numerics(
     fused_share_scales=True,
     weights_through_float16=True,
     sources={
+        "kv_shared_own_scale": "SGLang 0.5.23 srt/models/gemma3n_causal.py, gemma4_causal.py "
+        "(kv_shared_layer_index is the layer_id of a RadixAttention with scales of its own)",
         "kv_in_model_dtype": f"{_POOL} (div_ with a 0-dim fp32 tensor); "
         "kernels/ops/kvcache/cache_move.py says that it rounds the divisor first",
         "kv_unsaturated": f"{_POOL} (to, without a clamp); what torch's cast does: "
@@ -184,6 +194,7 @@ def _make_engine(release: Release) -> Engine:
         ),
         numerics=_NUMERICS,
         cache_types=release.list_values("--kv-cache-dtype"),
+        scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
         replay_folder=_make_replay(release),
         replay_json=_make_json_replay(release),
         tensor_file_condition="it is read only inside a model folder without "

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import parse_name
+from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
+from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -41,6 +43,7 @@ from fp8calib.engines.sglang.model_types import (
     has_place,
 )
 from fp8calib.engines.status import Status
+from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -84,9 +87,13 @@ def replay_sglang(
         for layer, attention in geometry.attentions()
     ]
     note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
-    report = context.report(layers)
+    report = note_drafter(context.report(layers), geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
-    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
+    nvfp4 = ""
+    if NVFP4_CACHE in release.list_values("--kv-cache-dtype"):
+        (factor,) = release.list_values(SCALE_FACTOR)
+        nvfp4 = f"these are global scales of --kv-cache-dtype nvfp4, multiplied by {factor}"
+    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2, nvfp4=nvfp4)
 
 
 def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:

@@ -25,6 +25,7 @@ from fp8calib.engines.vllm.numerics import (
     REQUANTIZE_SOURCE,
     ROUNDED_DIALECTS,
     ROUNDED_SOURCE,
+    SHARED_SOURCE,
     SKIP_FLAG,
     SKIP_SOURCE,
 )
@@ -52,6 +53,7 @@ _NUMERICS = Numerics(
     bfloat16_types=VLLM_RUN.list_values(BFLOAT16_TYPES),
     kv_heads_share_largest=True,
     kv_scales_latents=False,
+    kv_shared_own_scale=True,
     input_by_reciprocal=True,
     token_by_reciprocal=True,
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
@@ -72,6 +74,7 @@ _NUMERICS = Numerics(
     ),
     sources={
         "kv_skip_flag": SKIP_SOURCE,
+        "kv_shared_own_scale": SHARED_SOURCE,
         "kv_rounding": "vllm-project/vllm 0f25e05 csrc/cpu/cpu_attn_fp8.hpp "
         "float_to_fp8e4m3_scalar",
         "kv_by_reciprocal": "vllm-project/vllm 0a2c686 csrc/cpu/cpu_attn.cpp "

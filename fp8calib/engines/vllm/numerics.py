@@ -43,6 +43,10 @@ ROUNDED_SOURCE = (
 )
 PLAIN_SOURCE = "vLLM 0.32.0 model_executor/models/falcon.py FalconAttention: no cache_config"
 BFLOAT16_SOURCE = "vLLM 0.32.0 config/model.py _FLOAT16_NOT_SUPPORTED_MODELS"
+SHARED_SOURCE = (
+    "vLLM 0.32.0 model_executor/models/gemma3n.py, gemma4.py (kv_sharing_target_layer_name: an "
+    "Attention with scales of its own); v1/attention/backends/flash_attn.py (layer._k_scale)"
+)
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
 
@@ -52,6 +56,7 @@ _NUMERICS = Numerics(
     kv_rounded_dialects=ROUNDED_DIALECTS,
     kv_plain_types=TYPES_WITHOUT_CACHE_CONFIG,
     kv_scales_latents=False,
+    kv_shared_own_scale=True,
     quantizes_query=True,
     query_by_reciprocal=True,
     probability_factor=256.0,
@@ -71,6 +76,7 @@ _NUMERICS = Numerics(
     run=frozenset({"kv_rounded_dialects", "kv_plain_types", "kv_scales_latents"}),
     sources={
         "kv_skip_flag": SKIP_SOURCE,
+        "kv_shared_own_scale": SHARED_SOURCE,
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_rounded_dialects": ROUNDED_SOURCE,
         "kv_plain_types": PLAIN_SOURCE,

@@ -9,6 +9,7 @@ import torch
 
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
+from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -55,6 +56,7 @@ from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, fin
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
+from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role
 
@@ -113,12 +115,17 @@ def replay_vllm(
             f"the Quark config excludes no {shorten(name)}, a convolution, for which vLLM has no "
             "scheme; add --run"
         )
+    report = note_drafter(
+        report, geometry, release, given_by=release.list_values(_DRAFTER_GETS_SCALES)
+    )
     is_unchanged = method is KvMethod.COMPRESSED_TENSORS
     if not on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
+    has_nvfp4 = NVFP4_CACHE in release.list_values("--kv-cache-dtype")
     return amend_for_dtype(
         report,
         folder,
+        nvfp4=_NVFP4 if has_nvfp4 else "",
         fnuz=_UNCHANGED if is_unchanged else _DOUBLED,
         e5m2=_E5M2,
         fnuz_device="AMD gfx94x" if is_unchanged else "",
@@ -304,6 +311,11 @@ _EXPANDED = {
 }
 
 
+_DRAFTER_GETS_SCALES = "drafter that reads the model's KV cache is given its scales by"
+_NVFP4 = (
+    "these are global scales of --kv-cache-dtype nvfp4, used as they are; on B200 those below amax "
+    "/ 448 let TRT-LLM's kernel overflow, which is read"
+)
 _TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
 _DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"

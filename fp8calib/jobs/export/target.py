@@ -38,6 +38,8 @@ class ExportTask:
     out: Path
     with_weights: bool
     attachment: AttachmentOptions
+    cache_type: str = ""
+    """The type of the KV cache, if it is not FP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

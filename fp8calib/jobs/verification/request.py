@@ -232,10 +232,13 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
         yield build_cache_type(name, cache_type, geometry)
         scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
         for opened in scaled if cache_type.has_global_scales else ():
-            table = _read_table(job, opened)
-            if opened.stats is not None:
-                table = table.times(options.fmt.max / cache_type.largest_code)
-            yield build_cache_type(f"{name} with {opened.name}", cache_type, geometry, table)
+            yield build_cache_type(
+                f"{name} with {opened.name}",
+                cache_type,
+                geometry,
+                _read_table(job, opened),
+                factor=options.engine.scale_factor,
+            )
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:

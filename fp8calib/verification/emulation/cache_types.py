@@ -16,10 +16,13 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 def explain_misfit(cache_type: CacheType, geometry: ModelGeometry) -> str:
     """Say why a type cannot store the cache of a model; empty where it can."""
+    named = cache_type.latent_types
+    if named and geometry.model_type not in named:
+        return f"it stores the latents of {', '.join(named)} alone"
     for _, attention in geometry.attentions():
-        if attention.kind == "latent":
+        if attention.kind == "latent" and not named:
             return "the model caches latents, which it does not store"
-        for size in (attention.k_head_dim, attention.v_head_dim):
+        for size in (attention.k_head_dim, *(() if named else (attention.v_head_dim,))):
             if why := cache_type.explain_misfit(size):
                 return why
     if not geometry.kv_elements_per_token:

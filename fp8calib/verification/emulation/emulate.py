@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ FLUSH_STRIDE = 8
 _REMEMBERED_INPUTS = 2
 
 
+Reads = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""By the module of a layer that reads another's cache: what K and V are multiplied by, 0-dim or
+[H, 1, 1] with H KV heads, where the engine reads them with other scales than they were written."""
+NO_READS: Reads = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
     """What is quantized, and how."""
@@ -56,6 +63,7 @@ class Emulation:
     quantizers: Mapping[Site, Quantizer] = field(default_factory=dict)
     """For K, V, q and inputs; other sites stay unquantized."""
     weights: tuple[WeightChange, ...] = ()
+    reads: Reads = field(default_factory=dict)
     prompt_in_16_bits: bool = False
     """Attention of a prompt reads K, V and q as they were before the cache (`served`)."""
 
@@ -67,6 +75,7 @@ class Emulation:
         return replace(
             self,
             quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
+            reads={module: each for module, each in self.reads.items() if module in modules},
             weights=tuple(change for change in self.weights if _belongs(change, modules)),
         )
 
@@ -79,8 +88,13 @@ def _belongs(change: WeightChange, modules: frozenset[str]) -> bool:
 class EmulationHooks:
     """Replaces the hooked tensors by quantized ones, and sums up the damage to each."""
 
-    def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
+    def __init__(
+        self,
+        quantizers: Mapping[Site, Quantizer],
+        reads: Reads = NO_READS,
+    ) -> None:
         self._quantizers = quantizers
+        self._reads = reads
         self._kept: torch.Tensor | None = None
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
@@ -96,7 +110,7 @@ class EmulationHooks:
     @property
     def attends(self) -> bool:
         """Whether `attend` runs attention in place of the model."""
-        return Role.P in self.roles
+        return Role.P in self.roles or bool(self._reads)
 
     @property
     def damage(self) -> dict[Site, torch.Tensor]:
@@ -156,6 +170,11 @@ class EmulationHooks:
 
     def attend(self, attention: Attention, call: AttentionCall) -> Any:
         """Run attention with its probabilities quantized, where that reproduces the model's."""
+        if factors := self._reads.get(attention.module):
+            key, value = (
+                x * factor.to(x) for x, factor in zip((call.key, call.value), factors, strict=True)
+            )
+            call = replace(call, key=key, value=value)
         site = attention.site(Role.P)
         if site not in self._quantizers:
             return call.run()

@@ -16,6 +16,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
+from fp8calib.verification.emulation.emulate import Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 
@@ -39,8 +40,7 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
         VerificationError: the engine cannot use such scales.
     """
     _check_usable(table, numerics)
-    if table.dialect in numerics.kv_rounded_dialects:
-        table = _round_scales(table, numerics)
+    table = _round_scales(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
@@ -54,6 +54,35 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
             tile = numerics.find_tile(attention.k_head_dim)
             quantizers[attention.site(Role.P)] = Quantizer(fmt=table.fmt, scale=factor, tile=tile)
     return quantizers
+
+
+def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
+    """Find the layers that read another's cache with other scales than it was written with."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    if not numerics.kv_shared_own_scale:
+        return found
+    table = _round_scales(table, numerics)
+    for _, attention in table.geometry.attentions():
+        index = attention.producer
+        producer = None if index is None else table.geometry.layers[index].attention
+        if producer is None:
+            continue
+        key, value = (
+            _read_scale(table, attention, role, numerics)
+            / _kv_scale_values(table, producer, role, numerics)
+            for role in (Role.K, Role.V)
+        )
+        if bool((key != 1).any()) or bool((value != 1).any()):
+            found[attention.module] = key, value
+    return found
+
+
+def _read_scale(
+    table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
+) -> torch.Tensor:
+    if table.scales[attention.site(role)].source is ScaleSource.ABSENT:
+        return torch.tensor(1.0)
+    return _kv_scale_values(table, attention, role, numerics)
 
 
 def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[Site, Quantizer]:
@@ -120,11 +149,13 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
 
 
 def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
-    """Round scales to the dtype that the model is served in.
+    """Round scales of some dialects to the dtype that the model is served in.
 
     Raises:
         VerificationError: one becomes zero or infinite.
     """
+    if table.dialect not in numerics.kv_rounded_dialects:
+        return table
     dtype = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)
     rounded = {}
     for site, scale in table.scales.items():

@@ -19,7 +19,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import AttentionCall
-from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
+from fp8calib.verification.emulation.emulate import NO_READS, Emulation, EmulationHooks, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 _HINT = "leave out --decode"
@@ -42,7 +42,7 @@ def find_decoded(lengths: Sequence[int]) -> torch.Tensor:
 def make_hooks(emulation: Emulation) -> EmulationHooks:
     """Make the hooks of an emulation."""
     kind = ServedHooks if emulation.prompt_in_16_bits else EmulationHooks
-    return kind(emulation.quantizers)
+    return kind(emulation.quantizers, emulation.reads)
 
 
 class ServedHooks(EmulationHooks):
@@ -52,8 +52,8 @@ class ServedHooks(EmulationHooks):
         VerificationError: a layer attends to others than its cache returned, or without a hook.
     """
 
-    def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
-        super().__init__(quantizers)
+    def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
+        super().__init__(quantizers, reads)
         self._is_prompt = torch.zeros(0)
         self._stored: Any = WeakIdKeyDictionary()
         """The K that a cache returned -> K and V before; None where they were not changed."""

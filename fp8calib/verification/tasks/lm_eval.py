@@ -285,7 +285,7 @@ def emulated_model(reference: ReferenceModel, emulation: Emulation) -> Iterator[
     and V, so that both `model(...)` and `model.generate(...)` are emulated.
     """
     model, geometry = reference.model, reference.geometry
-    hooks = EmulationHooks(emulation.quantizers)
+    hooks = EmulationHooks(emulation.quantizers, emulation.reads)
     with (
         emulated(model, geometry, emulation, hooks, originals=reference.originals),
         open_cache_hooks(model, geometry, hooks),

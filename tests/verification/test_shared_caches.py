@@ -1,0 +1,166 @@
+"""Layers and drafters that read a KV cache which others write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers.models.gemma3n import modeling_gemma3n
+
+import fp8calib
+from fp8calib.dialects.read import read_scales
+from fp8calib.engines.numerics import Numerics
+from fp8calib.verification.candidates import build_kv_candidate
+from tests import zoo
+from tests.architectures.families import FAMILIES, build
+from tests.verification.by_hand import (
+    BATCHES,
+    HandCache,
+    cast,
+    emulate,
+    opened,
+    plain_forward,
+    text_config,
+)
+
+TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
+PRODUCERS = {2: 0, 3: 1}
+"""Of the tiny Gemma 3n: which layer's cache the last two read."""
+OWN = Numerics(name="own", kv_shared_own_scale=True)
+
+
+def write_overlay(model: Any, out: Path) -> Path:
+    """Calibrate a model, and write an overlay with scales of all layers."""
+    model.save_pretrained(out / "model")
+    fp8calib.calibrate(
+        out / "model", TEXT, seq_len=64, dtype="float32", out=out / "out", formats=["kv-overlay"]
+    )
+    return out / "out" / "kv-overlay"
+
+
+@pytest.fixture(scope="module")
+def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write an overlay of Gemma 3n."""
+    return write_overlay(zoo.build("gemma3n_text"), tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture(scope="module")
+def bare(overlay: Path) -> Path:
+    """Take the scales of the shared layers out of it."""
+    folder = overlay.parent / "bare"
+    shutil.copytree(overlay, folder)
+    for path, tensors in list_scale_files(folder):
+        index = folder / "model.safetensors.index.json"
+        kept = {name: x for name, x in tensors.items() if find_layer(name) not in PRODUCERS}
+        assert len(kept) == len(tensors) - 4
+        for name in tensors.keys() - kept.keys():
+            index.write_text(index.read_text().replace(f'"{name}"', f'"{name}.gone"'))
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        path.unlink()
+        save_file(kept, path, metadata)
+    return folder
+
+
+def list_scale_files(folder: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        if any(name.endswith("k_scale") for name in tensors):
+            yield path, tensors
+
+
+def find_layer(name: str) -> int:
+    return int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) if ".layers." in name else -1
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm==0.28", "sglang"])
+def test_a_layer_without_scales_of_its_own_misreads_the_cache(
+    overlay: Path, bare: Path, engine: str
+) -> None:
+    assert fp8calib.check(overlay, engine=engine).ok
+    layers = fp8calib.check(bare, engine=engine).engines[engine].layers
+    (_, tensors), *_ = list_scale_files(bare)
+    for layer in layers[:2]:
+        assert layer.ok
+    for layer in layers[2:]:
+        producer = PRODUCERS[layer.layer]
+        for role, verdict in (("k", layer.k), ("v", layer.v)):
+            (name,) = (n for n in tensors if f".{producer}." in n and n.endswith(f"{role}_scale"))
+            assert verdict.status == "misread"
+            scale = float(tensors[name])
+            words = f"the cache of layer {producer}, which is written with {scale:.4g}, with 1"
+            assert words in verdict.why
+
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def test_hidden_states_are_those_of_a_layer_that_multiplies_by_one(
+    bare: Path, tmp_path: Path
+) -> None:
+    """Codes are divided by the scale of the layer that writes, and multiplied by nothing."""
+    model = zoo.build("gemma3n_text")
+    model.set_attn_implementation("eager")
+    with opened(model, tmp_path) as subject:
+        table = read_scales(bare, subject.geometry).table
+        candidate = build_kv_candidate("bare", table, OWN, origin="by hand")
+        (note,) = candidate.notes
+        assert "layers 2, 3 read the cache of other layers" in note
+        found = emulate(subject, candidate.emulation, *BATCHES)
+        plain = build_kv_candidate("bare", table, Numerics(name="plain"), origin="by hand")
+        assert not plain.emulation.reads
+        as_written = emulate(subject, plain.emulation, *BATCHES)
+
+        attentions = [attention for _, attention in subject.geometry.attentions()]
+        scales = [
+            tuple(float(table.scales[attention.site(role)].values) for role in "kv")
+            for attention in attentions
+        ]
+        original: Attention = modeling_gemma3n.eager_attention_forward
+
+        def attend(
+            module: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any
+        ) -> Any:
+            if (producer := PRODUCERS.get(module.layer_idx)) is not None:
+                key, value = key / scales[producer][0], value / scales[producer][1]
+            return original(module, query, key, value, *more, **options)
+
+        changes = {
+            index: tuple(partial(cast, scale=scale) for scale in scales[index]) for index in (0, 1)
+        }
+        with patch.object(modeling_gemma3n, "eager_attention_forward", attend):
+            for batch, hidden, other in zip(BATCHES, found, as_written, strict=True):
+                cache = HandCache(text_config(model), changes)
+                wanted = plain_forward(model, batch, cache)
+                for row, length in enumerate(batch.lengths):
+                    assert torch.allclose(hidden[row, :length], wanted[row, :length], atol=1e-4)
+                    assert (other - wanted)[row, :length].abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("engine", "end"),
+    [
+        ("vllm", "only Model Runner V2 gives it the scales"),
+        ("vllm==0.30", "fewer of its tokens are accepted"),
+        ("sglang", "fewer of its tokens are accepted"),
+    ],
+)
+def test_a_drafter_that_reads_with_one_is_named(engine: str, end: str, tmp_path: Path) -> None:
+    overlay = write_overlay(build("gemma4_text", FAMILIES["gemma4_text"]), tmp_path)
+    report = fp8calib.check(overlay, engine=engine).engines[engine]
+    (problem,) = (each for each in report.problems if "drafter" in each)
+    assert problem.startswith("a Gemma 4 drafter (MTP) reads this cache with scale 1.0")
+    assert problem.endswith(end)
+
+
+def test_no_drafter_is_named_for_other_models(overlay: Path) -> None:
+    report = fp8calib.check(overlay, engine="vllm").engines["vllm"]
+    assert not any("drafter" in each for each in report.problems)
