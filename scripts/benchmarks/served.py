@@ -4,8 +4,8 @@ Runs in an environment with vLLM and fp8calib, on the device that vLLM has there
 
     python -m scripts.benchmarks.served MODEL CANDIDATE... --data ROWS [--dtype bfloat16]
 
-ROWS has rows of `input_ids`, all of one length. A candidate is a folder, served with an FP8 KV cache if it has KV
-scales, or a value of --kv-cache-dtype, with which MODEL is served.
+ROWS has rows of `input_ids`, all of one length. A candidate is a folder, served with an FP8 KV
+cache if it has KV scales, or a value of --kv-cache-dtype, with which MODEL is served.
 """
 
 from __future__ import annotations
