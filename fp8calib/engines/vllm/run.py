@@ -171,13 +171,15 @@ def amend_by_loader(
     if answer.error:
         return _report_error(report, answer, geometry)
     amended = report.model_copy(update={"unknown": (), "if_loaded": None})
+    silent = _find_silent_fault(answer, doubts=report.unknown) or report.if_loaded
     if report.weights is not None and report.weights.status is Status.REFUSED:
-        amended = amended.model_copy(update={"weights": None}).add_problems(
+        amended = amended.model_copy(update={"weights": silent}).add_problems(
             f"the replay expected a refusal ({report.weights.why}), but vLLM {answer.version} "
             "loads it: a defect of the replay"
         )
-    silent = _find_silent_fault(answer, doubts=report.unknown) or report.if_loaded
-    if amended.weights is None and silent is not None:
+        if silent is None:
+            amended = amended.doubt("what its weights and their scales hold is not judged")
+    elif report.weights is None and silent is not None:
         amended = amended.model_copy(update={"weights": silent})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
     return amended.model_copy(update={"layers": layers}).add_problems(
