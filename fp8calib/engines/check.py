@@ -16,6 +16,7 @@ from fp8calib.engines.odd_scales import mark_odd_scales, suspect_odd_scales
 from fp8calib.engines.reach import measure_reaches
 from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.recorded_dtype import find_cache_flag
 from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
@@ -95,7 +96,8 @@ def check_folder(
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
         report = _judge_shared(report, geometry)
         report = _correct_fixes(engine, report, geometry, tp, folder)
-        report = open_weights(seen).amend(engine, judge(report))
+        factor = engine.scale_factor if find_cache_flag(folder) else 1.0
+        report = open_weights(seen).amend(engine, judge(report, factor))
         report = _tell_preferred(engine, report, seen, geometry)
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
@@ -188,7 +190,7 @@ def check_file(
         if misfit is not None and engine.splits_heads:
             reports[engine.key] = report_refusal(geometry, misfit)
             continue
-        report = judge(_replay_file(engine, path, geometry, tp, model))
+        report = judge(_replay_file(engine, path, geometry, tp, model), 1.0)
         report = _correct_fixes(engine, report, geometry, tp, model)
         reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
@@ -200,8 +202,11 @@ def _make_judge(
     stats: CalibrationStats | None,
     *,
     odd_scales: Collection[str] = (),
-) -> Callable[[EngineReport], EngineReport]:
-    """Make the test for odd scales; weights are read once, if an engine uses a scale."""
+) -> Callable[[EngineReport, float], EngineReport]:
+    """Make the test for odd scales, which an engine multiplies by a factor before it uses them.
+
+    Weights are read once, if an engine uses a scale.
+    """
     if stats is not None:
         return partial(mark_odd_scales, reaches=measure_reaches(stats))
 
@@ -209,11 +214,11 @@ def _make_judge(
     def estimate() -> Estimates:
         return estimate_reaches(model, geometry, odd_scales)
 
-    def judge(report: EngineReport) -> EngineReport:
+    def judge(report: EngineReport, factor: float) -> EngineReport:
         verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
         if not any(each.status is Status.USED for each in verdicts):
             return report
-        return suspect_odd_scales(report, estimate)
+        return suspect_odd_scales(report, estimate, factor)
 
     return judge
 

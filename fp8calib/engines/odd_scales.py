@@ -30,14 +30,17 @@ _UNCALIBRATED = 1.0
 _FIX = "write the scales of these statistics (`fp8calib export`), or calibrate again"
 
 
-def mark_odd_scales(report: EngineReport, reaches: Mapping[Slot, Reach]) -> EngineReport:
+def mark_odd_scales(
+    report: EngineReport, factor: float = 1.0, *, reaches: Mapping[Slot, Reach]
+) -> EngineReport:
     """Call scales of K and V misread that are far from statistics, or of another place.
 
     Args:
         report: what an engine does with them.
+        factor: by what it multiplies them before it uses them.
         reaches: those of the statistics.
     """
-    used = _list_used(report)
+    used = _list_used(report, factor)
     found = _list_odd(used, _match(used, reaches))
     mixup, mixed = find_mixup(used, {slot: x.amax for slot, x in reaches.items()})
     found |= dict.fromkeys(mixed, f"{mixup}: they fit the statistics there, not here")
@@ -45,7 +48,9 @@ def mark_odd_scales(report: EngineReport, reaches: Mapping[Slot, Reach]) -> Engi
     return report.model_copy(update={"layers": layers})
 
 
-def suspect_odd_scales(report: EngineReport, estimate: Callable[[], Estimates]) -> EngineReport:
+def suspect_odd_scales(
+    report: EngineReport, estimate: Callable[[], Estimates], factor: float = 1.0
+) -> EngineReport:
     """Suspect scales of K and V that no statistics are given for.
 
     The weights decide where they tell what K and V reach, with the scales of the other layers; else
@@ -54,8 +59,9 @@ def suspect_odd_scales(report: EngineReport, estimate: Callable[[], Estimates]) 
     Args:
         report: what an engine does with the scales.
         estimate: gives what the weights tell.
+        factor: by what the engine multiplies the scales before it uses them.
     """
-    used = _list_used(report)
+    used = _list_used(report, factor)
     estimates = estimate()
     reaches = _match(used, estimates.reaches)
     likely = {slot: reach.amax / E4M3FN.max for slot, reach in reaches.items()}
@@ -87,10 +93,10 @@ def _list_outliers(
         yield from (((layer, role), text) for layer, text in {**others, **unlike}.items())
 
 
-def _list_used(report: EngineReport) -> dict[Slot, float]:
+def _list_used(report: EngineReport, factor: float) -> dict[Slot, float]:
     """List the scales of K and V that the engine uses."""
     return {
-        (layer.layer, role): verdict.value
+        (layer.layer, role): verdict.value * (1.0 if verdict.value == 1.0 else factor)
         for layer in report.layers
         for role, verdict in zip(KV_ROLES, (layer.k, layer.v), strict=True)
         if verdict.status is Status.USED and verdict.value

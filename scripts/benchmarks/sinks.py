@@ -22,7 +22,11 @@ import torch
 from torch import nn
 
 import fp8calib
-from fp8calib.verification.report import RuleChoiceResult
+from fp8calib.verification.report import (
+    RuleChoiceResult,
+    format_difference,
+    format_mean_kld,
+)
 from scripts.benchmarks.options import make_parser
 from tests.mutations_of_scales import Plant, plant
 
@@ -95,9 +99,10 @@ def describe(choice: RuleChoiceResult) -> str:
     """Show the choice, and each rule beside it on the text that judges."""
     lines = [choice.sentence]
     for one in choice.judged:
+        kld = format_mean_kld(one.kld_mean, one.kld_se)
         pair = one.against_best
-        beside = "" if pair is None else f", {pair.difference:+.5f} ± {pair.se:.5f}, {pair.answer}"
-        lines.append(f"  {one.rule}: KLD {one.kld_mean:.5f} ± {one.kld_se:.5f}{beside}")
+        beside = "" if pair is None else f"; {pair.answer} ({format_difference(pair)})"
+        lines.append(f"  {one.rule}: KLD {kld}{beside}")
     lines.append(f"  {choice.chosen_on_tokens:,} tokens chose, {choice.judged_on_tokens:,} judged")
     return "\n".join(lines)
 

@@ -136,8 +136,12 @@ def settle_ties(key: torch.Tensor, mine: torch.Tensor, found: torch.Tensor) -> t
 
 
 def test_latents_are_those_of_the_kernel(stored: Mapping[str, Pair]) -> None:
-    """SGLang's kernel multiplies by a reciprocal: few codes are the neighbours."""
+    """SGLang's kernel multiplies by a reciprocal: few codes are the neighbours of vLLM's."""
     (latent, rope), (found, rotary) = draw_latents(), stored["latents"]
+    tiles = latent.float().unflatten(-1, (-1, 128))
+    scale = tiles.abs().amax(-1, keepdim=True) / 448
+    codes = (tiles * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal((codes.float() * scale).flatten(-2), found)
     mine = CACHE_TYPES["fp8_ds_mla"].key(latent)
     assert float((mine == found).float().mean()) > 0.999
     assert bool(((mine - found).abs() <= mine.abs() * 2**-3 + 1e-7).all())

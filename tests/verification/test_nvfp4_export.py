@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import fp8calib
@@ -109,6 +111,32 @@ def test_engines_without_such_a_cache_are_named(exported: Path) -> None:
         engine = fp8calib.check(exported, engine=key).engines[key]
         assert not engine.ok
         assert all("this engine has no such KV cache" in each.k.why for each in engine.layers)
+
+
+@pytest.mark.parametrize(("engine", "is_ok"), [("vllm", False), ("sglang", True)])
+def test_scales_below_the_amax_by_448_are_judged_by_the_factor_of_the_engine(
+    exported: Path, tmp_path: Path, engine: str, is_ok: bool
+) -> None:
+    """SGLang multiplies by 6, so that nothing overflows on B200; vLLM does not."""
+    folder = tmp_path / "sixth"
+    shutil.copytree(exported, folder)
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if any(name.endswith("k_scale") for name in tensors):
+            scaled = {
+                name: x / FACTOR if name.endswith(("k_scale", "v_scale")) else x
+                for name, x in tensors.items()
+            }
+            path.unlink()
+            save_file(scaled, path, metadata)
+    model = exported.parents[1] / "model"
+    stats = fp8calib.calibrate(model, TEXT, seq_len=64, dtype="float32").stats
+    report = fp8calib.check(folder, engine=engine, stats=stats).engines[engine]
+    assert report.ok is is_ok
+    if not is_ok:
+        assert "about 6 times too small" in report.layers[0].k.why
 
 
 def score_by_hand(model: PreTrainedModel, factors: Mapping[str, float]) -> float:
