@@ -114,8 +114,10 @@ KV_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
 NVFP4_CACHE = "nvfp4"
 """The type of a KV cache whose global scales are written as those of an FP8 cache: amax / 448.
 
-TRT-LLM's kernel for B200 needs the product of a code and the scale of its block to fit E4M3
-(FlashInfer 0.7.2 quantization/fp4_quantization.py nvfp4_quantize_paged_kv_cache, read). ModelOpt
-0.47 writes so (torch/export/unified_export_hf.py kv_cache_max_bound, read). With amax / 2688 other
-kernels would lose less.
+For TRT-LLM's kernel on B200 FlashInfer keeps the scales of blocks at 448 / 6 or less, so that a
+code times its scale fits E4M3 (0.7.2, quantization/fp4_quantization.py
+nvfp4_quantize_paged_kv_cache, read), and SGLang says that it expects amax / 448
+(srt/layers/quantization/fp4_kv_cache_quant_method.py, read). ModelOpt 0.47 writes so
+(torch/export/unified_export_hf.py kv_cache_max_bound, read). With amax / 2688 other kernels would
+lose less.
 """

@@ -313,8 +313,8 @@ _EXPANDED = {
 
 _DRAFTER_GETS_SCALES = "drafter that reads the model's KV cache is given its scales by"
 _NVFP4 = (
-    "these are global scales of --kv-cache-dtype nvfp4, used as they are; on B200 those below amax "
-    "/ 448 let TRT-LLM's kernel overflow, which is read"
+    "these are global scales of --kv-cache-dtype nvfp4, used as they are; TRT-LLM's kernel on B200 "
+    "expects amax / 448, and smaller ones may overflow there (read)"
 )
 _TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
