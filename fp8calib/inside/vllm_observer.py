@@ -176,9 +176,7 @@ class _Named(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[1], _Named):
-            args[1].on_copy(
-                args[0], args[1].held
-            )  # a buffer, or a parameter without a loader
+            args[1].on_copy(args[0], args[1].held)  # a buffer, or a parameter without a loader
             return args[0]
         made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         sources = [each for each in _flatten([args, kwargs]) if isinstance(each, _Named)]
