@@ -103,8 +103,8 @@ _NUMERICS = Numerics(
         "per_tensor_quant_fp8_kernel",
         "token_by_reciprocal": "SGLang 0.5.23 kernels/jit/csrc/gemm/per_token_quant_fp8.cuh "
         "per_token_quant_fp8_warp_kernel",
-        "token_scale_by_reciprocal": "SGLang 0.5.23 kernels/ops/quantization/per_token_quant_fp8.py "
-        "(--use_fast_math on Hopper)",
+        "token_scale_by_reciprocal": "SGLang 0.5.23 kernels/ops/quantization/"
+        "per_token_quant_fp8.py (--use_fast_math on Hopper)",
         "smallest_group_scale": "SGLang 0.5.23 kernels/ops/quantization/fp8_kernel.py "
         "sglang_per_token_group_quant_fp8: eps bounds the amax",
         "fused_share_scales": f"{_FUSED}; {_REQUANTIZE}",
