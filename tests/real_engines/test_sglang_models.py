@@ -101,6 +101,8 @@ WRAPPERS = {
 }
 """Types with other inputs beside text: their class, the text model's type, and its class where the
 weights are handed on to it."""
+OWN_TEXT = {"InternS1ForConditionalGeneration": "Qwen3ForCausalLM"}
+"""Wrappers that take the class of their text model from its config, and that of `WRAPPERS` here."""
 STRIPPED = ("falcon_h1", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Those whose parameters lie in the layer itself."""
 SPELLINGS = {
@@ -167,7 +169,7 @@ def find_wrapped_places(architecture: str) -> dict[str, object]:
         for place, value in spell(
             "attn.k_scale", "attn.v_scale", path=root + "layers.{}.self_attn"
         ).items()
-        if gives_scales_a_place(architecture)
+        if gives_scales_a_place(OWN_TEXT.get(architecture, architecture))
     }
 
 
