@@ -24,7 +24,7 @@ from fp8calib.errors import ModelError, UsageError, format_ranges
 from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.geometry.sites import Site
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.kv_types.cache_types import E5M2_CACHE, CacheType
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
@@ -392,8 +392,19 @@ def build_scheme(
         name=name,
         description=f"{scheme.name}: {scheme.description}, {fmt.name}{rounding}",
         emulation=emulation,
-        notes=tuple(find_plan_gaps(name, planned)),
+        notes=(*_note_mx_inputs(name, emulation, numerics), *find_plan_gaps(name, planned)),
     )
+
+
+def _note_mx_inputs(name: str, emulation: Emulation, numerics: Numerics) -> Iterator[str]:
+    inputs = (each for site, each in emulation.quantizers.items() if site.role is Role.INPUT)
+    is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in inputs)
+    if is_mx and numerics.mx_inputs_always_quantized:
+        yield (
+            f"{name}: inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
+            f"{numerics.name} leaves them in 16 bits, which --engine reference --scheme mxfp8-a16 "
+            "emulates"
+        )
 
 
 def _find_input_scales(
@@ -446,6 +457,7 @@ def build_checkpoint(
         prompt_in_16_bits=cache is not None and not numerics.prompt_reads_cache,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
+            *_note_mx_inputs(opened.name, emulation, numerics),
             *_note_misreads(opened.name, emulation.reads, target.geometry),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
         ),
