@@ -122,8 +122,8 @@ def test_layers_that_share_a_cache_may_be_missing_and_take_its_scale(tmp_path: P
     assert origins == [
         ScaleSource.OBSERVED,
         ScaleSource.OBSERVED,
-        ScaleSource.SHARED,
-        ScaleSource.SHARED,
+        ScaleSource.ABSENT,
+        ScaleSource.ABSENT,
     ]
 
 

@@ -353,7 +353,7 @@ def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: P
     found = read_scales(_save(tmp_path / "a", _pair()), geometry)
     assert _values(found)["model.layers.2.self_attn.k"] == [2.0]
     assert _values(found)["model.layers.3.self_attn.v"] == [0.75]
-    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
+    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.ABSENT
 
     half = _pair() | {PREFIX.format(3) + "k_scale": _scalar(0.5)}
     message = _refusal(_save(tmp_path / "b", half), geometry)

@@ -44,6 +44,7 @@ NOT_RUN = (
     "docker run --rm --volume $PWD:/models fp8calib check",
     "pip install",
     "python -m pip wheel --no-deps --wheel-dir",
+    "python -m scripts.benchmarks.served",
     "python3 -m venv .venv",
     "scripts/",
     "torchrun --nproc-per-node 4 -m fp8calib",

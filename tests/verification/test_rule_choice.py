@@ -230,7 +230,12 @@ def test_calibrate_writes_what_it_chose_on_the_text_it_held_out(tmp_path: Path) 
     text = draw_text(80, seed=4)
     model.save_pretrained(tmp_path / "model")
     result = fp8calib.calibrate(
-        tmp_path / "model", text, seq_len=LENGTH, rule="auto", out=tmp_path / "out"
+        tmp_path / "model",
+        text,
+        seq_len=LENGTH,
+        dtype="float32",
+        rule="auto",
+        out=tmp_path / "out",
     )
     assert (result.sequences, result.rule) == (64, "auto")
     choice = result.rule_choice

@@ -65,12 +65,18 @@ def attend_in_fp32(
     damage: list[DamageRow] = []
     for chunk in _cut(call):
         scores = _score(call, chunk)
-        largest = scores.amax(-1, keepdim=True).clamp(min=_LOWEST)
         tile = 0 if quantizer is None else quantizer.tile
-        running = _find_running(scores, tile) if tile else largest
-        p = scores.sub_(running).exp_()
-        correction = (running - largest).exp_() if tile else None
-        total = (p if correction is None else p * correction).sum(-1, keepdim=True)
+        correction = None
+        if 0 < tile < chunk.num_keys:
+            running = _find_running(scores, tile)
+            largest = running[..., :1].clone()
+            p = scores.sub_(running).exp_()
+            correction = running.sub_(largest).exp_()
+            total = torch.linalg.vecdot(p, correction)[..., None]
+        else:
+            largest = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
+            p = scores.sub_(largest).exp_()
+            total = p.sum(-1, keepdim=True)
         if (sinks := call.options.get("s_aux")) is not None:
             total += (sinks[chunk.heads].float()[:, None, None] - largest).exp()
         if quantizer is not None:
@@ -83,7 +89,7 @@ def attend_in_fp32(
                 damage.append(_measure(measured, quantizer))
                 measured.clear()
         if correction is not None:
-            p = p * correction
+            p.mul_(correction)
         product = p @ _group(call, call.value, chunk)
         output[chunk.sequence, chunk.rows, chunk.heads] = (
             product.div_(total.clamp_(min=_TINY)).transpose(0, 1).to(output.dtype)
@@ -152,9 +158,12 @@ def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
 
 def _find_running(scores: torch.Tensor, tile: int) -> torch.Tensor:
     """Give each key the largest score of its tile and of those after it: [H, S, keys]."""
-    tiles = [each.amax(-1) for each in torch.split(scores, tile, -1)]
-    running = torch.stack(tiles, -1).flip(-1).cummax(-1).values.flip(-1).clamp_(min=_LOWEST)
-    return running.repeat_interleave(tile, -1)[..., : scores.shape[-1]]
+    keys = scores.shape[-1]
+    padded = torch.nn.functional.pad(scores, (0, -keys % tile), value=-torch.inf)
+    tiles = padded.view(*scores.shape[:-1], -1, tile).amax(-1)
+    running = tiles.flip(-1).cummax(-1).values.flip(-1).clamp_(min=_LOWEST)
+    spread: torch.Tensor = running[..., None].expand(*running.shape, tile).flatten(-2)
+    return spread[..., :keys]
 
 
 def _slice(mask: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
