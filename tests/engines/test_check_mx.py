@@ -238,3 +238,23 @@ def test_blocks_that_ranks_divide_are_refused(written: dict[str, Path]) -> None:
 def test_engines_that_were_not_read_are_unknown(written: dict[str, Path]) -> None:
     assert "has not been read" in " ".join(ask(written["modelopt"], "tgi").unknown)
     assert FP8_DIALECTS["mxfp8"].schemes == ["mxfp8"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_multiplies_decoded_weights_by_inputs_in_bfloat16_alone(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """BioGPT does not run on the meta device, so its linears do."""
+    model = zoo.build("biogpt", hidden_size=64, intermediate_size=96).to(dtype)
+    model.save_pretrained(tmp_path / "model")
+    out = run(tmp_path / "model", tmp_path / "out", "mxfp8-a16").out
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    report = ask(out, "transformers")
+    if dtype is torch.bfloat16:
+        assert loaded(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+        assert report.weights is None
+        return
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        loaded(torch.tensor([[3, 4, 5]]))
+    assert report.weights is not None
+    assert "addmm of torch.bfloat16 and torch.float32" in report.weights.why

@@ -94,7 +94,8 @@ _KERNELS = "transformers.integrations."
 def find_run_error(model: torch.nn.Module, num_layers: int) -> str:
     """Say which module fails in a forward pass, and how; empty where none does.
 
-    A failure that the model also has without quantization comes from the meta device.
+    A failure that the model also has without quantization comes from the meta device. Of such a
+    model, each linear runs by itself.
     """
     if any(type(module).__module__.startswith(_KERNELS) for module in model.modules()):
         return ""
@@ -104,8 +105,22 @@ def find_run_error(model: torch.nn.Module, num_layers: int) -> str:
         config: Any = deepcopy(model.config)
         config.__dict__.pop("quantization_config", None)
         with torch.device("meta"):
-            error = "" if _run(plain._from_config(config), num_layers) else error
+            if _run(plain._from_config(config), num_layers):
+                return _run_linears(model)
     return error
+
+
+def _run_linears(model: Any) -> str:
+    """Run each linear on inputs of the first parameter's dtype, as `_run` does a model."""
+    linears = (each for each in model.named_modules() if isinstance(each[1], torch.nn.Linear))
+    for name, module in linears if model.dtype.itemsize > 1 else ():
+        given = torch.empty(1, module.in_features, dtype=model.dtype, device="meta")
+        try:
+            with _silence(), _DtypesOfCpu():  # type: ignore[no-untyped-call]
+                module(given)
+        except Exception as error:  # noqa: BLE001 -- the engine's answer
+            return f"{shorten(name)} fails with {_describe(error)}"
+    return ""
 
 
 def _run(model: Any, num_layers: int) -> str:
