@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,19 @@ def test_transformers_multiplies_decoded_weights_by_inputs_in_bfloat16_alone(
         loaded(torch.tensor([[3, 4, 5]]))
     assert report.weights is not None
     assert "addmm of torch.bfloat16 and torch.float32" in report.weights.why
+
+
+def test_a_config_without_what_the_model_asks_for_is_refused(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
+    """Llama's config has no window for the layers that are said to have one."""
+    kinds = ["sliding_attention", "full_attention"]
+    out = tmp_path / "out"
+    shutil.copytree(written["compressed-tensors"], out)
+    change_config(out, layer_types=kinds)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    with pytest.raises(AttributeError, match="no attribute 'sliding_window'"):
+        loaded(torch.tensor([[3, 4, 5]]))
+    report = ask(out, "transformers")
+    assert report.weights is not None
+    assert "no attribute 'sliding_window'" in report.weights.why
