@@ -93,11 +93,11 @@ def replay_vllm(
     context = open_indexed(folder, geometry, error="FileNotFoundError")
     quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
-    layers, held = _judge_layers(context, quantization, method, tp, release)
-    if on_gpus and _is_per_head(quantization, method):
-        context.problems.append(_NEEDS_FLASH_ATTENTION)
     bfloat16_types = release.list_values(BFLOAT16_TYPES)
     dtype = find_served_dtype(geometry, bfloat16_types=bfloat16_types)
+    layers, held = _judge_layers(context, quantization, method, tp, release, dtype)
+    if on_gpus and _is_per_head(quantization, method):
+        context.problems.append(_NEEDS_FLASH_ATTENTION)
     if on_gpus and context.scales and method is not None and dtype is torch.float16:
         context.problems.append(_STOPS_IN_FLOAT16)
     _note_release(context, method, release)
@@ -172,6 +172,7 @@ def _judge_layers(
     method: KvMethod | None,
     tp: int,
     release: Release,
+    dtype: torch.dtype,
 ) -> tuple[list[LayerVerdict], dict[Slot, HeldScale]]:
     places = _find_places(context, quantization, method, release)
     loader = make_loader(context, method, places)
@@ -183,8 +184,6 @@ def _judge_layers(
         _check_shapes(context, method, per_head=per_head)
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
         raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
-    bfloat16_types = release.list_values(BFLOAT16_TYPES)
-    dtype = find_served_dtype(context.geometry, bfloat16_types=bfloat16_types)
     rules = PairRules("vLLM", is_negative, NO_PARAMETER, NAMES_FIX, dtype)
     layers: list[LayerVerdict] = []
     held: dict[Slot, HeldScale] = {}
