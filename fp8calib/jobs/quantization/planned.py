@@ -43,6 +43,7 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
+from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.scales.scale_table import SMALLEST_SCALE
@@ -246,14 +247,14 @@ def _note_second_rounding(
     again = [
         each
         for each in matrices
-        if each.tensor in checkpoint.weights and schemes.of(each.module).is_mx
+        if each.source in checkpoint.weights and schemes.of(each.module).is_mx
     ]
     sample = again[:: max(1, len(again) // _SAMPLED)]
     if not sample:
         return
     errors = []
     for matrix in sample:
-        values = checkpoint.read_rows(matrix.tensor, 0, min(matrix.shape[0], _SAMPLED_ROWS)).float()
+        values = read_matrix(checkpoint, matrix, range(min(matrix.shape[0], _SAMPLED_ROWS)))
         scheme = schemes.of(matrix.module)
         scale = scale_parts(part_amax(values, scheme), scheme)
         spread = spread_scales(scale, matrix.shape, scheme)[: len(values)]
