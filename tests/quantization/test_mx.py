@@ -21,7 +21,7 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER, load_tensors
 from tests.kit.checkpoints import change_config
-from tests.quantization.by_hand import LAYER, random, run, save
+from tests.quantization.by_hand import LAYER, quantize_head, random, run, save
 from tests.quantization.stacked import STACKED
 from tests.quantization.test_resume import check_same, stop
 
@@ -254,6 +254,25 @@ def test_another_dialect_stores_the_same_codes_and_exponents(
         found, expected = second[f"{linear}.{FORMS[target]}"], tensors[f"{linear}.{FORMS[source]}"]
         assert found.dtype is torch.uint8
         assert torch.equal(found, expected)
+
+
+def test_what_another_checkpoint_does_not_have_as_its_source_is_named(tmp_path: Path) -> None:
+    """Linears of 16 bits, an output layer in FP8, KV scales."""
+    first = run(FOLDER / "llama", tmp_path / "first", "mxfp8", ignore=("*.o_proj",)).out
+    quantize_head(first)
+    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8", "--format", "mxfp8", "--json")
+    notes = succeed(*made, "--allow-unservable", "--out", tmp_path / "second").json["notes"]
+    linears = ", ".join(f"model.layers.{index}.self_attn.o_proj" for index in range(2))
+    left = "--ignore 'model.layers.*.self_attn.o_proj'"
+    assert f"in 16 bits in MODEL, and quantized now: {linears}; to leave them: {left}" in notes
+    assert "in FP8 in MODEL, and not quantized now: lm_head" in notes
+    tensors = load(first)
+    tensors |= {f"{LAYER}.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    again = (*made, "--ignore", "*.o_proj", "--allow-unservable", "--out", tmp_path / "third")
+    notes = succeed(*again).json["notes"]
+    assert not any("in 16 bits in MODEL" in text for text in notes)
+    assert any("KV scales of MODEL are left out" in text for text in notes)
 
 
 def test_layers_may_have_it_beside_other_schemes(tmp_path: Path) -> None:

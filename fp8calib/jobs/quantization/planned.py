@@ -15,7 +15,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.dialects.fp8.registry import find_written, list_written
-from fp8calib.errors import UsageError
+from fp8calib.dialects.kv.parse_names import find_spelling
+from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import (
     GPTQ,
@@ -48,7 +49,8 @@ from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_s
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.scales.scale_table import SMALLEST_SCALE
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
-from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.matrices import SUFFIX, Matrix
+from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -231,6 +233,7 @@ def open_planned(
             kept = checkpoint.keep_codes(asked.schemes)
             others = [each for each in selection.quantized if kept is None or each not in kept]
             notes = (*notes, *_note_second_rounding(checkpoint, others, asked.schemes))
+            notes = (*notes, *_note_changes(checkpoint, plan))
         yield Planned(
             checkpoint=checkpoint,
             plan=plan,
@@ -265,6 +268,30 @@ def _note_second_rounding(
         f"the weights are FP8 already, and MXFP8 rounds them a second time: {loss:.1f} % of their "
         f"norm, measured on {len(sample)} linears; from the unquantized model it rounds once"
     )
+
+
+def _note_changes(checkpoint: DecodedCheckpoint, plan: QuantizePlan) -> Iterator[str]:
+    """Name what another checkpoint of FP8 weights does not have as its source has it."""
+    decoded, selection = checkpoint.weights, plan.selection
+    more = [each.module for each in selection.quantized if each.source not in decoded]
+    if more:
+        patterns = dict.fromkeys(map(span_layers, more))
+        yield (
+            f"in 16 bits in MODEL, and quantized now: {cut_list(more)}; to leave them: "
+            f"{spell_options(patterns)}"
+        )
+    fewer = [
+        each.module
+        for each in selection.unquantized
+        if {each.module, each.module + SUFFIX} & decoded.keys()
+    ]
+    if fewer:
+        yield f"in FP8 in MODEL, and not quantized now: {cut_list(fewer)}"
+    if not plan.has_kv and any(map(find_spelling, checkpoint.stored.tensors)):
+        yield (
+            "the KV scales of MODEL are left out; `fp8calib extract-kv-scales --quantized-model "
+            "MODEL --model OUT` adds them to a copy of the new checkpoint"
+        )
 
 
 def write_planned(
