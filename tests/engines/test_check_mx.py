@@ -164,9 +164,12 @@ POWERS = (BYTES.float() - 127).exp2()
     ("form", "scale", "fault"),
     [
         ("mxfp8", BYTES.bfloat16(), "is BF16: transformers takes its values for scales"),
+        ("mxfp8", BYTES.to(torch.int8), "is I8: transformers takes its values for scales"),
+        ("mxfp8", BYTES.new_full((32, 5), 64).int(), "is I32: transformers takes its values for"),
         ("mxfp8", POWERS, ""),
         ("mxfp8", BYTES.view(torch.float8_e8m0fnu), ""),
         ("compressed-tensors", BYTES.bfloat16(), ""),
+        ("compressed-tensors", BYTES.to(torch.int8), ""),
         ("compressed-tensors", POWERS, "is F32: transformers takes its values for exponents"),
         (
             "compressed-tensors",
@@ -207,7 +210,7 @@ def test_tied_head_that_the_config_quantizes_is_unknown(tmp_path: Path) -> None:
     assert any("the output layer, which is tied" in doubt for doubt in doubts)
 
 
-@pytest.mark.parametrize("blocks", [2, 10])
+@pytest.mark.parametrize("blocks", [1, 2, 10])
 def test_transformers_spreads_exponents_of_other_blocks(
     blocks: int, written: dict[str, Path], tmp_path: Path
 ) -> None:
