@@ -232,6 +232,16 @@ def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_pat
         assert (found.weights is not None) is is_refused
 
 
+def test_an_algorithm_in_small_letters_is_the_same(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
+    out = change(written["modelopt"], tmp_path / "out", BYTES, dtype="float16")
+    change_config(out, lambda config: config["quantization_config"].update(quant_algo="mxfp8"))
+    report = ask(out, "vllm")
+    assert report.weights is not None
+    assert "in bfloat16 alone" in report.weights.why
+
+
 def test_blocks_that_ranks_divide_are_refused(written: dict[str, Path]) -> None:
     """160 inputs are 5 blocks of 32, of which 2 ranks cannot have a half each."""
     report = ask(written["compressed-tensors"], "vllm", tp=2)
