@@ -252,7 +252,7 @@ def list_refused(
             COMPRESSED_TENSORS.name,
             layer_schemes={},
             ignore=(),
-            power_of_two_scales=False,
+            power_of_two_scales=None,
             shared_scales=True,
             is_calibrated=stats is not None,
         )

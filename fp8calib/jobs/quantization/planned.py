@@ -162,14 +162,8 @@ def resolve_plan(
             f"{OPTION}: --format {dialect.name} has one scheme for all linears",
             hint=f"leave it out, or write {', '.join(others)}",
         )
-    if (
-        power_of_two_scales
-        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.BLOCK) is None
-    ):
-        raise UsageError(
-            f"--power-of-two-scales: --scheme {schemes.default.name} has no scales of blocks",
-            hint="leave it out: no engine rounds other scales",
-        )
+    if power_of_two_scales is not None:
+        _require_block_scales(schemes, is_asked=power_of_two_scales)
     if (
         not shared_scales
         and _find_option(schemes, lambda scheme: scheme.weights is Granularity.TENSOR) is None
@@ -193,6 +187,27 @@ def resolve_plan(
         shares_scales=shared_scales,
         rounding=rounding,
     )
+
+
+def _require_block_scales(schemes: LayerSchemes, *, is_asked: bool) -> None:
+    """Refuse --power-of-two-scales, or --no-power-of-two-scales, where nothing is to choose.
+
+    Raises:
+        UsageError: no scheme has blocks, or only MXFP8 has.
+    """
+    option = "--power-of-two-scales" if is_asked else "--no-power-of-two-scales"
+    if _find_option(schemes, lambda each: each.weights is Granularity.BLOCK and not each.is_mx):
+        return
+    mx = _find_option(schemes, lambda each: each.is_mx)
+    if mx is not None:
+        raise UsageError(
+            f"{option}: the scales of {mx} are always powers of two", hint="leave it out"
+        )
+    if is_asked:
+        raise UsageError(
+            f"{option}: --scheme {schemes.default.name} has no scales of blocks",
+            hint="leave it out: no engine rounds other scales",
+        )
 
 
 def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> str | None:
