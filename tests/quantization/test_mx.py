@@ -17,6 +17,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
+from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER, load_tensors
@@ -223,6 +224,17 @@ def test_inputs_that_are_no_multiple_of_32_are_refused_by_name(tmp_path: Path) -
     ) as told:
         run(source, tmp_path / "out", "mxfp8")
     assert "--ignore" in (told.value.hint or "")
+
+
+def test_experts_with_such_inputs_are_left_as_a_whole(tmp_path: Path) -> None:
+    """Engines cannot load a layer of which only the down projections are in 16 bits."""
+    zoo.save("qwen3_moe", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    with pytest.raises(ExportError, match=r"experts[.]0[.]down_proj has 24 inputs") as told:
+        run(tmp_path / "model", tmp_path / "out", "mxfp8")
+    (pattern,) = re.findall(r"--ignore '([^']+)'", told.value.hint or "")
+    made = ("quantize", tmp_path / "model", "--scheme", "mxfp8", "--ignore", pattern)
+    succeed(*made, "--out", tmp_path / "out")
+    assert not any(".experts." in name for name in list_linears(load(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("form", FORMS)
