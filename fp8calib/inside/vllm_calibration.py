@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -346,6 +348,40 @@ def _show(ranges: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(f"{first} to {stop - 1}" for first, stop in ranges) or "none"
 
 
+class _Stopped(BaseException):
+    """A signal came."""
+
+
+@contextmanager
+def _unswallowed_signals() -> Iterator[None]:
+    """Let a signal end vLLM's start.
+
+    vLLM 0.32.0 swallows KeyboardInterrupt there (utils/network_utils.py zmq_socket_ctx), and waits
+    ten minutes for its processes.
+    """
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        raise _Stopped
+
+    received: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, stop)
+    try:
+        yield
+    except _Stopped:
+        pass
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0])
+
+
 @contextmanager
 def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[Any]:
     """Start vLLM and stop it at the end."""
@@ -357,23 +393,24 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
     from vllm import LLM  # noqa: PLC0415
 
     try:
-        llm = LLM(
-            model=str(folder),
-            dtype=settings.dtype,
-            trust_remote_code=settings.trust_remote_code,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            pipeline_parallel_size=settings.pipeline_parallel_size,
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            kv_cache_dtype="auto",
-            max_num_seqs=1,
-            max_model_len=longest + 1,
-            max_num_batched_tokens=longest + 1,
-            language_model_only=True,
-            worker_extension_cls=WORKER,
-            **{**settings.options, "speculative_config": dict(settings.drafter) or None},
-        )
+        with _unswallowed_signals():
+            llm = LLM(
+                model=str(folder),
+                dtype=settings.dtype,
+                trust_remote_code=settings.trust_remote_code,
+                skip_tokenizer_init=True,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                pipeline_parallel_size=settings.pipeline_parallel_size,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                kv_cache_dtype="auto",
+                max_num_seqs=1,
+                max_model_len=longest + 1,
+                max_num_batched_tokens=longest + 1,
+                language_model_only=True,
+                worker_extension_cls=WORKER,
+                **{**settings.options, "speculative_config": dict(settings.drafter) or None},
+            )
     except Exception as error:
         raise CalibrationError(
             f"vLLM cannot start with this model: {_shorten(error)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -292,6 +293,17 @@ def test_a_run_in_the_engine_is_another_run_than_one_with_transformers(
     assert explain_other_run(one.header, other.header) == (
         "different engine (vllm 0.32.0, tensor parallel 1, pipeline parallel 1, and transformers)"
     )
+
+
+def test_a_signal_ends_the_start_of_vllm(
+    vllm: Any, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "sent", [signal.SIGINT])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
+    assert not vllm.asked
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.usefixtures("vllm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,8 +17,13 @@ class LLM:
 
     answers: ClassVar[dict[str, list[Any]]] = {}
     asked: ClassVar[list[LLM]] = []
+    sent: ClassVar[list[signal.Signals]] = []
+    """Signals that come while it starts, where vLLM 0.32.0 suppresses KeyboardInterrupt."""
 
     def __init__(self, **arguments: Any) -> None:
+        for number in self.sent:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(number)
         self.arguments = arguments
         self.prompts: list[list[int]] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
