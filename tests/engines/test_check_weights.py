@@ -286,6 +286,31 @@ def test_a_weight_without_its_scale_is_misread(tmp_path: Path, form: str, scale:
             assert name in report.weights.why
 
 
+def test_experts_packed_as_integers_are_not_taken_for_misnamed_ones(tmp_path: Path) -> None:
+    """As auto-round 0.16.1 writes W4A16; vLLM 0.32.0 has its kernels on GPUs alone."""
+    folder = tmp_path / "model"
+    zoo.save("qwen3_moe", folder, hidden_size=256, moe_intermediate_size=256)
+    packed: dict[str, torch.Tensor | None] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if ".experts." in name:
+            out, size = weight.shape
+            path = name.removesuffix(".weight")
+            packed |= {
+                name: None,
+                f"{path}.qweight": torch.zeros(size // 8, out, dtype=torch.int32),
+                f"{path}.qzeros": torch.zeros(size // 128, out // 8, dtype=torch.int32),
+                f"{path}.scales": torch.ones(size // 128, out, dtype=torch.float16),
+            }
+    assert packed
+    change_tensors(folder, packed)
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+    formats = {"packing_format": "auto_round:auto_gptq", "data_type": "int"}
+    change_config(folder, quantization_config={**settings, **formats})
+    report = ask(folder, "vllm")
+    assert report.weights is None
+    assert any("'auto-round' are not judged offline" in why for why in report.unknown)
+
+
 def test_files_that_the_index_leaves_out_are_not_judged(tmp_path: Path) -> None:
     """Mistral's folders hold the weights twice, once with `qscale_weight` beside them."""
     folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)

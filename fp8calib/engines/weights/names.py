@@ -289,9 +289,14 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
     """List the tensors without a parameter.
 
     Scales are judged elsewhere. A packed weight (INT4, FP4) has several tensors beside the place of
-    a weight that is not stored.
+    a weight that is not stored; that of an expert, beside its integers.
     """
     absent = {name.removesuffix(".weight") for name in geometry.parameters if name not in tensors}
+    absent |= {
+        module
+        for name, entry in tensors.items()
+        if entry.dtype not in _FORMATS and split_expert(module := name.rpartition(".")[0])
+    }
     for name in geometry.leftovers:
         entry, module = tensors.get(name), name.rpartition(".")[0]
         if entry is None or is_companion(name) or name.endswith(_SKIPPED):
@@ -299,9 +304,8 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
         starts = (name[: each.start()] for each in re.finditer("_", name))
         if module in absent or not absent.isdisjoint(starts):
             continue
-        is_expert = split_expert(module) is not None and entry.dtype not in _FORMATS
         is_drafted = _DRAFT in name.split(".") or is_of_draft_layer(geometry, module)
-        if not is_expert and not (geometry.num_draft_layers and is_drafted):
+        if not (geometry.num_draft_layers and is_drafted):
             yield name
 
 
