@@ -209,6 +209,15 @@ def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> Non
     assert sizes["fp4_mx_block16"] == sizes["nvfp4"] == plain * (1 / 2 + 1 / 16)
 
 
+def test_a_cpu_stores_fp8_alone(model: PreTrainedModel) -> None:
+    asked = {"data": TEXT, "seq_len": 32, "engine": "vllm-cpu"}
+    report = fp8calib.verify(model, kv_cache_dtype=["all"], **asked)
+    assert {one.name for one in report.candidates} == {"scale-1.0", "fp8_e5m2"}
+    assert all(one.kv_cache and not one.kv_cache.backends for one in report.candidates)
+    with pytest.raises(UsageError, match=r"what vLLM .* serves on it is not known"):
+        fp8calib.verify(model, gpu="h100", **asked)
+
+
 def test_cache_of_transformers_is_the_plain_rules(model: PreTrainedModel) -> None:
     name = "fp8_quantized_cache"
     asked = {"data": TEXT, "seq_len": 32, "engine": "reference", "kv_cache_dtype": [name]}
