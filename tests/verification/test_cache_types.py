@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 import fp8calib
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Role
+from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.emulation.cache_types import (
     count_cache_bytes,
     emulate_cache_type,
@@ -22,6 +25,7 @@ from fp8calib.verification.emulation.cache_types import (
 from fp8calib.verification.emulation.emulate import Emulation
 from tests import zoo
 from tests.architectures.families import LATENT, build
+from tests.cli.program import run
 from tests.kv_types import by_hand as types_by_hand
 from tests.verification.by_hand import (
     BATCHES,
@@ -259,6 +263,44 @@ def test_scale_1_in_e5m2_is_served_as_e5m2(model: PreTrainedModel, tmp_path: Pat
     assert cache is not None
     assert (cache.dtype, cache.uses_scales, cache.is_own_type) == ("fp8_e5m2", False, False)
     assert result.next.endswith("--kv-cache-dtype fp8_e5m2")
+
+
+def test_next_serves_the_type_that_is_recommended(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was FP8 whatever the sentence above it said."""
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["int8_per_token_head"]}
+    result = fp8calib.verify("model", **asked)
+    assert result.decision.kv_cache == "int8_per_token_head"
+    assert result.next == "vllm serve model --kv-cache-dtype int8_per_token_head"
+    fp8calib.calibrate("model", TEXT, seq_len=32, out="measured")
+    assert fp8calib.verify("model", "measured", **asked).next == result.next
+    fp8calib.quantize("model", scheme="fp8-dynamic", out="fp8")
+    assert fp8calib.verify("model", "fp8", **asked).next == result.next.replace("model", "fp8")
+    assert fp8calib.verify("model", engine="reference", **asked).next == ""
+
+
+def test_next_writes_the_global_scales_that_are_recommended(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    fp8calib.calibrate("model", TEXT, seq_len=32, out="measured")
+    options = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["nvfp4"]}
+    report = fp8calib.verify("model", "measured", **options)
+    decision = report.decision.model_copy(update={"kv_cache": "nvfp4 with measured"})
+    report = report.model_copy(update={"decision": decision})
+    command = suggest_command(report, VerifyRequest("model", "measured"))
+    assert command.startswith("fp8calib export measured/stats.safetensors --format kv-overlay ")
+    assert run(*shlex.split(command)[1:]).code == 0
+    made = shlex.split(command)[-1]
+    renamed = fp8calib.verify("model", f"{made}/kv-overlay", **options)
+    decision = decision.model_copy(update={"kv_cache": f"nvfp4 with {made}/kv-overlay"})
+    renamed = renamed.model_copy(update={"decision": decision})
+    command = suggest_command(renamed, VerifyRequest("model", f"{made}/kv-overlay"))
+    assert command == f"vllm serve {made}/kv-overlay --kv-cache-dtype nvfp4"
 
 
 def test_no_backend_is_named_for_latents() -> None:
