@@ -40,7 +40,8 @@ class CacheType:
     value: Callable[..., torch.Tensor]
     """The same."""
     per: Granularity = Granularity.TOKEN
-    """What shares a scale: the values of a token and head, or a group of them."""
+    """What shares a scale: the values of a token and head, or a group of them; of `TENSOR` those of
+    a sequence, and `key` and `value` take `is_prompt` where they are those of a prompt."""
     query: RoundTrip | None = None
     """What happens to q; None: nothing."""
     count_key_bytes: CountBytes
@@ -227,7 +228,8 @@ CACHE_TYPES = {
             count_key_bytes=lambda size: size,
             count_value_bytes=lambda size: size,
             per=Granularity.TENSOR,
-            note="every sequence is taken for a prompt; what is larger after a prompt clips",
+            prompt_in_16_bits=True,
+            note=f"{_PROMPT_NOTE}, by the scale of the prompt; here it is that of the sequence",
         ),
     )
 }

@@ -7,8 +7,9 @@ returns. What enters the cache is the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import AttentionCall
@@ -94,6 +96,15 @@ class ServedHooks(EmulationHooks):
         self._stored[stored[0]] = (key, value) if is_changed else None
         self._waiting.add(attention.module)
         return stored
+
+    def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
+        """Let a type with a scale for a sequence find it in the prompt."""
+        placed = super()._place(site, quantizer, x)
+        if placed.round_trip is None or placed.scale is not Granularity.TENSOR:
+            return placed
+        store: Callable[..., torch.Tensor] = placed.round_trip
+        is_prompt = self._is_prompt.to(x.device)
+        return replace(placed, round_trip=partial(store, is_prompt=is_prompt))
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q, and keep what it was until attention runs."""
