@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
-from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu
+from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.render.verify_tables import cache_table
 from tests import zoo
 
 TEXT = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
@@ -68,6 +69,39 @@ def test_release_serves_a_type_with_these_backends(
     """What vLLM's own functions answer; tests/real_engines asks them again."""
     record, _ = find_emulated(engine)
     assert record.list_backends(cache_type, GPUS[gpu]) == backends
+
+
+@pytest.mark.parametrize(
+    ("names", "joined"),
+    [
+        ((), ""),
+        (GENERATIONS, "sm_80 to sm_121, gfx942 to gfx1201"),
+        (("sm_103", "sm_100"), "sm_100, sm_103"),
+        (("sm_80", "sm_90", "sm_100", "sm_103", "gfx950"), "sm_80, sm_90 to sm_103, gfx950"),
+    ],
+)
+def test_generations_are_joined_as_ranges(names: tuple[str, ...], joined: str) -> None:
+    assert join_generations(names) == joined
+
+
+def test_table_has_the_figures_and_the_gpus_of_each_type(model: PreTrainedModel) -> None:
+    """By what vLLM's own functions answer for heads of 64."""
+    asked = {"data": TEXT, "seq_len": 32, "engine": "vllm==0.33"}
+    report = fp8calib.verify(model, **asked, kv_cache_dtype=["nvfp4", "int8_per_token_head"])
+    table = cache_table(report)
+    assert table is not None
+    found = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    named = {name: row["GPUs"] for name, row in found.items()}
+    assert named == {
+        "nvfp4": "sm_100, sm_103",
+        "int8_per_token_head": "sm_80 to sm_121, gfx942 to gfx1201",
+        "scale-1.0": "sm_80 to sm_121, gfx942 to gfx1201",
+    }
+    for one in report.candidates:
+        assert found[one.name]["top-1"] == f"{one.top1_agreement:.2%}"
+        assert found[one.name]["ratio ± se"].startswith(f"{one.ppl_ratio:.4f} ± ")
+    report = fp8calib.verify(model, **asked, kv_cache_dtype=["nvfp4"], gpu="b200")
+    assert [one.kv_cache.gpus for one in report.candidates if one.kv_cache] == [("sm_100",)] * 2
 
 
 def test_every_generation_serves_fp8() -> None:

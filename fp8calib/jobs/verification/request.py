@@ -176,14 +176,16 @@ def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult |
     if cache is None:
         return None
     memory, engine = job.options.kv_memory, job.options.engine
-    backends = engine.list_backends(cache.dtype, job.options.gpu, _list_head_sizes(job))
+    asked = cache.dtype, job.options.gpu, _list_head_sizes(job)
+    is_known = not _has_latents(job)
     name = cache.dtype
     if name == FP8_CACHE and engine.launch is not None:
         name = engine.launch.kv_flag.rpartition(" ")[2]
     return cache.model_copy(
         update={
             "dtype": name,
-            "backends": () if _has_latents(job) else backends,
+            "backends": engine.list_backends(*asked) if is_known else (),
+            "gpus": engine.list_generations(*asked) if is_known else (),
             "tokens": None if memory is None else int(memory / cache.bytes_per_token),
         }
     )
