@@ -19,6 +19,7 @@ from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.registry import find_dialect
+from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, format_ranges
 from fp8calib.fp8.formats import E5M2, Fp8Format
@@ -304,13 +305,15 @@ def build_cache_type(
     table: ScaleTable | None = None,
     *,
     factor: float = 1.0,
+    gpu: Gpu | None = None,
 ) -> Candidate:
     """Build a candidate whose KV cache has a type that fits the model.
 
     `table` has the global scales of such a type, which the engine multiplies by `factor`; None:
-    1.0.
+    1.0. `gpu` is the one that serves; None for any.
     """
-    scales, notes = "", [cache_type.note]
+    is_noted = gpu is None or gpu.generation in cache_type.noted_generations
+    scales, notes = "", [cache_type.note] if is_noted or not cache_type.noted_generations else []
     if cache_type.has_global_scales:
         scales = ", global scales 1.0" if table is None else ", calibrated global scales"
     if table is not None and factor != 1:

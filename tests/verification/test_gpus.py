@@ -143,6 +143,15 @@ def test_what_a_gpu_does_not_run_is_refused(
         fp8calib.verify(model, data=TEXT, seq_len=32, **{"gpu": "h100", **asked})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("gpu", "is_noted"), [(None, True), ("b200", True), ("h100", False)])
+def test_what_a_gpu_rounds_beside_the_cache_is_named_for_it_alone(
+    gpu: str | None, is_noted: bool
+) -> None:
+    model = zoo.build("llama", head_dim=128)
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"], gpu=gpu)
+    assert any("on B200 q is rounded" in text for text in report.warnings) is is_noted
+
+
 def test_named_type_that_the_gpu_does_not_serve_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ModelError, match=r"nvfp4_4over6.: vLLM .* does not store it on H100"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4_4over6"], gpu="h100")

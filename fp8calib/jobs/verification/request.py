@@ -231,7 +231,7 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
             yield build_e5m2_cache(geometry, options.numerics)
             continue
         cache_type = CACHE_TYPES[name]
-        yield build_cache_type(name, cache_type, geometry)
+        yield build_cache_type(name, cache_type, geometry, gpu=options.gpu)
         scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
         for opened in scaled if cache_type.has_global_scales else ():
             yield build_cache_type(
@@ -240,6 +240,7 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
                 geometry,
                 _read_table(job, opened),
                 factor=options.engine.scale_factor,
+                gpu=options.gpu,
             )
 
 
