@@ -563,6 +563,17 @@ def test_type_of_the_cache_is_answered_for_a_gpu(plain: tuple[Path, Path], tmp_p
     assert found["gpu"] == "H100"
 
 
+def test_nvfp4_is_compared_with_the_scales_that_are_measured(
+    tmp_path: Path,
+) -> None:
+    model, text = plant(tmp_path, lambda _model: None, head_dim=128)
+    asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "b200")
+    found = run(*asked, "--out", tmp_path / "out", "--json").json
+    klds = {each["name"]: each["kld_mean"] for each in found["candidates"]}
+    assert {"nvfp4", "nvfp4 with kv-scales", "nvfp4_4over6 with kv-scales"} <= set(klds)
+    assert klds["nvfp4"] != klds["nvfp4 with kv-scales"]
+
+
 def test_schemes_that_a_gpu_does_not_run_are_ruled_out(
     plain: tuple[Path, Path], tmp_path: Path
 ) -> None:

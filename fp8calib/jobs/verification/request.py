@@ -232,16 +232,23 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
             continue
         cache_type = CACHE_TYPES[name]
         yield build_cache_type(name, cache_type, geometry, gpu=options.gpu)
-        scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
-        for opened in scaled if cache_type.has_global_scales else ():
+        for scaled, table in _list_tables(job) if cache_type.has_global_scales else ():
             yield build_cache_type(
-                f"{name} with {opened.name}",
+                f"{name} with {scaled}",
                 cache_type,
                 geometry,
-                _read_table(job, opened),
+                table,
                 factor=options.engine.scale_factor,
                 gpu=options.gpu,
             )
+
+
+def _list_tables(job: VerifyJob) -> Iterator[tuple[str, ScaleTable]]:
+    """List the KV scales that candidates have, and their names."""
+    for opened in job.opened:
+        if opened.stats is not None or opened.found is not None:
+            yield opened.name, _read_table(job, opened)
+    yield from job.tables.items()
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
