@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.evidence import Evidence
-from fp8calib.engines.facts.gpus import GENERATIONS, Gpu, join_generations
+from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_generations
 from fp8calib.fp8.schemes import InputScaling, Scheme
 
 if TYPE_CHECKING:
@@ -174,6 +174,8 @@ class Engine:
     def _list_storage(
         self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int]
     ) -> list[Storage]:
+        if not set(head_sizes).issubset(HEAD_SIZES):
+            return []
         return [
             each
             for each in self.storage
@@ -186,6 +188,9 @@ class Engine:
         """Say why a GPU does not serve a type of the KV cache; empty where it does."""
         if self.list_backends(cache_type, gpu, head_sizes):
             return ""
+        if unknown := set(head_sizes).difference(HEAD_SIZES):
+            sizes = " or ".join(map(str, sorted(unknown)))
+            return f"whether {self.release} stores heads of {sizes} was not asked"
         if self.list_backends(cache_type, gpu):
             sizes = " or ".join(map(str, sorted(head_sizes)))
             return f"{self.release} does not store it for heads of {sizes} on {gpu.title}"

@@ -550,8 +550,8 @@ def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
     assert "no multiple of 32: MXFP8 has no smaller blocks" in why
 
 
-def test_type_of_the_cache_is_answered_for_a_gpu(plain: tuple[Path, Path], tmp_path: Path) -> None:
-    model, text = plain
+def test_type_of_the_cache_is_answered_for_a_gpu(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, lambda _model: None, head_dim=64)
     asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "H100")
     found = run(*asked, "--out", tmp_path / "out", "--json").json
     (answer,) = [each for each in found["decisions"] if "which type" in each["question"]]

@@ -143,8 +143,8 @@ TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """Build a tiny model whose heads fit every type."""
-    return zoo.build("llama", head_dim=32)
+    """Build a tiny model whose heads fit every type, and a backend of each."""
+    return zoo.build("llama", head_dim=64)
 
 
 def test_report_compares_types(model: PreTrainedModel) -> None:

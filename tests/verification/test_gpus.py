@@ -111,6 +111,34 @@ def test_every_generation_serves_fp8() -> None:
     assert {each.generation for each in record.storage} == set(GENERATIONS)
 
 
+def test_heads_that_no_backend_was_asked_about_have_none() -> None:
+    """They had every backend that refuses none of the sizes that were asked about."""
+    model = zoo.build("llama", head_dim=24)
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["all"]}
+    report = fp8calib.verify(model, **asked)
+    assert all(one.kv_cache and not one.kv_cache.backends for one in report.candidates)
+    assert len(report.candidates) > 3
+    report = fp8calib.verify(model, **asked, gpu="h100")
+    assert [one.name for one in report.candidates] == ["scale-1.0"]
+    assert "whether vLLM 0.33.0 stores heads of 24 was not asked" in " ".join(report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "backends"),
+    [
+        (512, "h100", ("flashinfer", "triton_attn")),
+        (512, "mi300x", ("rocm_aiter_unified_attn", "triton_attn")),
+        (120, "b200", ("flash_attn", "triton_attn")),
+        (16, "mi300x", ()),
+    ],
+)
+def test_large_and_odd_heads_are_stored_by_these_backends(
+    size: int, gpu: str, backends: tuple[str, ...]
+) -> None:
+    record, _ = find_emulated("vllm==0.28")
+    assert record.list_backends("fp8", GPUS[gpu], {size}) == backends
+
+
 def test_all_are_the_types_that_the_gpu_serves(model: PreTrainedModel) -> None:
     report = fp8calib.verify(
         model, data=TEXT, seq_len=32, engine="vllm==0.33", kv_cache_dtype=["all"], gpu="h100"

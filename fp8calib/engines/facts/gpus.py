@@ -27,6 +27,9 @@ _NAMED = {
 GENERATIONS = tuple(_NAMED)
 """Compute capabilities of NVIDIA's GPUs and targets of AMD's, as compilers name them."""
 
+HEAD_SIZES = (16, 32, 40, 48, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256, 512)
+"""The sizes of heads that the backends of engines were asked about."""
+
 
 def join_generations(names: Collection[str]) -> str:
     """Join generations of GPUs, those of a maker that follow one another as a range."""
