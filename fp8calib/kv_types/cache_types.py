@@ -221,7 +221,6 @@ CACHE_TYPES = {
             per=Granularity.GROUP,
             head_multiple=latents.TILE,
             latent_types=("deepseek_v32", "glm_moe_dsa"),
-            note="vLLM's fp8 is this type too in models with sparse latent attention",
         ),
         CacheType(
             name="fp8_quantized_cache",
@@ -236,6 +235,7 @@ CACHE_TYPES = {
         ),
     )
 }
+LATENT_TILES = "fp8_ds_mla"
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """vLLM's names of the type with a scale for each layer, which every report has."""
 E5M2_CACHE = "fp8_e5m2"

@@ -138,6 +138,30 @@ def test_latents_in_tiles_are_those_of_a_cache_by_hand(family: str, tmp_path: Pa
         assert 0 < float((hidden - plain).norm() / plain.norm()) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("family", "engine", "is_noted"),
+    [
+        ("glm_moe_dsa", "vllm", True),
+        ("deepseek_v32", "sglang", True),
+        ("glm_moe_dsa", "reference", False),
+        ("deepseek_v3", "vllm", False),
+    ],
+)
+def test_fp8_that_is_stored_in_tiles_is_named(family: str, engine: str, is_noted: bool) -> None:
+    """Also where the type is not asked for: then only FP8 with scales is emulated."""
+    layers = {"first_k_dense_replace": 2} if family == "deepseek_v3" else SPARSE
+    kinds = {} if family == "deepseek_v3" else {"mlp_layer_types": ["dense", "dense"]}
+    model = build(family, {**LATENT, **layers, **kinds, "kv_lora_rank": LATENT_RANK})
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine)
+    told = " ".join(report.warnings)
+    assert ("stores FP8 latents of sparse attention in tiles" in told) is is_noted
+    if engine == "vllm":
+        report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="h100")
+        assert "which backends store latents on H100 (sm_90) was not read" in " ".join(
+            report.warnings
+        )
+
+
 TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
 
 

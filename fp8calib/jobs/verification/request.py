@@ -17,6 +17,7 @@ from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
     E5M2_CACHE,
     FP8_CACHES,
+    LATENT_TILES,
     explain_not_emulated,
 )
 from fp8calib.model.load import LoadedModel
@@ -90,7 +91,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         gpu="" if job.options.gpu is None else job.options.gpu.title,
         warnings=(
             *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
-            *(*_list_gpu_notes(job), *notes),
+            *(*_list_gpu_notes(job), *_note_tiles(job), *notes),
         ),
     )
 
@@ -124,10 +125,25 @@ def _has_latents(job: VerifyJob) -> bool:
 
 
 def _list_gpu_notes(job: VerifyJob) -> Iterator[str]:
-    """Say what the GPU stores otherwise than it is emulated."""
+    """Say what the GPU stores otherwise than it is emulated, or may not store."""
     gpu, fmt = job.options.gpu, job.options.fmt
+    if gpu is not None and _has_latents(job):
+        yield f"which backends store latents on {gpu.title} was not read: all types are compared"
     if gpu is not None and gpu.stores_fnuz and fmt is E4M3FN:
         yield f"{gpu.title} stores FP8 as e4m3fnuz, with half the range: --fp8-dtype e4m3fnuz"
+
+
+def _note_tiles(job: VerifyJob) -> Iterator[str]:
+    """Say where an FP8 cache is another type than the candidates with scales have."""
+    engine, numerics = job.options.engine, job.options.numerics
+    has_fp8 = job.options.scheme is None and job.options.fmt is E4M3FN
+    is_sparse = not explain_misfit(CACHE_TYPES[LATENT_TILES], job.target.geometry)
+    if is_sparse and has_fp8 and (where := numerics.kv_sparse_in_tiles):
+        yield (
+            f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
+            f"of {SCALE_ONE} and of files are not used there; --engine reference --kv-cache-dtype "
+            f"{LATENT_TILES} emulates it"
+        )
 
 
 def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
