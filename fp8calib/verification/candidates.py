@@ -291,9 +291,22 @@ def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) 
     )
 
 
-def build_e5m2_cache(geometry: ModelGeometry, numerics: Numerics) -> Candidate:
-    """Build the candidate whose KV cache is E5M2, which takes no scales."""
-    plain = build_unscaled(E5M2_CACHE, geometry, E5M2, numerics)
+def build_e5m2_cache(
+    geometry: ModelGeometry,
+    numerics: Numerics,
+    table: ScaleTable | None = None,
+    *,
+    name: str = E5M2_CACHE,
+) -> Candidate:
+    """Build a candidate whose KV cache is E5M2.
+
+    `table` has the scales of a file, which the engine uses with E5M2 too; None: 1.0.
+    """
+    if table is None:
+        plain = build_unscaled(name, geometry, E5M2, numerics)
+    else:
+        scales = replace(table, fmt=E5M2)
+        plain = build_kv_candidate(name, scales, numerics, origin="those of e4m3fn")
     cache = make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
     return replace(plain, fitted={}, kv_cache=cache)
 

@@ -17,6 +17,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.requests.verify import VerifyRequest
+from fp8calib.verification.candidates import build_e5m2_cache
 from fp8calib.verification.emulation.cache_types import (
     count_cache_bytes,
     emulate_cache_type,
@@ -29,8 +30,10 @@ from tests.cli.program import run
 from tests.kv_types import by_hand as types_by_hand
 from tests.verification.by_hand import (
     BATCHES,
+    PLAIN,
     Change,
     HandCache,
+    cast,
     emulate,
     make_table,
     opened,
@@ -255,6 +258,37 @@ def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> Non
     plain = sizes["scale-1.0"]
     assert sizes["mxfp8"] == plain * (1 + 1 / 32)
     assert sizes["fp4_mx_block16"] == sizes["nvfp4"] == plain * (1 / 2 + 1 / 16)
+
+
+@pytest.mark.parametrize(("engine", "is_used"), [("sglang", True), ("vllm", False)])
+def test_e5m2_is_compared_with_scales_where_the_engine_uses_them(
+    engine: str, is_used: bool, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """With the scales that are written for E4M3: what a checkpoint holds."""
+    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "out")
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["fp8_e5m2"], "engine": engine}
+    scales = tmp_path / "out" / "kv-overlay"
+    named = {one.name: one for one in fp8calib.verify(model, scales, **asked).candidates}
+    scaled = named.get(f"fp8_e5m2 with {scales}")
+    assert (scaled is not None) is is_used
+    if scaled is not None:
+        assert scaled.kld_mean != named["fp8_e5m2"].kld_mean
+        assert scaled.kv_cache is not None
+        assert (scaled.kv_cache.dtype, scaled.kv_cache.uses_scales) == ("fp8_e5m2", True)
+
+
+def test_e5m2_divides_by_the_scales_of_the_table(tmp_path: Path) -> None:
+    with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
+        sites = [a.site(Role.V) for _, a in subject.geometry.attentions()]
+        keys = [a.site(Role.K) for _, a in subject.geometry.attentions()]
+        values = dict.fromkeys(sites, 0.013) | dict.fromkeys(keys, 1.0)
+        table = make_table(subject, values)
+        found = build_e5m2_cache(subject.geometry, PLAIN, table, name="scaled")
+        x = torch.randn(1, 2, 4, 16)
+        quantizers = found.emulation.quantizers
+        wanted = cast(x, 0.013, torch.float8_e5m2)
+        assert torch.equal(quantizers[sites[0]].fake(x).values, wanted)
+        assert torch.equal(quantizers[keys[0]].fake(x).values, cast(x, 1.0, torch.float8_e5m2))
 
 
 def test_a_cpu_stores_fp8_alone(model: PreTrainedModel) -> None:

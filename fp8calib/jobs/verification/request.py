@@ -231,7 +231,7 @@ def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
 
 
 def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
-    """List the types of the KV cache; one with global scales again with those of each candidate.
+    """List the types of the KV cache; one that uses scales again with those of each candidate.
 
     Raises:
         ModelError: a type that was named does not fit the model.
@@ -245,6 +245,9 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
             continue
         if name == E5M2_CACHE:
             yield build_e5m2_cache(geometry, options.numerics)
+            for scaled, table in _list_tables(job) if options.numerics.kv_scales_e5m2 else ():
+                label = f"{name} with {scaled}"
+                yield build_e5m2_cache(geometry, options.numerics, table, name=label)
             continue
         cache_type = CACHE_TYPES[name]
         yield build_cache_type(name, cache_type, geometry, gpu=options.gpu)

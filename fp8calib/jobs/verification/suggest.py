@@ -69,7 +69,7 @@ def _serve_type(report: VerifyReport, request: VerifyRequest, own: CandidateResu
     if scales == own.name:
         return "" if launch is None else launch.spell(report.model, cache_type=dtype)
     stats = _find_stats(Path(scales))
-    if is_stats_file(stats):
+    if is_stats_file(stats) and dtype != E5M2_CACHE:
         model, out = shlex.quote(report.model), shlex.quote(f"{Path(report.model).name}-{dtype}")
         options = f"--format kv-overlay --kv-cache-dtype {NVFP4_CACHE} --model {model}"
         return f"fp8calib export {shlex.quote(str(stats))} {options} --out {out}"
