@@ -54,6 +54,8 @@ class CacheType:
     """Head sizes are powers of two."""
     num_plain_ends: int = 0
     """How many attention layers at either end stay in 16 bits, where all layers are attention."""
+    refused_types: tuple[str, ...] = ()
+    """The model types with which the engine does not start."""
     prompt_in_16_bits: bool = False
     """Whether attention of a prompt reads K, V and q as they were before they are stored."""
     has_global_scales: bool = False
@@ -87,6 +89,9 @@ def _in_blocks(bits: int, block: int) -> CountBytes:
 
 _PLAIN_ENDS = "the first and last two layers in 16 bits"
 """Of two types: vLLM 0.32.0 engine/arg_utils.py (`uses_packed_kv_backend`)."""
+_MIXED_TYPES = ("falcon_h1",)
+"""Of the same: hybrid models without a layer of attention alone, at which vLLM 0.32.0
+quantization/turboquant/config.py get_boundary_skip_layers stops (NotImplementedError), run."""
 _PROMPT_NOTE = (
     "attention of a prompt is in 16 bits; these figures are those of decoding alone, and --decode "
     "scores a prompt with what follows"
@@ -139,6 +144,7 @@ def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
         head_multiple=8,
         needs_power_of_two=True,
         num_plain_ends=2,
+        refused_types=_MIXED_TYPES,
         prompt_in_16_bits=True,
         is_kernel_run=True,
         note=_PROMPT_NOTE,
@@ -184,6 +190,7 @@ CACHE_TYPES = {
             head_multiple=fp4.ULTRA_BLOCK,
             needs_power_of_two=True,
             num_plain_ends=2,
+            refused_types=_MIXED_TYPES,
             prompt_in_16_bits=True,
             is_kernel_run=True,
             note=_PROMPT_NOTE,

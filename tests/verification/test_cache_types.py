@@ -108,6 +108,16 @@ def test_ends_stay_in_16_bits(name: str, size: int, tmp_path: Path) -> None:
         assert count_cache_bytes(CACHE_TYPES[name], geometry) == wanted
 
 
+@pytest.mark.parametrize(("family", "is_refused"), [("falcon_h1", True), ("bamba", False)])
+def test_hybrid_layers_are_refused_by_types_that_leave_the_ends(
+    family: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """In each layer of falcon_h1 are both attention and a recurrence, of bamba one of them."""
+    with opened(zoo.build(family), tmp_path) as subject:
+        why = explain_misfit(CACHE_TYPES["turboquant_k8v4"], subject.geometry)
+        assert ("does not start with it" in why) is is_refused
+
+
 def test_latents_fit_no_type_of_heads(tmp_path: Path) -> None:
     with opened(zoo.build("deepseek_v3"), tmp_path) as subject:
         for cache_type in CACHE_TYPES.values():
