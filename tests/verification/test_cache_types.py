@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.cli.program import run
 from tests.kv_types import by_hand as types_by_hand
 from tests.verification.by_hand import (
     BATCHES,
+    PADDED,
     PLAIN,
     Change,
     HandCache,
@@ -71,6 +73,17 @@ def test_hidden_states_are_those_of_a_cache_by_hand(name: str, family: str, tmp_
             wanted = plain_forward(subject.model, batch, cache)
             for row, length in enumerate(batch.lengths):
                 assert torch.allclose(hidden[row, :length], wanted[row, :length], atol=2e-5)
+
+
+def test_padding_takes_no_part_in_the_scale_of_a_sequence(tmp_path: Path) -> None:
+    with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
+        quantizers = emulate_cache_type(CACHE_TYPES["fp8_quantized_cache"], subject.geometry)
+        padded, *_ = emulate(subject, Emulation(quantizers=quantizers), PADDED)
+        for row, length in enumerate(PADDED.lengths):
+            one = replace(PADDED, input_ids=PADDED.input_ids[row : row + 1, :length])
+            one = replace(one, lengths=(length,))
+            (alone,) = emulate(subject, Emulation(quantizers=quantizers), one)
+            assert torch.allclose(padded[row, :length], alone[0], atol=1e-5)
 
 
 def test_global_scales_are_those_of_the_table(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ returns. What enters the cache is the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import AttentionCall
@@ -56,7 +54,6 @@ class ServedHooks(EmulationHooks):
 
     def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
         super().__init__(quantizers, reads)
-        self._is_prompt = torch.zeros(0)
         self._stored: Any = WeakIdKeyDictionary()
         """The K that a cache returned -> K and V before; None where they were not changed."""
         self._queries: dict[str, torch.Tensor] = {}
@@ -71,7 +68,7 @@ class ServedHooks(EmulationHooks):
         """Find the prompt of every sequence."""
         super().begin_batch(batch)
         ends = torch.tensor([count_prompt(length) for length in batch.lengths])
-        self._is_prompt = torch.arange(batch.input_ids.shape[1]) < ends[:, None]
+        self._prompt = torch.arange(batch.input_ids.shape[1]) < ends[:, None]
         self._waiting.clear()
 
     def end_batch(self) -> None:
@@ -97,15 +94,6 @@ class ServedHooks(EmulationHooks):
         self._waiting.add(attention.module)
         return stored
 
-    def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
-        """Let a type with a scale for a sequence find it in the prompt."""
-        placed = super()._place(site, quantizer, x)
-        if placed.round_trip is None or placed.scale is not Granularity.TENSOR:
-            return placed
-        store: Callable[..., torch.Tensor] = placed.round_trip
-        is_prompt = self._is_prompt.to(x.device)
-        return replace(placed, round_trip=partial(store, is_prompt=is_prompt))
-
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q, and keep what it was until attention runs."""
         self._queries[attention.module] = query
@@ -127,5 +115,6 @@ class ServedHooks(EmulationHooks):
         key, value = before or (call.key, call.value)
         prompt = replace(call, query=query, key=key, value=value).run()[0]
         later, *others = super().attend(attention, call)
-        is_prompt = self._is_prompt.to(later.device)[:, :, None, None]
+        assert self._prompt is not None  # noqa: S101 -- of every batch
+        is_prompt = self._prompt.to(later.device)[:, :, None, None]
         return torch.where(is_prompt, prompt, later), *others
