@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.evidence import Evidence
-from fp8calib.engines.facts.gpus import Gpu
+from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES, Gpu, join_generations
 from fp8calib.fp8.schemes import InputScaling, Scheme
 
 if TYPE_CHECKING:
@@ -161,24 +161,41 @@ class Engine:
             gpu: the one that serves; None for any.
             head_sizes: of the model.
         """
-        found = [
+        found = self._list_storage(cache_type, gpu, head_sizes)
+        return tuple(dict.fromkeys(each.backend for each in sorted(found, key=lambda e: e.rank)))
+
+    def list_generations(
+        self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int] = ()
+    ) -> tuple[str, ...]:
+        """List the generations of GPUs with such a backend, oldest first."""
+        found = {each.generation for each in self._list_storage(cache_type, gpu, head_sizes)}
+        return tuple(each for each in GENERATIONS if each in found)
+
+    def _list_storage(
+        self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int]
+    ) -> list[Storage]:
+        if not set(head_sizes).issubset(HEAD_SIZES):
+            return []
+        return [
             each
             for each in self.storage
             if each.cache_type == cache_type
             and (gpu is None or each.generation == gpu.generation)
             and not set(each.refused_head_sizes).intersection(head_sizes)
         ]
-        return tuple(dict.fromkeys(each.backend for each in sorted(found, key=lambda e: e.rank)))
 
     def explain_unserved(self, cache_type: str, gpu: Gpu, head_sizes: Collection[int] = ()) -> str:
         """Say why a GPU does not serve a type of the KV cache; empty where it does."""
         if self.list_backends(cache_type, gpu, head_sizes):
             return ""
+        if unknown := set(head_sizes).difference(HEAD_SIZES):
+            sizes = " or ".join(map(str, sorted(unknown)))
+            return f"whether {self.release} stores heads of {sizes} was not asked"
         if self.list_backends(cache_type, gpu):
             sizes = " or ".join(map(str, sorted(head_sizes)))
             return f"{self.release} does not store it for heads of {sizes} on {gpu.title}"
-        others = sorted({e.generation for e in self.storage if e.cache_type == cache_type})
-        where = f", but on {', '.join(others)}" if others else ""
+        others = join_generations(self.list_generations(cache_type, None))
+        where = f", but on {others}" if others else ""
         return f"{self.release} does not store it on {gpu.title}{where}"
 
     def list_unmultiplied(self, gpu: Gpu) -> frozenset[str]:

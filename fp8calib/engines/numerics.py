@@ -58,6 +58,9 @@ class Numerics:
     kv_shared_own_scale: bool = False
     """A layer that reads another's cache multiplies by its own scale, 1.0 where the file has none;
     if not, by the scale that the cache was written with."""
+    kv_sparse_in_tiles: str = field(default="", compare=False)
+    """Where the FP8 cache of sparse latent attention is in tiles (the type `fp8_ds_mla`), whatever
+    the scales are; empty: nowhere."""
     kv_misread_latents: frozenset[str] = frozenset()
     """The dialects whose scales of latents multiply what was stored without them."""
     quantizes_query: bool = False

@@ -65,6 +65,16 @@ def list_cache_types() -> list[str]:
     return sorted({name for engine in engines for name in engine.cache_types})
 
 
+def list_offering(name: str) -> list[str]:
+    """List the engines that offer a value of --kv-cache-dtype, the newest release of each.
+
+    The plain rule is named where no other does.
+    """
+    families = [(engine, *engine.releases) for key, engine in ENGINES.items() if engine.cache_types]
+    found = [next((one.key for one in all_ if name in one.cache_types), "") for all_ in families]
+    return [key for key in found if key not in {"", REFERENCE.key}] or list(filter(None, found))
+
+
 def list_replayed() -> list[str]:
     """List the keys of the engines whose loading `check` replays."""
     return [key for key, engine in ENGINES.items() if engine.replay_folder or engine.replay_json]

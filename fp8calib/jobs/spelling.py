@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
-from fp8calib.engines.registry import list_replayed
+from fp8calib.engines.registry import list_emulated, list_replayed
 from fp8calib.errors import Fp8CalibError, names_options
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_request, list_commands
@@ -21,7 +21,7 @@ from fp8calib.requests import find_request, list_commands
 def _list_words() -> frozenset[str]:
     """List the values of options, which a message may put between an option and a verb."""
     declared = (each for name in list_commands() for each in list_options(find_request(name)))
-    return frozenset(list_replayed()).union(*(each.words for each in declared))
+    return frozenset({*list_replayed(), *list_emulated()}).union(*(each.words for each in declared))
 
 
 @cache
@@ -30,7 +30,7 @@ def _find_options() -> re.Pattern[str]:
     return re.compile(
         r"--(?P<name>[a-z][a-z0-9-]*[a-z0-9])"
         r"(?: (?P<value>[0-9][0-9.]*(?![\w.])|[A-Z][A-Z_,.=/<>|-]*(?![\w])|\S+(?=: )"
-        rf"|(?:{'|'.join(words)})(?![\w-])))?"
+        rf"|(?:{'|'.join(words)})(?:==[\w.]*\w)?(?![\w-])))?"
     )
 
 
@@ -84,7 +84,7 @@ class _Spelling:
             is_subject = found.string.startswith(":", found.end())
             return name if is_subject else f"{name}="
         is_literal = value[0].isdigit() or value.isupper() or value[0] in "'\""
-        if found.start() and not is_literal and value not in _list_words():
+        if found.start() and not is_literal and value.partition("==")[0] not in _list_words():
             return f"{name}= {value}"  # a word of the sentence
         return f"{name}={value if is_literal else repr(value)}"
 

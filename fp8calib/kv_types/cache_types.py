@@ -40,7 +40,8 @@ class CacheType:
     value: Callable[..., torch.Tensor]
     """The same."""
     per: Granularity = Granularity.TOKEN
-    """What shares a scale: the values of a token and head, or a group of them."""
+    """What shares a scale: the values of a token and head, or a group of them; of `TENSOR` those of
+    a sequence, and `key` and `value` take `is_prompt` where they are those of a prompt."""
     query: RoundTrip | None = None
     """What happens to q; None: nothing."""
     count_key_bytes: CountBytes
@@ -53,6 +54,8 @@ class CacheType:
     """Head sizes are powers of two."""
     num_plain_ends: int = 0
     """How many attention layers at either end stay in 16 bits, where all layers are attention."""
+    refused_types: tuple[str, ...] = ()
+    """The model types with which the engine does not start."""
     prompt_in_16_bits: bool = False
     """Whether attention of a prompt reads K, V and q as they were before they are stored."""
     has_global_scales: bool = False
@@ -62,6 +65,8 @@ class CacheType:
     """Whether the codes were compared with the engine's kernel, bit for bit."""
     note: str = ""
     """What the emulation leaves out."""
+    noted_generations: frozenset[str] = frozenset()
+    """The generations of GPUs that `note` is about; empty: all."""
 
     def explain_misfit(self, head_size: int) -> str:
         """Say why heads of a size cannot be stored; empty where they can."""
@@ -84,6 +89,9 @@ def _in_blocks(bits: int, block: int) -> CountBytes:
 
 _PLAIN_ENDS = "the first and last two layers in 16 bits"
 """Of two types: vLLM 0.32.0 engine/arg_utils.py (`uses_packed_kv_backend`)."""
+_MIXED_TYPES = ("falcon_h1",)
+"""Of the same: hybrid models without a layer of attention alone, at which vLLM 0.32.0
+quantization/turboquant/config.py get_boundary_skip_layers stops (NotImplementedError), run."""
 _PROMPT_NOTE = (
     "attention of a prompt is in 16 bits; these figures are those of decoding alone, and --decode "
     "scores a prompt with what follows"
@@ -118,7 +126,8 @@ def _make_nvfp4(name: str, description: str, store: Callable[..., torch.Tensor])
         per=Granularity.GROUP,
         head_multiple=fp4.NVFP4_BLOCK,
         has_global_scales=True,
-        note="on B200 q is rounded to E4M3 too, which is left out",
+        note="on B200 q is rounded to E4M3 too, in vLLM also what attention gives: left out",
+        noted_generations=frozenset({"sm_100", "sm_103"}),
     )
 
 
@@ -135,6 +144,7 @@ def _make_turboquant(name: str, key_bits: int, value_bits: int) -> CacheType:
         head_multiple=8,
         needs_power_of_two=True,
         num_plain_ends=2,
+        refused_types=_MIXED_TYPES,
         prompt_in_16_bits=True,
         is_kernel_run=True,
         note=_PROMPT_NOTE,
@@ -180,6 +190,7 @@ CACHE_TYPES = {
             head_multiple=fp4.ULTRA_BLOCK,
             needs_power_of_two=True,
             num_plain_ends=2,
+            refused_types=_MIXED_TYPES,
             prompt_in_16_bits=True,
             is_kernel_run=True,
             note=_PROMPT_NOTE,
@@ -217,7 +228,6 @@ CACHE_TYPES = {
             per=Granularity.GROUP,
             head_multiple=latents.TILE,
             latent_types=("deepseek_v32", "glm_moe_dsa"),
-            note="vLLM's fp8 is this type too in models with sparse latent attention",
         ),
         CacheType(
             name="fp8_quantized_cache",
@@ -227,10 +237,12 @@ CACHE_TYPES = {
             count_key_bytes=lambda size: size,
             count_value_bytes=lambda size: size,
             per=Granularity.TENSOR,
-            note="every sequence is taken for a prompt; what is larger after a prompt clips",
+            prompt_in_16_bits=True,
+            note=f"{_PROMPT_NOTE}, by the scale of the prompt; here it is that of the sequence",
         ),
     )
 }
+LATENT_TILES = "fp8_ds_mla"
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """vLLM's names of the type with a scale for each layer, which every report has."""
 E5M2_CACHE = "fp8_e5m2"

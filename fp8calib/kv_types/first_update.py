@@ -12,11 +12,14 @@ from fp8calib.fp8.cast import round_to_format
 from fp8calib.fp8.formats import E4M3FN
 
 
-def fp8(x: torch.Tensor) -> torch.Tensor:
-    """Store in E4M3 by the amax of the sequence, and read back: fp32 [..., H, S, D].
+def fp8(x: torch.Tensor, is_prompt: torch.Tensor | None = None) -> torch.Tensor:
+    """Store in E4M3 by the amax of the prompt, and read back: fp32 [B, H, S, D].
 
-    The sequence is taken for the prompt of a batch of one.
+    Args:
+        x: K or V of a batch, each sequence of which has a scale of its own, as alone in a batch.
+        is_prompt: which tokens are the first update: bool [B, S]; None: all. Later ones clip.
     """
-    amax = row_amax(x.flatten(-3))[..., None, None, None]
+    prompt = x if is_prompt is None else x.where(is_prompt[:, None, :, None], 0)
+    amax = row_amax(prompt.flatten(-3))[..., None, None, None]
     scale = (amax / E4M3FN.max).clamp(min=torch.finfo(torch.float32).tiny)
     return round_to_format(x.float() / scale, E4M3FN) * scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
+from fp8calib.engines.facts.gpus import join_generations
 from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -216,10 +217,13 @@ def tabulate_caches(
     columns = {
         "candidate": [name(one) for one, _ in caches],
         "KLD mean ± se": [format_mean_kld(one.kld_mean, one.kld_se) for one, _ in caches],
+        "ratio ± se": [format_ratio(one.ppl_ratio, one.ppl_ratio_se) for one, _ in caches],
+        "top-1": [format_share(one.top1_agreement) for one, _ in caches],
         "bytes a token": [f"{cache.bytes_per_token:,.0f}" for _, cache in caches],
         "tokens that fit": [f"{cache.tokens or 0:,}" for _, cache in caches],
         "scales": ["of the file" if cache.uses_scales else "none" for _, cache in caches],
         "--kv-cache-dtype": [cache.dtype for _, cache in caches],
+        "GPUs": [join_generations(cache.gpus) or "-" for _, cache in caches],
         "backends": [", ".join(cache.backends) or "-" for _, cache in caches],
     }
     if not has_memory:
@@ -228,7 +232,7 @@ def tabulate_caches(
         title=title,
         columns=list(columns),
         rows=list(zip(*columns.values(), strict=True)),
-        words=(0, len(columns) - 1),
+        words=(0, *range(list(columns).index("scales"), len(columns))),
     )
 
 

@@ -19,6 +19,7 @@ from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.registry import find_dialect
+from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, format_ranges
 from fp8calib.fp8.formats import E5M2, Fp8Format
@@ -290,9 +291,22 @@ def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) 
     )
 
 
-def build_e5m2_cache(geometry: ModelGeometry, numerics: Numerics) -> Candidate:
-    """Build the candidate whose KV cache is E5M2, which takes no scales."""
-    plain = build_unscaled(E5M2_CACHE, geometry, E5M2, numerics)
+def build_e5m2_cache(
+    geometry: ModelGeometry,
+    numerics: Numerics,
+    table: ScaleTable | None = None,
+    *,
+    name: str = E5M2_CACHE,
+) -> Candidate:
+    """Build a candidate whose KV cache is E5M2.
+
+    `table` has the scales of a file, which the engine uses with E5M2 too; None: 1.0.
+    """
+    if table is None:
+        plain = build_unscaled(name, geometry, E5M2, numerics)
+    else:
+        scales = replace(table, fmt=E5M2)
+        plain = build_kv_candidate(name, scales, numerics, origin="those of e4m3fn")
     cache = make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
     return replace(plain, fitted={}, kv_cache=cache)
 
@@ -304,13 +318,15 @@ def build_cache_type(
     table: ScaleTable | None = None,
     *,
     factor: float = 1.0,
+    gpu: Gpu | None = None,
 ) -> Candidate:
     """Build a candidate whose KV cache has a type that fits the model.
 
     `table` has the global scales of such a type, which the engine multiplies by `factor`; None:
-    1.0.
+    1.0. `gpu` is the one that serves; None for any.
     """
-    scales, notes = "", [cache_type.note]
+    is_noted = gpu is None or gpu.generation in cache_type.noted_generations
+    scales, notes = "", [cache_type.note] if is_noted or not cache_type.noted_generations else []
     if cache_type.has_global_scales:
         scales = ", global scales 1.0" if table is None else ", calibrated global scales"
     if table is not None and factor != 1:

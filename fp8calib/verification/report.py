@@ -113,6 +113,9 @@ class KvCacheResult(_Model):
     """How many fit into `--kv-memory`; None where that is not given."""
     backends: tuple[str, ...] = ()
     """The engine's backends that store it; empty where they are not known."""
+    gpus: tuple[str, ...] = ()
+    """The generations of GPUs with such a backend, as compilers name them; empty where they are not
+    known."""
     is_own_type: bool = False
     """Whether it is another type than FP8 with a scale for a tensor or a head."""
 

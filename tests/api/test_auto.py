@@ -550,8 +550,8 @@ def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
     assert "no multiple of 32: MXFP8 has no smaller blocks" in why
 
 
-def test_type_of_the_cache_is_answered_for_a_gpu(plain: tuple[Path, Path], tmp_path: Path) -> None:
-    model, text = plain
+def test_type_of_the_cache_is_answered_for_a_gpu(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, lambda _model: None, head_dim=64)
     asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "H100")
     found = run(*asked, "--out", tmp_path / "out", "--json").json
     (answer,) = [each for each in found["decisions"] if "which type" in each["question"]]
@@ -561,6 +561,17 @@ def test_type_of_the_cache_is_answered_for_a_gpu(plain: tuple[Path, Path], tmp_p
     assert "nvfp4_4over6" not in names
     assert answer["answer"] in {*names, "unknown"}
     assert found["gpu"] == "H100"
+
+
+def test_nvfp4_is_compared_with_the_scales_that_are_measured(
+    tmp_path: Path,
+) -> None:
+    model, text = plant(tmp_path, lambda _model: None, head_dim=128)
+    asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "b200")
+    found = run(*asked, "--out", tmp_path / "out", "--json").json
+    klds = {each["name"]: each["kld_mean"] for each in found["candidates"]}
+    assert {"nvfp4", "nvfp4 with kv-scales", "nvfp4_4over6 with kv-scales"} <= set(klds)
+    assert klds["nvfp4"] != klds["nvfp4 with kv-scales"]
 
 
 def test_schemes_that_a_gpu_does_not_run_are_ruled_out(

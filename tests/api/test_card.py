@@ -130,11 +130,11 @@ def test_a_report_of_verify_is_the_loss_of_an_overlay(
     assert "another model" in fail(4, "card", overlay, *_base(), *report)
 
 
-def test_the_card_has_the_types_of_the_cache_that_were_compared(
-    made: Path, model: Path, data: Path, tmp_path: Path
-) -> None:
-    overlay = tmp_path / "mine" / "kv-overlay"
-    shutil.copytree(made / "scales" / "kv-overlay", overlay)
+def test_the_card_has_the_types_of_the_cache_that_were_compared(data: Path, tmp_path: Path) -> None:
+    model, overlay = tmp_path / "model", tmp_path / "mine" / "kv-overlay"
+    zoo.save("llama", model, head_dim=64)
+    save_tokenizer(model)
+    succeed("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "mine")
     types = ("--kv-cache-dtype", "fp8_e5m2,int8_per_token_head", "--kv-memory", "4GiB")
     asked = ("verify", model, "--scales", overlay, "--data", data, *QUICK, *types, "--gpu", "h100")
     printed = succeed(*asked, "--json")

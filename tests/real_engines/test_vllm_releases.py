@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 
 import pytest
 import torch
 
-from fp8calib.engines.facts.release import VLLM_RELEASES, Release
+from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.linears import VllmSchemes
 from fp8calib.engines.vllm.quantization_config import find_exclusions, find_kv_method
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
-from tests.real_engines.package import open_release
+from tests.real_engines.package import find_symbol, open_release
 from tests.real_engines.release_configs import (
     CONFIGS,
     PARTS,
@@ -88,6 +90,18 @@ def test_modelopts_configs_are_read_as_by_the_release(release: Release) -> None:
             find_kv_method(config, release)
             key = find_exclusions(config, config, release)
             assert (found or []) == config.get(key, []), config
+
+
+def test_a_cpu_stores_the_cache_types_that_its_backend_lists() -> None:
+    file = open_release(VLLM_RUN).parse("vllm/v1/attention/backends/cpu_attn.py")
+    owner = find_symbol(file, "CPUAttentionBackend")
+    (listed,) = (
+        node.value
+        for node in ast.walk(owner)
+        if isinstance(node, ast.AnnAssign)
+        and ast.unparse(node.target) == "supported_kv_cache_dtypes"
+    )
+    assert set(ast.literal_eval(listed)) == {"auto", *VLLM_CPU.cache_types}  # type: ignore[arg-type]
 
 
 PAIRS = ((0.5, 0.25), (-1.0, -1.0), (0.5, -1.0), (0.5, 0.0), (0.0, 0.5), (-1.0, 0.5), (0.0, 0.0))

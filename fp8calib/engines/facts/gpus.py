@@ -6,6 +6,7 @@ reference/gpu-arch-specs. What a generation serves is in the facts of each engin
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fp8calib.errors import UsageError, suggest
@@ -25,6 +26,24 @@ _NAMED = {
 }
 GENERATIONS = tuple(_NAMED)
 """Compute capabilities of NVIDIA's GPUs and targets of AMD's, as compilers name them."""
+
+HEAD_SIZES = (16, 32, 40, 48, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256, 512)
+"""The sizes of heads that the backends of engines were asked about."""
+
+
+def join_generations(names: Collection[str]) -> str:
+    """Join generations of GPUs, those of a maker that follow one another as a range."""
+    runs: list[list[str]] = []
+    for before, name in zip(("", *GENERATIONS), GENERATIONS, strict=False):
+        if name not in names:
+            continue
+        is_next = runs and runs[-1][-1] == before and before[:2] == name[:2]
+        if is_next:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    parts = (f"{run[0]} to {run[-1]}" if run[2:] else ", ".join(run) for run in runs)
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

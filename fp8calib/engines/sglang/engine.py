@@ -63,6 +63,7 @@ _NUMERICS = Numerics(
     kv_per_head=False,
     kv_scales_latents=False,
     kv_shared_own_scale=True,
+    kv_sparse_in_tiles="in its DSA backends on NVIDIA, but not TRT-LLM's or TileLang's",
     kv_misread_latents=frozenset({"modelopt"}),
     quantizes_query=True,
     query_unscaled=True,
@@ -75,6 +76,8 @@ _NUMERICS = Numerics(
     fused_share_scales=True,
     weights_through_float16=True,
     sources={
+        "kv_sparse_in_tiles": "SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py "
+        "calculate_mla_kv_cache_dim",
         "kv_shared_own_scale": "SGLang 0.5.23 srt/models/gemma3n_causal.py, gemma4_causal.py "
         "(kv_shared_layer_index is the layer_id of a RadixAttention with scales of its own)",
         "kv_in_model_dtype": f"{_POOL} (div_ with a 0-dim fp32 tensor); "

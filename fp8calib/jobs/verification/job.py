@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.rules import Rule
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
@@ -115,6 +116,9 @@ class VerifyJob(RunModel):
     plan: DataPlan
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
+    tables: Mapping[str, ScaleTable] = field(default_factory=dict)
+    """Of candidates that `make_candidates` makes, by name: their KV scales, which a cache type with
+    global scales takes too."""
     """Makes the candidates, instead of those of the options."""
     task_job: TaskJob | None
     refused: Collection[str]

@@ -10,8 +10,8 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
-from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import UsageError, suggest
+from fp8calib.engines.registry import find_emulated, list_offering
+from fp8calib.errors import UsageError, join_or, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
@@ -117,7 +117,12 @@ def _choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]
         return tuple(name for name in offered if name in CACHE_TYPES or name == E5M2_CACHE)
     for name in names:
         if name not in offered:
-            hint = suggest(name, list(offered), what="types")
+            others = list_offering(name)
+            hint = (
+                f"use {join_or([f'--engine {each}' for each in others])}"
+                if others
+                else suggest(name, list(offered), what="types")
+            )
             raise UsageError(
                 f"--kv-cache-dtype {name}: {engine.release} has no such type", hint=hint
             )

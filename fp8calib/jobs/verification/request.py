@@ -17,6 +17,7 @@ from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
     E5M2_CACHE,
     FP8_CACHES,
+    LATENT_TILES,
     explain_not_emulated,
 )
 from fp8calib.model.load import LoadedModel
@@ -90,7 +91,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         gpu="" if job.options.gpu is None else job.options.gpu.title,
         warnings=(
             *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
-            *(*_list_gpu_notes(job), *notes),
+            *(*_list_gpu_notes(job), *_note_tiles(job), *notes),
         ),
     )
 
@@ -124,10 +125,25 @@ def _has_latents(job: VerifyJob) -> bool:
 
 
 def _list_gpu_notes(job: VerifyJob) -> Iterator[str]:
-    """Say what the GPU stores otherwise than it is emulated."""
+    """Say what the GPU stores otherwise than it is emulated, or may not store."""
     gpu, fmt = job.options.gpu, job.options.fmt
+    if gpu is not None and _has_latents(job):
+        yield f"which backends store latents on {gpu.title} was not read: all types are compared"
     if gpu is not None and gpu.stores_fnuz and fmt is E4M3FN:
         yield f"{gpu.title} stores FP8 as e4m3fnuz, with half the range: --fp8-dtype e4m3fnuz"
+
+
+def _note_tiles(job: VerifyJob) -> Iterator[str]:
+    """Say where an FP8 cache is another type than the candidates with scales have."""
+    engine, numerics = job.options.engine, job.options.numerics
+    has_fp8 = job.options.scheme is None and job.options.fmt is E4M3FN
+    is_sparse = not explain_misfit(CACHE_TYPES[LATENT_TILES], job.target.geometry)
+    if is_sparse and has_fp8 and (where := numerics.kv_sparse_in_tiles):
+        yield (
+            f"{engine.release} stores FP8 latents of sparse attention in tiles {where}: the scales "
+            f"of {SCALE_ONE} and of files are not used there; --engine reference --kv-cache-dtype "
+            f"{LATENT_TILES} emulates it"
+        )
 
 
 def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
@@ -176,14 +192,16 @@ def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult |
     if cache is None:
         return None
     memory, engine = job.options.kv_memory, job.options.engine
-    backends = engine.list_backends(cache.dtype, job.options.gpu, _list_head_sizes(job))
+    asked = cache.dtype, job.options.gpu, _list_head_sizes(job)
+    is_known = not _has_latents(job)
     name = cache.dtype
     if name == FP8_CACHE and engine.launch is not None:
         name = engine.launch.kv_flag.rpartition(" ")[2]
     return cache.model_copy(
         update={
             "dtype": name,
-            "backends": () if _has_latents(job) else backends,
+            "backends": engine.list_backends(*asked) if is_known else (),
+            "gpus": engine.list_generations(*asked) if is_known else (),
             "tokens": None if memory is None else int(memory / cache.bytes_per_token),
         }
     )
@@ -213,7 +231,7 @@ def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
 
 
 def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
-    """List the types of the KV cache; one with global scales again with those of each candidate.
+    """List the types of the KV cache; one that uses scales again with those of each candidate.
 
     Raises:
         ModelError: a type that was named does not fit the model.
@@ -227,18 +245,29 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
             continue
         if name == E5M2_CACHE:
             yield build_e5m2_cache(geometry, options.numerics)
+            for scaled, table in _list_tables(job) if options.numerics.kv_scales_e5m2 else ():
+                label = f"{name} with {scaled}"
+                yield build_e5m2_cache(geometry, options.numerics, table, name=label)
             continue
         cache_type = CACHE_TYPES[name]
-        yield build_cache_type(name, cache_type, geometry)
-        scaled = [one for one in job.opened if one.stats is not None or one.found is not None]
-        for opened in scaled if cache_type.has_global_scales else ():
+        yield build_cache_type(name, cache_type, geometry, gpu=options.gpu)
+        for scaled, table in _list_tables(job) if cache_type.has_global_scales else ():
             yield build_cache_type(
-                f"{name} with {opened.name}",
+                f"{name} with {scaled}",
                 cache_type,
                 geometry,
-                _read_table(job, opened),
+                table,
                 factor=options.engine.scale_factor,
+                gpu=options.gpu,
             )
+
+
+def _list_tables(job: VerifyJob) -> Iterator[tuple[str, ScaleTable]]:
+    """List the KV scales that candidates have, and their names."""
+    for opened in job.opened:
+        if opened.stats is not None or opened.found is not None:
+            yield opened.name, _read_table(job, opened)
+    yield from job.tables.items()
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:

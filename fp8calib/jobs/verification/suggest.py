@@ -8,19 +8,25 @@ from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.registry import find_emulated
-from fp8calib.fp8.formats import E5M2
+from fp8calib.fp8.formats import E5M2, NVFP4_CACHE
 from fp8calib.jobs.verification.options import list_engines, list_scales
 from fp8calib.kv_types.cache_types import E5M2_CACHE
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
-from fp8calib.verification.report import Remedy, VerifyReport
+from fp8calib.verification.judge.decide import has_kv_only
+from fp8calib.verification.report import CandidateResult, Remedy, VerifyReport
 
 
 def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
     """Spell the command that helps most; empty where none does."""
+    if report.rule_choice is not None and report.rule_choice.is_gained:
+        return f"fp8calib calibrate {shlex.quote(report.model)} --rule auto"
+    own = _find_own_type(report)
+    if own is not None and has_kv_only(report.decision.candidate or own.name, report.layers):
+        return _serve_type(report, request, own)
     model, candidate = shlex.quote(report.model), Path(report.decision.candidate)
     named = shlex.quote(report.decision.candidate)
-    stats = candidate / STATS_NAME if candidate.is_dir() else candidate
+    stats = _find_stats(candidate)
     if report.decision.remedy is Remedy.SCALE_QUERY and not is_stats_file(stats):
         stats = candidate.parent / STATS_NAME  # beside the overlay that calibrate wrote
     command = ""
@@ -47,6 +53,41 @@ def suggest_command(report: VerifyReport, request: VerifyRequest) -> str:
         case Remedy.SERVE | Remedy.USE:
             command = _serve(report, request)
     return command
+
+
+def _find_own_type(report: VerifyReport) -> CandidateResult | None:
+    """Find the candidate whose type of the KV cache is recommended, where that is not FP8."""
+    named = (each for each in report.candidates if each.name == report.decision.kv_cache)
+    return next((each for each in named if each.has_own_type), None)
+
+
+def _serve_type(report: VerifyReport, request: VerifyRequest, own: CandidateResult) -> str:
+    """Spell the command that serves the model with a type, or writes the scales that it takes."""
+    assert own.kv_cache is not None  # noqa: S101 -- it has a type
+    launch, dtype = find_emulated(list_engines(request)[0])[0].launch, own.kv_cache.dtype
+    scales = own.name.removeprefix(f"{dtype} with ")
+    if scales == own.name:
+        return "" if launch is None else launch.spell(report.model, cache_type=dtype)
+    stats = _find_stats(Path(scales))
+    if is_stats_file(stats) and dtype != E5M2_CACHE:
+        model, out = shlex.quote(report.model), shlex.quote(f"{Path(report.model).name}-{dtype}")
+        options = f"--format kv-overlay --kv-cache-dtype {NVFP4_CACHE} --model {model}"
+        return f"fp8calib export {shlex.quote(str(stats))} {options} --out {out}"
+    folder = _find_folder(Path(scales))
+    if launch is None or folder is None:
+        return ""
+    return launch.spell(str(folder), cache_type=dtype)
+
+
+def _find_stats(candidate: Path) -> Path:
+    """Name the statistics of a candidate: the file itself, or the one in its folder."""
+    return candidate / STATS_NAME if candidate.is_dir() else candidate
+
+
+def _find_folder(candidate: Path) -> Path | None:
+    """Find what an engine serves of a candidate: itself, or the overlay that calibrate wrote."""
+    folders = (candidate / "kv-overlay", candidate)
+    return next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
 
 
 def _skip_layers(report: VerifyReport, request: VerifyRequest, stats: Path) -> str:
@@ -76,10 +117,10 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
         launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} {E5M2_CACHE}")
     if report.decision.remedy is Remedy.SERVE:
         return "" if launch is None else launch.spell(report.model)
-    candidate = Path(report.decision.candidate)
-    folders = (candidate / "kv-overlay", candidate)
-    found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
+    found = _find_folder(Path(report.decision.candidate))
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
     if launch is None or found is None:
         return ""
-    return launch.spell(str(found), has_kv="k" in roles)
+    own = _find_own_type(report)
+    cache_type = "" if own is None or own.kv_cache is None else own.kv_cache.dtype
+    return launch.spell(str(found), has_kv=bool(own) or "k" in roles, cache_type=cache_type)

@@ -19,6 +19,8 @@ def explain_misfit(cache_type: CacheType, geometry: ModelGeometry) -> str:
     named = cache_type.latent_types
     if named and geometry.model_type not in named:
         return f"it stores the latents of {', '.join(named)} alone"
+    if geometry.model_type in cache_type.refused_types:
+        return f"the engine does not start with it and {geometry.model_type}"
     for _, attention in geometry.attentions():
         if attention.kind == "latent" and not named:
             return "the model caches latents, which it does not store"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.fp8.amax import tokens_first
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import (
@@ -96,6 +98,8 @@ class EmulationHooks:
         self._quantizers = quantizers
         self._reads = reads
         self._kept: torch.Tensor | None = None
+        self._prompt: torch.Tensor | None = None
+        """What a type with one scale for a sequence finds it in: bool [B, S]; None: all tokens."""
         self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, DamageRow]] = []
         self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
@@ -121,6 +125,7 @@ class EmulationHooks:
         """Open a batch: its padding is not measured."""
         mask = batch.mask
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
+        self._prompt = mask
         self._inputs.clear()
         self._sums.drop()
 
@@ -239,7 +244,11 @@ class EmulationHooks:
         return quantized
 
     def _place(self, site: Site, quantizer: Quantizer, x: torch.Tensor) -> Quantizer:
-        """Copy the scales of a site to the GPU of `x`, once."""
+        """Copy static scales to the GPU of `x`, once; that of a sequence is found here."""
+        if quantizer.round_trip is not None and quantizer.scale is Granularity.TENSOR:
+            store: Callable[..., torch.Tensor] = quantizer.round_trip
+            prompt = None if self._prompt is None else self._prompt.to(x.device)
+            return replace(quantizer, round_trip=partial(store, is_prompt=prompt))
         if x.device.type == "cpu":
             return quantizer
         if (site, x.device) not in self._placed:

@@ -54,7 +54,6 @@ class ServedHooks(EmulationHooks):
 
     def __init__(self, quantizers: Mapping[Site, Quantizer], reads: Reads = NO_READS) -> None:
         super().__init__(quantizers, reads)
-        self._is_prompt = torch.zeros(0)
         self._stored: Any = WeakIdKeyDictionary()
         """The K that a cache returned -> K and V before; None where they were not changed."""
         self._queries: dict[str, torch.Tensor] = {}
@@ -69,7 +68,7 @@ class ServedHooks(EmulationHooks):
         """Find the prompt of every sequence."""
         super().begin_batch(batch)
         ends = torch.tensor([count_prompt(length) for length in batch.lengths])
-        self._is_prompt = torch.arange(batch.input_ids.shape[1]) < ends[:, None]
+        self._prompt = torch.arange(batch.input_ids.shape[1]) < ends[:, None]
         self._waiting.clear()
 
     def end_batch(self) -> None:
@@ -116,5 +115,6 @@ class ServedHooks(EmulationHooks):
         key, value = before or (call.key, call.value)
         prompt = replace(call, query=query, key=key, value=value).run()[0]
         later, *others = super().attend(attention, call)
-        is_prompt = self._is_prompt.to(later.device)[:, :, None, None]
+        assert self._prompt is not None  # noqa: S101 -- of every batch
+        is_prompt = self._prompt.to(later.device)[:, :, None, None]
         return torch.where(is_prompt, prompt, later), *others
