@@ -15,7 +15,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.requests import find_implementation, list_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.rules import AMAX
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

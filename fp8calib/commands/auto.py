@@ -56,7 +56,7 @@ from fp8calib.machine.command_line import spell_command
 from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AnsweredQuestion, AutoResult, Outcome
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
 from fp8calib.stats.fingerprint import fingerprint_model

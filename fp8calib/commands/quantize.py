@@ -26,8 +26,8 @@ from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.machine.units import format_gib
 from fp8calib.quantization.quantize import count_pinned_bytes
 from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.results.plan import RunPlan
 from fp8calib.results.quantize import QuantizeResult
+from fp8calib.results.run_plan import RunPlan
 
 
 def run(

@@ -38,6 +38,7 @@ from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.plan import PlanRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.auto import AnsweredQuestion
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
@@ -119,7 +120,7 @@ class Measured:
         return run_verify_job(job, choose_verification_mode(job), self.reporter).report
 
 
-def plan_texts(task: AutoRequest, model: RunModel) -> tuple[DataPlan, DataPlan]:
+def plan_texts(task: AutoRequest | PlanRequest, model: RunModel) -> tuple[DataPlan, DataPlan]:
     """Plan the text of the calibration and the one that is held out.
 
     Raises:
