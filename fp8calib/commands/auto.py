@@ -28,7 +28,6 @@ from fp8calib.jobs.auto.decide import Combination, KvChoice
 from fp8calib.jobs.auto.measure import (
     OVERLAY,
     Measured,
-    drop_kv,
     find_unused_kv,
     leave_layers,
     list_candidates,
@@ -50,7 +49,7 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.jobs.stats import CalibrationStats, drop_kv
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
 from fp8calib.recipe import Recipe

@@ -15,10 +15,10 @@ from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
 from fp8calib.jobs.auto.measure import (
     OVERLAY,
     Measured,
-    drop_kv,
     map_layer_names,
 )
 from fp8calib.jobs.quantization.servable import find_fault
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.check import CheckRequest
 from fp8calib.requests.export import ExportRequest

@@ -16,7 +16,6 @@ from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.jobs.auto.measure import drop_kv
 from fp8calib.jobs.calibration import CalibrationJob, choose_mode, fields_of, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.groups import GroupMaker, require_choices
@@ -34,7 +33,7 @@ from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements, Runs
 from fp8calib.jobs.quantization.planned import open_planned
 from fp8calib.jobs.quantization.servable import find_fault, replay_plan
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, read_stats
+from fp8calib.jobs.stats import CalibrationStats, drop_kv, read_stats
 from fp8calib.jobs.verification.comparison import open_verify_job
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode, open_reference

@@ -23,7 +23,6 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import CONSIDERED, SCHEMES, find_scheme, list_without_calibration
-from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.jobs.auto import decide
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
 from fp8calib.jobs.models import RunModel
@@ -230,12 +229,6 @@ def find_unused_kv(task: AutoRequest, model: RunModel) -> str:
     report = replay_overlay(find_replayed(task.engine), model.prepared.geometry, 1, folder)
     fault = find_fault(report)
     return fault and f"{task.engine} does not use KV scales of this model: {fault}"
-
-
-def drop_kv(stats: CalibrationStats) -> CalibrationStats:
-    """Leave out K and V, so that a checkpoint gets no scales of them."""
-    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
-    return replace(stats, sites=kept)
 
 
 def list_refused(

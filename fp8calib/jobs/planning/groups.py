@@ -14,11 +14,10 @@ from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.jobs.auto.measure import drop_kv
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, replay_plan
-from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.jobs.stats import CalibrationStats, drop_kv
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import QuantizePlan

@@ -38,8 +38,13 @@ def write_plan_page(result: PlanResult, path: Path) -> None:
         command="\n".join(filter(None, (result.quantize, result.serve))),
         first=first,
         badges={},
-        run=f"{result.emulated}, emulated \N{MIDDLE DOT} {result.tokens:,} tokens that are held out "
-        f"\N{MIDDLE DOT} {result.dtype} on {result.device}",
+        run=" \N{MIDDLE DOT} ".join(
+            (
+                f"{result.emulated}, emulated",
+                f"{result.tokens:,} tokens that are held out",
+                f"{result.dtype} on {result.device}",
+            )
+        ),
         series=(),
         sections=[each for each in _list_sections(result) if not each.is_empty],
         provenance={
