@@ -24,9 +24,9 @@ from fp8calib.jobs.planning.recipe import (
     RECIPE_NAME,
     PlannedScheme,
     describe_plan,
-    spell_quantize,
     spell_recipe,
     spell_serve,
+    spell_write,
 )
 from fp8calib.jobs.planning.report import PlanReport, make_report, name_budget
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements, Runs
@@ -135,8 +135,8 @@ def _plan(
 ) -> PlanResult:
     request = opened.request
     maker = GroupMaker(opened, stats)
-    for name, why in maker.refused.items():
-        reporter.say(f"{name} is no choice: {why}")
+    for text in maker.describe_refused():
+        reporter.say(text)
     job, mode = _open_job(opened, maker)
     for text in mode.describe():
         reporter.say(text)
@@ -175,7 +175,7 @@ def _plan(
         runs = open_runs(opened.held_out, "judging the plan")
         scores = runs(judged.values())
     stats_path = str(request.stats or opened.out / STATS_NAME)
-    command = spell_quantize(opened, RECIPE_NAME, stats_path)
+    command = spell_write(opened, planned, stats_path)
     result = make_report(
         PlanReport(
             opened=opened,
@@ -188,7 +188,7 @@ def _plan(
             limit=_find_limit(request, sizes),
             fixed_bytes=sizes.fixed,
             unquantized_bytes=sizes.unquantized,
-            quantize=command if planned.quantize else "",
+            write=command,
             serve=spell_serve(opened, planned),
             recipe=RECIPE_NAME,
             provenance=RunProvenance(

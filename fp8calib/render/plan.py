@@ -28,7 +28,7 @@ def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Blo
     yield Line()
     yield groups_table(result, most=_SHOWN)
     yield Line()
-    next_steps = [f"next: {result.quantize}"] if result.quantize else []
+    next_steps = [f"next: {result.write}"] if result.write else []
     serve = [f"serve: {result.serve}"] if result.serve else []
     written = f"written to {result.out}: {result.recipe}, plan.html, report.json"
     yield Answer("\n".join([*next_steps, *serve, written]))

@@ -93,8 +93,8 @@ class PlanResult(Result):
     frontier: tuple[FrontierPoint, ...]
     recipe: str
     """The file, relative to `out`."""
-    quantize: str
-    """The command that writes the checkpoint; empty where only the cache is quantized."""
+    write: str
+    """The command that writes the checkpoint, or the overlay of a cache alone."""
     serve: str
     """The command that serves it; empty where the engine has none."""
     provenance: RunProvenance

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors import safe_open
 
 from tests.api.test_auto import plant
-from tests.cli.program import fail, run, succeed
+from tests.cli.program import run, succeed
 
 QUICK = ("--seq-len", 32, "--dtype", "float32", "--batch-size", 12)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

@@ -24,12 +24,15 @@ class Drawn:
 
     @property
     def plans(self) -> list[tuple[int, ...]]:
+        """All of them."""
         return list(itertools.product(*(range(len(each)) for each in self.sizes)))
 
     def size(self, plan: tuple[int, ...]) -> int:
+        """Add sizes."""
         return sum(each[c] for each, c in zip(self.sizes, plan, strict=True))
 
     def cost(self, plan: tuple[int, ...], *, is_joint: bool = False) -> float:
+        """Add costs."""
         total = sum(each[c] for each, c in zip(self.costs, plan, strict=True))
         starts = np.cumsum([0, *map(len, self.sizes)])[:-1]
         places = [int(start) + c for start, c in zip(starts, plan, strict=True)]
@@ -37,6 +40,7 @@ class Drawn:
         return total + sum(float(self.joint[i, j]) for i, j in pairs)
 
     def arrays(self) -> Costs:
+        """Give it to the code under test."""
         return make_costs(self.sizes, self.costs, self.joint)
 
 

@@ -24,6 +24,7 @@ from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
 from fp8calib.verification.candidates import build_kv_candidate, build_scheme
 from fp8calib.verification.emulation.emulate import Emulation
@@ -64,39 +65,74 @@ class GroupMaker:
             for name, modules in join_linears(matrices).items()
         ]
         self._plans: dict[str, QuantizePlan] = {}
-        self.refused: dict[str, str] = {}
-        """Why schemes are no choice of any group, by name."""
+        self._refused: dict[str, dict[str, str]] = {}
+        """By scheme and group: why it is no choice."""
         for name in _list_asked(opened):
-            if why := self._explain_refused(name):
-                self.refused[name] = why
+            self._judge(name)
         self.refused_cache = self._explain_refused_cache()
         """Why the KV cache stays in 16 bits; empty where it need not."""
 
-    @property
-    def schemes(self) -> tuple[str, ...]:
-        """The schemes that all engines load, by name."""
-        return tuple(name for name in self._plans if name not in self.refused)
+    def describe_refused(self) -> Iterator[str]:
+        """Describe the schemes that are no choice for some groups, with a reason."""
+        for name, found in self._refused.items():
+            if found:
+                which = "all" if len(found) == len(self._members) else f"{len(found)}"
+                why = next(iter(found.values()))
+                yield f"{name} is no choice for {which} of {len(self._members)} groups: {why}"
+        if self.refused_cache:
+            yield f"the KV cache stays in 16 bits: {self.refused_cache}"
 
     def make(self, model: LoadedModel) -> list[Group]:
         """Make the groups of `model`, which may be without weights: linears, then caches."""
-        emulations = {name: self._emulate(name, model) for name in self.schemes}
+        emulations = {name: self._emulate(name, model) for name in self._plans}
         parts = {name: self._split(each, model) for name, each in emulations.items()}
         return [*self._make_linears(parts), *self._make_caches()]
 
     # --- linears --------------------------------------------------------------------------------
 
-    def _explain_refused(self, name: str) -> str:
-        """Say why an engine cannot load or run a scheme; empty where all can."""
+    def _judge(self, name: str) -> None:
+        """Find the groups that can have a scheme: all, or by kind where an engine refuses that."""
         opened = self._opened
-        for engine in opened.engines:
-            if opened.gpu and (why := engine.explain_unmultiplied(SCHEMES[name], opened.gpu)):
-                return why
+        refused = self._refused[name] = {
+            each.name: _PARTIAL
+            for each in self._members
+            if SCHEMES[name].is_mx and each.has_partial_blocks
+        }
+        unrun = (
+            engine.explain_unmultiplied(SCHEMES[name], opened.gpu) if opened.gpu else ""
+            for engine in opened.engines
+        )
+        if why := next(filter(None, unrun), ""):
+            refused |= {each.name: why for each in self._members}
+            return
+        if not self._explain_fault(name):
+            return
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for each in self._members:
+            if each.name not in refused:
+                kinds[span_layers(each.name)].append(each.name)
+        alone = {kind: self._explain_fault(name, only=names) for kind, names in kinds.items()}
+        refused |= {group: why for kind, why in alone.items() if why for group in kinds[kind]}
+        if why := self._explain_fault(name):
+            refused |= {each.name: why for each in self._members}
+
+    def _explain_fault(self, name: str, only: Sequence[str] | None = None) -> str:
+        """Say why an engine does not load a scheme where it is not refused yet; empty if all do.
+
+        `only` names groups: all others stay in 16 bits.
+        """
+        opened = self._opened
+        self._plans.pop(name, None)
+        left = [each for each in self._members if only is not None and each.name not in only]
+        ignored = [*self._list_ignored(name), *(path for each in left for path in each.linears)]
+        if len(set(ignored)) == sum(len(each.linears) for each in self._members):
+            return ""
         asked = resolve_plan(
             name,
             COMPRESSED_TENSORS.name,
             layer_schemes={},
-            ignore=self._list_partial(name),
-            power_of_two_scales=False if name == "fp8-block" else None,
+            ignore=tuple(dict.fromkeys(ignored)),
+            power_of_two_scales=None,
             shared_scales=True,
             is_calibrated=True,
         )
@@ -109,7 +145,6 @@ class GroupMaker:
                 dequantize=False,
                 allow_unservable=True,
             ) as planned:
-                self._plans[name] = planned.plan
                 keys = [engine.key for engine in opened.engines]
                 reports, unchecked = replay_plan(planned.plan, opened.folder, keys)
         except ExportError as error:
@@ -118,12 +153,15 @@ class GroupMaker:
             return unchecked
         faults = {engine: find_load_fault(report) for engine, report in reports.items()}
         named = (f"{engine} cannot load it: {why}" for engine, why in faults.items() if why)
-        return next(named, "")
+        why = next(named, "")
+        if not why and only is None:
+            self._plans[name] = planned.plan
+        return why
 
-    def _list_partial(self, name: str) -> list[str]:
+    def _list_ignored(self, name: str) -> list[str]:
         """List the linears that cannot have a scheme."""
-        partial = [each for each in self._members if each.has_partial_blocks]
-        return [path for each in partial for path in each.linears] if SCHEMES[name].is_mx else []
+        refused = self._refused[name]
+        return [path for each in self._members if each.name in refused for path in each.linears]
 
     def _emulate(self, name: str, model: LoadedModel) -> Emulation:
         found = build_scheme(
@@ -134,7 +172,7 @@ class GroupMaker:
             self._opened.numerics,
             fmt=E4M3FN,
             stats=self._stats,
-            ignore=self._list_partial(name),
+            ignore=self._list_ignored(name),
         )
         return found.emulation
 
@@ -154,13 +192,14 @@ class GroupMaker:
         sizes = {name: _list_sizes(self._plans[name]) for name in parts}
         for each in self._members:
             choices = [Choice(name=IN_16_BITS, size_bytes=_count_plain(each))]
-            refused = dict(self.refused)
+            refused = {
+                n: found[each.name] for n, found in self._refused.items() if each.name in found
+            }
             layers: set[int] = set()
             for name, found in parts.items():
                 emulation = found.get(each.name)
                 if emulation is None:
-                    is_partial = SCHEMES[name].is_mx and each.has_partial_blocks
-                    refused[name] = _PARTIAL if is_partial else _UNSEEN
+                    refused.setdefault(name, _UNSEEN)
                     continue
                 sites = {s for w in emulation.weights for p in w.parameters for s in p.sites}
                 layers |= {layer_of[site.module] for site in sites}
@@ -259,8 +298,7 @@ def require_choices(maker: GroupMaker, groups: Sequence[Group]) -> None:
     """
     if any(len(group.choices) > 1 for group in groups):
         return
-    whys = [*(f"{name}: {why}" for name, why in maker.refused.items()), maker.refused_cache]
     raise VerificationError(
-        f"nothing can be quantized: {'; '.join(filter(None, whys))}",
+        f"nothing can be quantized: {'; '.join(maker.describe_refused())}",
         hint="name another --engine",
     )

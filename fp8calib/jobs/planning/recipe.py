@@ -20,9 +20,10 @@ from fp8calib.verification.planning.choices import IN_16_BITS, Group
 
 RECIPE_NAME = "recipe.yaml"
 _HEAD = """\
-# Written by fp8calib plan. quantize takes it in place of a scheme:
-#     {quantize}
+# Written by fp8calib plan. This command writes what it says:
+#     {command}
 """
+_OVERLAY = "kv-overlay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,28 +104,27 @@ def spell_recipe(opened: OpenedPlan, planned: PlannedScheme, command: str, budge
         "quantize": None if planned.quantize is None else planned.quantize.model_dump(mode="json"),
     }
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    return _HEAD.format(quantize=command) + text
+    return _HEAD.format(command=command) + text
 
 
-def spell_quantize(opened: OpenedPlan, recipe: str, stats: str) -> str:
-    """Spell the command that writes the checkpoint."""
-    out = opened.out
-    parts = [
-        "fp8calib quantize",
-        shlex.quote(str(opened.request.model)),
-        f"--scheme {shlex.quote(str(out / recipe))}",
-        f"--stats {shlex.quote(stats)}",
-        f"--out {shlex.quote(f'{out}-fp8')}",
-    ]
-    return " ".join(parts)
+def spell_write(opened: OpenedPlan, planned: PlannedScheme, stats: str) -> str:
+    """Spell the command that writes the checkpoint, or the overlay of a cache; empty for none."""
+    model, out = (shlex.quote(str(each)) for each in (opened.request.model, f"{opened.out}-fp8"))
+    recipe, given = shlex.quote(str(opened.out / RECIPE_NAME)), shlex.quote(stats)
+    if planned.quantize is not None:
+        return f"fp8calib quantize {model} --scheme {recipe} --stats {given} --out {out}"
+    if not planned.caches:
+        return ""
+    return f"fp8calib export {given} --format {_OVERLAY} --model {model} --out {out}"
 
 
 def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
-    """Spell the command that serves the checkpoint with the first engine; empty without one."""
+    """Spell the command that serves it with the first engine; empty without one."""
     engine = opened.engines[0]
-    if engine.launch is None or planned.quantize is None:
+    if engine.launch is None or (planned.quantize is None and not planned.caches):
         return ""
-    command = engine.launch.spell(f"{opened.out}-fp8", has_kv=bool(planned.caches))
+    folder = f"{opened.out}-fp8" + ("" if planned.quantize else f"/{_OVERLAY}")
+    command = engine.launch.spell(folder, has_kv=bool(planned.caches))
     if not planned.caches or not planned.plain_caches:
         return command
     flag = opened.numerics.kv_skip_flag

@@ -44,7 +44,7 @@ class PlanReport:
     limit: float
     fixed_bytes: int
     unquantized_bytes: int
-    quantize: str
+    write: str
     serve: str
     recipe: str
     provenance: RunProvenance
@@ -91,7 +91,7 @@ def make_report(made: PlanReport) -> PlanResult:
         groups=tuple(_list_groups(made)),
         frontier=tuple(_list_points(made, summaries)),
         recipe=made.recipe,
-        quantize=made.quantize,
+        write=made.write,
         serve=made.serve,
         provenance=made.provenance,
         warnings=tuple(dict.fromkeys(warnings)),

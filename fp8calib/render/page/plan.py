@@ -35,7 +35,7 @@ def write_plan_page(result: PlanResult, path: Path) -> None:
         headline=f"{result.budget}: {result.why}",
         details=describe_sum(result),
         warnings=result.warnings,
-        command="\n".join(filter(None, (result.quantize, result.serve))),
+        command="\n".join(filter(None, (result.write, result.serve))),
         first=first,
         badges={},
         run=" \N{MIDDLE DOT} ".join(
