@@ -164,10 +164,8 @@ def _explain(group: Group, chosen: int, costs: Mapping[int, Cost], price: float)
         return next(iter(group.refused.values()), "nothing else can be chosen")
     if not chosen:
         best = min(costs, key=lambda c: _price(group, c, costs[c]))
-        return (
-            f"{group.choices[best].name} would cost {_spell_price(group, best, costs[best])}, and "
-            f"a byte is worth {_per_gb(price)} in the plan"
-        )
+        spelled = _spell_price(group, best, costs[best])
+        return f"{group.choices[best].name}: {spelled}; the plan pays {_per_gb(price)}"
     text = _spell_price(group, chosen, costs[chosen])
     own = group.choices[chosen]
     rivals = [
@@ -194,7 +192,7 @@ def _price(group: Group, choice: int, cost: Cost) -> float:
 
 def _spell_price(group: Group, choice: int, cost: Cost) -> str:
     saved = group.choices[0].size_bytes - group.choices[choice].size_bytes
-    return f"KLD {_kld_of(cost)} for {format_size(saved)} ({_per_gb(_price(group, choice, cost))})"
+    return f"KLD {_kld_of(cost)} for {format_size(saved)}, {_per_gb(_price(group, choice, cost))}"
 
 
 def _kld_of(cost: Cost) -> str:

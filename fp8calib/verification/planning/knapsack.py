@@ -16,6 +16,8 @@ from fp8calib.verification.planning.arrays import Costs, Floats, Ints, Plan
 MOST_STATES = 2**15
 """Up to so many undominated plans of the groups so far are kept, and the result is exact. Of more,
 the best in each of as many equal steps of the size is kept."""
+_LEAST_GAIN = 1e-9
+"""The share of the cost that a change has to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +94,37 @@ def repair(plan: Plan, costs: Costs, limit: float) -> Plan:
 
     The size stays at most `limit` bytes. The best change is made first.
     """
-    chosen = costs.locate(plan)
-    size = int(costs.sizes[chosen].sum())
     for _ in range(4 * len(plan)):
-        gained = costs.price_changes(chosen)
-        grown = costs.sizes - costs.sizes[chosen[costs.group_of]]
-        pairs = gained[:, None] + gained[None, :] + costs.price_pairs(chosen)
-        both = grown[:, None] + grown[None, :]
-        is_own = costs.group_of[:, None] == costs.group_of[None, :]
-        pairs[is_own] = np.inf
-        np.fill_diagonal(pairs, gained)
-        np.fill_diagonal(both, grown)
-        pairs[size + both > limit] = np.inf
-        first, second = np.unravel_index(int(np.argmin(pairs)), pairs.shape)
-        if not pairs[first, second] < -1e-12 * max(costs.add(chosen), 1e-12):
+        better = list_changes(plan, costs, limit, count=1)
+        before = costs.add(costs.locate(plan))
+        if not better or costs.add(costs.locate(better[0])) >= before * (1 - _LEAST_GAIN):
             break
-        size += int(both[first, second])
-        for place in {int(first), int(second)}:
-            chosen[costs.group_of[place]] = place
-    return costs.name(chosen)
+        plan = better[0]
+    return plan
+
+
+def list_changes(plan: Plan, costs: Costs, limit: float, *, count: int) -> list[Plan]:
+    """List plans that differ in one or two groups and have at most `limit` bytes, the best first.
+
+    At most `count`, by their cost with joint effects.
+    """
+    chosen = costs.locate(plan)
+    gained = costs.price_changes(chosen)
+    grown = costs.sizes - costs.sizes[chosen[costs.group_of]]
+    pairs = gained[:, None] + gained[None, :] + costs.price_pairs(chosen)
+    both = grown[:, None] + grown[None, :]
+    pairs[costs.group_of[:, None] == costs.group_of[None, :]] = np.inf
+    np.fill_diagonal(pairs, gained)
+    np.fill_diagonal(both, grown)
+    pairs[int(costs.sizes[chosen].sum()) + both > limit] = np.inf
+    pairs[chosen], pairs[:, chosen] = np.inf, np.inf  # changes nothing
+    pairs[np.tril_indices(len(pairs), -1)] = np.inf  # each pair once
+    found = []
+    for place in np.argsort(pairs, axis=None)[:count]:
+        first, second = np.unravel_index(int(place), pairs.shape)
+        if not np.isfinite(pairs[first, second]):
+            break
+        changed = chosen.copy()
+        changed[costs.group_of[first]], changed[costs.group_of[second]] = first, second
+        found.append(costs.name(changed))
+    return found

@@ -6,8 +6,9 @@ plan, and the plan that the caller gets is the best of those that were run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
@@ -18,7 +19,8 @@ from fp8calib.verification.compare.summary import Summary, standard_error, summa
 from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
 from fp8calib.verification.planning.choices import Group, alone, count_bytes
-from fp8calib.verification.planning.knapsack import Frontier, find_frontier, repair
+from fp8calib.verification.planning.knapsack import Frontier, find_frontier, list_changes, repair
+from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
 
 _LAYERS_SHARE = 0.75
 """The share of a pass that is spent in the layers; the head takes the rest."""
@@ -31,6 +33,11 @@ _ROUNDS = 6
 _NEAR = 1.25
 """A uniform scheme is run beside the plan unless its sum is more than this multiple of the plan's.
 """
+_LARGEST_SLOPE = 2**0.5
+"""Larger derivatives are taken for this one, a nat: what norms bound grows no further. In models
+with massive activations a few tokens would otherwise make up the whole estimate."""
+_NEIGHBOURS = 8
+"""Plans beside the best one that are run together, while that finds a better one."""
 _FEWEST = 4
 """Groups of a scheme that were measured, from which the others' estimates are corrected."""
 
@@ -118,7 +125,9 @@ class Search:
     ) -> None:
         """Search with the derivatives of `estimate`; groups without one are measured."""
         self._groups = groups
-        self._slopes = slopes
+        self._slopes = {
+            place: slope.clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE) for place, slope in slopes.items()
+        }
         self._run = run
         self._num_layers = num_layers
         self._left = passes
@@ -153,7 +162,7 @@ class Search:
         needed = [place for place in places if place not in costs]
         chosen = [*needed, *self._choose_measured(costs)]
         plans = {place: alone(self._groups, *place) for place in chosen}
-        self._count(sum(self._weigh(place) for place in chosen))
+        self._count(sum(self._weigh(place) for place in chosen) + _count_references(chosen))
         runs = self._run(plans.values())
         measured = {place: self._measure(runs[plan][0]) for place, plan in plans.items()}
         return self._correct(costs, measured) | measured
@@ -269,7 +278,7 @@ class Search:
     def _run_whole(self, found: Found, plans: Iterable[Plan]) -> None:
         """Run plans that were not run yet, and see what sums are off by."""
         new = [plan for plan in dict.fromkeys(plans) if plan not in found.runs]
-        self._count(len([plan for plan in new if any(plan)]))
+        self._count(len(new) + _count_references(new))
         for plan, (scores, reference) in self._run(new).items():
             found.runs[plan] = summarize(scores, reference, self._run.lengths)
         ratios = [
@@ -288,6 +297,18 @@ class Search:
         plans = [repair(start, found.arrays, limit), start]
         self._run_whole(found, plans)
         self._run_whole(found, self._list_rivals(found, limit, uniform))
+        best = self._find_least(found, limit)
+        while (room := min(int(self._left), _NEIGHBOURS)) > 0:
+            near = list_changes(best, found.arrays, limit, count=room + len(found.runs))
+            self._run_whole(found, [plan for plan in near if plan not in found.runs][:room])
+            better = self._find_least(found, limit)
+            if better == best:
+                break
+            best = better
+        return best
+
+    def _find_least(self, found: Found, limit: float) -> Plan:
+        """Find the plan with the least loss of those that were run and fit."""
         fitting = [plan for plan in found.runs if count_bytes(self._groups, plan) <= limit]
         return min(fitting, key=lambda plan: found.runs[plan].kld_mean or 0.0)
 
@@ -333,12 +354,25 @@ class Search:
         return min([*fitting, best], key=lambda plan: count_bytes(self._groups, plan))
 
 
+def _count_references(plans: Sized) -> int:
+    """Count the passes of the unquantized model beside plans."""
+    return -(-len(plans) // LAYERS_AT_ONCE)
+
+
 def _find_price(frontier: Frontier, size: float) -> float:
-    """Give what a byte more would have saved at a size: the slope of the lower hull there."""
-    sizes, costs = frontier.sizes, frontier.costs
-    index = int(np.searchsorted(sizes, size, side="right")) - 1
-    index = max(index, 0)
-    if index >= len(sizes) - 1:
-        return 0.0
-    falls = (costs[index] - costs[index + 1 :]) / (sizes[index + 1 :] - sizes[index])
-    return float(falls.max())
+    """Give what a byte more would save at a size: the slope of the lower convex hull there."""
+    hull = [0]
+    for index in range(1, len(frontier.sizes)):
+        while len(hull) > 1 and _slope(frontier, hull[-2], hull[-1]) >= _slope(
+            frontier, hull[-1], index
+        ):
+            hull.pop()
+        hull.append(index)
+    above = ((a, b) for a, b in pairwise(hull) if float(frontier.sizes[b]) > size)
+    found = next(above, None)
+    return 0.0 if found is None else -_slope(frontier, *found)
+
+
+def _slope(frontier: Frontier, first: int, last: int) -> float:
+    fall = float(frontier.costs[last] - frontier.costs[first])
+    return fall / float(frontier.sizes[last] - frontier.sizes[first])
