@@ -70,55 +70,58 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
         ModelError: the model cannot be read or run.
         DataError: the data cannot be read, or is one sequence.
     """
-    engines = _list_engines(request)
-    emulated = _find_emulated(request)
-    gpu = None if request.gpu is None else find_gpu(request.gpu)
-    if gpu is not None:
-        for engine in engines:
-            require_known(gpu, engine)
+    for engine in _list_engines(request):
+        if request.gpu is not None:
+            require_known(find_gpu(request.gpu), engine)
     _check_budget(request)
     if request.samples < 2:
         hint = "some are held out from the search: use 2 or more"
         raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
-    recipe = open_recipe("kv")
     with open_run_model(
         request.model,
         place(request),
         revision=request.revision,
         trust_remote_code=request.trust_remote_code,
         if_quantized=IF_QUANTIZED,
-        recipe=recipe,
+        recipe=open_recipe("kv"),
     ) as model:
         if model.checkpoint.form:
             raise ModelError(
                 f"{request.model} is quantized already: {model.checkpoint.form}",
                 hint="name the unquantized model that it was made from",
             )
-        calibration, held_out = plan_texts(request, model)
-        fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
-        data = recipe.data.model_copy(update={"batch_size": request.batch_size})
-        search = replace_sequences(calibration, calibration.sequences[:SEQUENCES])
-        assert emulated.numerics is not None  # noqa: S101 -- `_find_emulated`
-        parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
-        settings = (emulated.key, str(request.batch_size), str(request.stats or ""))
-        yield OpenedPlan(
-            request=request,
-            model=model,
-            target=Target(
-                checkpoint=model.checkpoint,
-                fingerprint=fingerprint,
-                geometry=model.prepared.geometry,
-            ),
-            recipe=recipe.model_copy(update={"data": data}),
-            engines=engines,
-            emulated=emulated,
-            numerics=emulated.numerics,
-            gpu=gpu,
-            calibration=calibration,
-            search=search,
-            held_out=held_out,
-            tag=" ".join([_TAG, *parts, *settings]),
-        )
+        yield describe_opened(request, model, *plan_texts(request, model))
+
+
+def describe_opened(
+    request: PlanRequest, model: RunModel, calibration: DataPlan, held_out: DataPlan
+) -> OpenedPlan:
+    """Describe a plan for a model that is open, with its texts."""
+    fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
+    recipe = open_recipe("kv")
+    data = recipe.data.model_copy(update={"batch_size": request.batch_size})
+    emulated = _find_emulated(request)
+    assert emulated.numerics is not None  # noqa: S101 -- `_find_emulated`
+    parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
+    settings = (emulated.key, str(request.batch_size), str(request.stats or ""))
+    return OpenedPlan(
+        request=request,
+        model=model,
+        target=Target(
+            checkpoint=model.checkpoint,
+            fingerprint=fingerprint,
+            geometry=model.prepared.geometry,
+        ),
+        recipe=recipe.model_copy(update={"data": data}),
+        engines=_list_engines(request),
+        emulated=emulated,
+        numerics=emulated.numerics,
+        gpu=None if request.gpu is None else find_gpu(request.gpu),
+        calibration=calibration,
+        search=replace_sequences(calibration, calibration.sequences[:SEQUENCES]),
+        held_out=held_out,
+        tag=" ".join([_TAG, *parts, *settings]),
+    )
 
 
 def join_texts(opened: OpenedPlan) -> DataPlan:

@@ -7,7 +7,7 @@ plan, and the plan that the caller gets is the best of those that were run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Protocol
@@ -50,12 +50,12 @@ class Budget:
     most_kld: float | None = None
     most_log_ratio: float | None = None
 
-    def read(self, summary: Summary) -> tuple[float, float | None]:
-        """Give the figure that a loss limits, and its standard error."""
+    def read(self, summary: Summary) -> float:
+        """Give the figure that a loss limits, and a standard error more: other text may differ."""
         if self.most_log_ratio is not None:
-            return summary.log_ratio, summary.log_ratio_se
+            return summary.log_ratio + (summary.log_ratio_se or 0.0)
         assert summary.kld_mean is not None  # noqa: S101 -- of an emulation it is always known
-        return summary.kld_mean, summary.kld_se
+        return summary.kld_mean + (summary.kld_se or 0.0)
 
     @property
     def most_loss(self) -> float | None:
@@ -92,9 +92,9 @@ class Found:
     """By group and choice, without those in 16 bits."""
     arrays: Costs
     frontier: Frontier
-    price: float
+    price: float = 0.0
     """Nats that a byte more would have saved, at the plan."""
-    scale: float
+    scale: float = 1.0
     """What whole plans lose, as a multiple of the sum of their groups."""
     runs: dict[Plan, Summary] = field(default_factory=dict)
     """All whole plans that were run."""
@@ -130,26 +130,30 @@ class Search:
         }
         self._run = run
         self._num_layers = num_layers
-        self._left = passes
+        self._passes = self._left = passes
+        self._priced: Found | None = None
         self.spent = 0.0
         """Forward passes that were run."""
 
     def search(self, budget: Budget, uniform: Iterable[Plan]) -> Found:
         """Find the plan for a budget; `uniform` are run too where they may be as good."""
-        costs = self._price_groups()
-        arrays = self._make_arrays(costs)
-        sizes, alone_costs = arrays.split(arrays.sizes), arrays.split(arrays.alone)
-        frontier = find_frontier(sizes, alone_costs)
-        start = frontier.plan(len(frontier.sizes) - 1)
-        found = Found(
-            plan=start, costs=costs, arrays=arrays, frontier=frontier, price=0.0, scale=1.0
-        )
+        self._left = self._passes
+        priced = self._priced = self._priced or self._price()
+        found = replace(priced, price=0.0)
         if budget.most_bytes is not None:
             found.plan = self._spend(found, budget.most_bytes, list(uniform))
         else:
             found.plan = self._save(found, budget, list(uniform))
-        found.price = _find_price(frontier, count_bytes(self._groups, found.plan))
+        found.price = _find_price(found.frontier, count_bytes(self._groups, found.plan))
         return found
+
+    def _price(self) -> Found:
+        """Price the groups alone, and add up all plans."""
+        costs = self._price_groups()
+        arrays = self._make_arrays(costs)
+        frontier = find_frontier(arrays.split(arrays.sizes), arrays.split(arrays.alone))
+        start = frontier.plan(len(frontier.sizes) - 1)
+        return Found(plan=start, costs=costs, arrays=arrays, frontier=frontier)
 
     # --- groups alone ---------------------------------------------------------------------------
 
@@ -339,7 +343,7 @@ class Search:
             index = min(max(index, low), high - 1)
             plan = repair(frontier.plan(index), found.arrays, sizes[index])
             self._run_whole(found, [plan])
-            loss = budget.read(found.runs[plan])[0]
+            loss = budget.read(found.runs[plan])
             if loss <= most:
                 best, high = plan, index
             else:
@@ -350,7 +354,7 @@ class Search:
         limit = count_bytes(self._groups, best) - 1
         smaller = [p for p in uniform if count_bytes(self._groups, p) <= limit]
         self._run_whole(found, [p for p in smaller if found.predict(p) * factor <= _NEAR * most])
-        fitting = [p for p in found.runs if budget.read(found.runs[p])[0] <= most]
+        fitting = [p for p in found.runs if budget.read(found.runs[p]) <= most]
         return min([*fitting, best], key=lambda plan: count_bytes(self._groups, plan))
 
 
