@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,10 +181,21 @@ class Engine:
         where = f", but on {', '.join(others)}" if others else ""
         return f"{self.release} does not store it on {gpu.title}{where}"
 
+    def list_unmultiplied(self, gpu: Gpu) -> frozenset[str]:
+        """List of `fp8` and `mxfp8` what a GPU does not multiply: inputs stay in 16 bits."""
+        return frozenset(
+            kind for kind, places in self.multiplied.items() if gpu.generation not in places
+        )
+
+    def emulate_on(self, gpu: Gpu, numerics: Numerics) -> Numerics:
+        """Give the arithmetic of a release on a GPU."""
+        unmultiplied = self.list_unmultiplied(gpu)
+        return replace(numerics, gpu=gpu.title, unmultiplied=unmultiplied)
+
     def explain_unmultiplied(self, scheme: Scheme, gpu: Gpu) -> str:
         """Say why a GPU does not run the inputs of a scheme as they are stored; empty where so."""
         kind = "mxfp8" if scheme.is_mx else "fp8"
-        if scheme.inputs is InputScaling.NONE or gpu.generation in self.multiplied[kind]:
+        if scheme.inputs is InputScaling.NONE or kind not in self.list_unmultiplied(gpu):
             return ""
         return f"{self.release} leaves inputs in 16 bits on {gpu.title}, which has no {kind}"
 

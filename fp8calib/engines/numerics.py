@@ -82,6 +82,10 @@ class Numerics:
     """Inputs that a scheme leaves in 16 bits (w8a16) are quantized per token."""
     mx_inputs_always_quantized: bool = False
     """Inputs of MXFP8 weights are quantized even if a scheme leaves them in 16 bits (mxfp8-a16)."""
+    gpu: str = ""
+    """The GPU that serves; empty where it may be any."""
+    unmultiplied: frozenset[str] = frozenset()
+    """`fp8` and `mxfp8`: weights whose inputs this GPU leaves in 16 bits, whatever is asked."""
     input_by_reciprocal: bool = False
     """Static activations are multiplied by 1 / scale (fp32) rather than divided."""
     token_by_reciprocal: bool = False

@@ -47,16 +47,19 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_by_signs(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Multiply by the matrix of ones and minus ones: fp32 [..., D / block, block]."""
-    blocks = x.float().reshape(*x.shape[:-1], -1, block)
-    return torch.matmul(blocks, _matrix(block).to(x.device))
+    """Multiply by the matrix of ones and minus ones, rounded once: fp32 [..., D / block, block].
+
+    With sums in fp32 their order would decide ties of four-bit codes, and a model amplifies one.
+    """
+    blocks = x.double().reshape(*x.shape[:-1], -1, block)
+    return torch.matmul(blocks, _matrix(block).to(x.device)).float()
 
 
 @lru_cache
 def _matrix(size: int) -> torch.Tensor:
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), matrix)
     return matrix
 
 

@@ -41,12 +41,13 @@ def gaussian_key(x: torch.Tensor, bits: int) -> torch.Tensor:
     """
     x = x.float()
     levels = find_gaussian_levels(x.shape[-1], bits).to(x.device)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True).float()
     direction = hadamard(x / (norm + _SMALLEST_NORM))
     middles = (levels[1:] + levels[:-1]) / 2
     found = levels[torch.bucketize(direction, middles, right=True)]
-    squares = found.square().sum(-1, keepdim=True)
-    unit = found * (squares + _SMALLEST_SQUARE).sqrt().reciprocal()
+    squares = found.double().square().sum(-1, keepdim=True).float()
+    length = (squares + _SMALLEST_SQUARE).double().sqrt().float()  # torch's fp32 root is an ulp off
+    unit = found * length.reciprocal()
     return hadamard(norm.half().float() * unit)
 
 

@@ -22,7 +22,7 @@ from fp8calib.dialects.metadata import make_metadata
 from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import MX_BLOCK, NEAREST, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import name_fused_path
+from fp8calib.geometry.module_paths import name_fused_path, split_expert
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -169,7 +169,10 @@ def _refuse_partial_blocks(schemes: LayerSchemes, selection: Selection) -> None:
         if matrix.shape[1] % size and schemes.of(matrix.module).is_mx
     ]
     if partial:
-        first, names = partial[0], (span_layers(matrix.module) for matrix in partial)
+        first = partial[0]
+        # engines load the experts of a layer as one weight
+        whole = ((split_expert(matrix.module) or (matrix.module,))[0] for matrix in partial)
+        names = map(span_layers, whole)
         raise ExportError(
             f"{first.module} has {first.shape[1]} inputs, no multiple of {size}: MXFP8 has no "
             "smaller blocks",

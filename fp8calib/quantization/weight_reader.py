@@ -47,7 +47,7 @@ class WeightReader:
         copier = getattr(self._copiers, "own", None)
         if copier is None:
             copier = self._copiers.own = PinnedCopier(self._device, CHUNK_BYTES)
-        return copier.start(_read_rows(self.checkpoint, matrix, rows)).use()
+        return copier.start(read_matrix(self.checkpoint, matrix, rows)).use()
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
         """Give the amax of whole weights; each is read only once.
@@ -71,7 +71,8 @@ class WeightReader:
         return float(amax)
 
 
-def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Tensor:
+def read_matrix(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Tensor:
+    """Read consecutive rows of a weight, also of one in a stack."""
     position = matrix.position
     if position is None:
         return checkpoint.read_rows(matrix.tensor, rows.start, rows.stop)

@@ -22,7 +22,7 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, format_ranges
 from fp8calib.fp8.formats import E5M2, Fp8Format
-from fp8calib.fp8.schemes import MX_BLOCK, Scheme
+from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.kv_types.cache_types import E5M2_CACHE, CacheType
@@ -399,12 +399,21 @@ def build_scheme(
 def _note_mx_inputs(name: str, emulation: Emulation, numerics: Numerics) -> Iterator[str]:
     inputs = (each for site, each in emulation.quantizers.items() if site.role is Role.INPUT)
     is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in inputs)
-    if is_mx and numerics.mx_inputs_always_quantized:
+    if is_mx and numerics.mx_inputs_always_quantized and not numerics.gpu:
         yield (
             f"{name}: inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
-            f"{numerics.name} leaves them in 16 bits, which --engine reference --scheme mxfp8-a16 "
-            "emulates"
+            f"{numerics.name} leaves them in 16 bits: name yours with --gpu"
         )
+
+
+def _note_unmultiplied(name: str, checkpoint: Fp8Checkpoint, numerics: Numerics) -> Iterator[str]:
+    """Say which inputs that a checkpoint quantizes stay in 16 bits on the GPU that serves."""
+    inputs = (checkpoint.activation(each) for each in checkpoint.quantized)
+    kinds = {
+        "mxfp8" if each.is_mx else "fp8" for each in inputs if each.kind is not InputScaling.NONE
+    }
+    for kind in sorted(kinds & numerics.unmultiplied):
+        yield f"{name}: {numerics.gpu} has no {kind}: {numerics.name} leaves its inputs in 16 bits"
 
 
 def _find_input_scales(
@@ -458,6 +467,7 @@ def build_checkpoint(
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *_note_mx_inputs(opened.name, emulation, numerics),
+            *_note_unmultiplied(opened.name, checkpoint, numerics),
             *_note_misreads(opened.name, emulation.reads, target.geometry),
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
         ),

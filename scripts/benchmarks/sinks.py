@@ -1,10 +1,11 @@
 """Plant attention sinks in the demo model, and ask which rule each K and V needs.
 
-Started by `scripts/bench --sinks`. K of one token is a thousand times the amax of the others in
+Started by `scripts/bench --sinks`. K of one token is `--factor` times the amax of the others in
 three layers, in a channel that q does not look at, as in models with attention sinks. In two other
-layers K is 2^11 times as large and q as much smaller, so that scale 1.0 clips. `--rules auto` has
-to find the three layers, and to beat every single rule on other text. On the model as it is it has
-to say that nothing is gained.
+layers K is 2^11 times as large and q as much smaller, so that scale 1.0 clips. The normal numbers
+of E4M3 span a factor of 28,672, so that a factor of 1,000 costs next to nothing. Of a factor of
+2^18, which flushes the other tokens to zero, `--rules auto` has to find the three layers, and to
+beat every single rule on other text. On the model as it is (`--factor 0`) nothing is to be gained.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ SINKS = (6, 14, 22)
 LARGE = (2, 26)
 """The layers where all of K is large."""
 EXPONENT = 11
-FACTOR = 1000.0
-"""By which K of the sink exceeds the amax of the others."""
 SHARE = 0.005
 """A token is taken for the sink that is at most such a share of the text."""
 
@@ -44,6 +43,7 @@ SHARE = 0.005
 def main() -> None:
     """Print the choice and its judgement for both models."""
     parser = make_parser("--sinks", str(__doc__), samples=32, dtypes=("float32",))
+    parser.add_argument("--factor", type=float, nargs="+", default=[2.0**18, 1000.0, 0.0])
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 -- slow to import
 
@@ -51,13 +51,15 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     first, second = cut_texts(tokenizer, options)
     found = {}
-    for name in ("planted", "as it is"):
+    token = find_token([token for row in first for token in row["input_ids"]])
+    for factor in options.factor:
+        name = f"sinks x {factor:,.0f}" if factor else "as it is"
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
-        if name == "planted":
+        if factor:
             model = add_channels(model)
-            tokens = [token for row in first for token in row["input_ids"]]
-            plant_sinks(model, find_token(tokens), first[:4])
+            plant_sinks(model, token, factor, first[:4])
             plant_outliers(model)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
         found[name] = choose(model, first, second, options.seq_len)
         print(f"{name}:\n{describe(found[name])}", flush=True)
     if options.json:
@@ -135,7 +137,7 @@ def plant_outliers(model: Any) -> None:
             plant(model, Plant(layer, "k", EXPONENT))
 
 
-def plant_sinks(model: Any, token: int, rows: Sequence[dict[str, Any]]) -> None:
+def plant_sinks(model: Any, token: int, factor: float, rows: Sequence[dict[str, Any]]) -> None:
     """Mark a token in a channel of its own, which K of `SINKS` reads and nothing else."""
     channel = model.config.hidden_size - 1
     half = model.config.head_dim // 2
@@ -163,7 +165,7 @@ def plant_sinks(model: Any, token: int, rows: Sequence[dict[str, Any]]) -> None:
             keys = torch.cat(outputs, 1)[0].view(-1, key.shape[0], 2, half)
             outputs.clear()
             mark = keys[:, :, 0, place].abs().amax()
-            key[:, 0, place, channel] *= FACTOR * keys.abs().amax() / mark
+            key[:, 0, place, channel] *= factor * keys.abs().amax() / mark
 
 
 if __name__ == "__main__":

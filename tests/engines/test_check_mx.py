@@ -164,9 +164,12 @@ POWERS = (BYTES.float() - 127).exp2()
     ("form", "scale", "fault"),
     [
         ("mxfp8", BYTES.bfloat16(), "is BF16: transformers takes its values for scales"),
+        ("mxfp8", BYTES.to(torch.int8), "is I8: transformers takes its values for scales"),
+        ("mxfp8", BYTES.new_full((32, 5), 64).int(), "is I32: transformers takes its values for"),
         ("mxfp8", POWERS, ""),
         ("mxfp8", BYTES.view(torch.float8_e8m0fnu), ""),
         ("compressed-tensors", BYTES.bfloat16(), ""),
+        ("compressed-tensors", BYTES.to(torch.int8), ""),
         ("compressed-tensors", POWERS, "is F32: transformers takes its values for exponents"),
         (
             "compressed-tensors",
@@ -207,7 +210,7 @@ def test_tied_head_that_the_config_quantizes_is_unknown(tmp_path: Path) -> None:
     assert any("the output layer, which is tied" in doubt for doubt in doubts)
 
 
-@pytest.mark.parametrize("blocks", [2, 10])
+@pytest.mark.parametrize("blocks", [1, 2, 10])
 def test_transformers_spreads_exponents_of_other_blocks(
     blocks: int, written: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -227,6 +230,16 @@ def test_vllm_runs_modelopts_in_bfloat16_alone(written: dict[str, Path], tmp_pat
     for form, is_refused in (("modelopt", True), ("compressed-tensors", False)):
         found = ask(change(written[form], tmp_path / form, BYTES, dtype="float16"), "vllm")
         assert (found.weights is not None) is is_refused
+
+
+def test_an_algorithm_in_small_letters_is_the_same(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
+    out = change(written["modelopt"], tmp_path / "out", BYTES, dtype="float16")
+    change_config(out, lambda config: config["quantization_config"].update(quant_algo="mxfp8"))
+    report = ask(out, "vllm")
+    assert report.weights is not None
+    assert "in bfloat16 alone" in report.weights.why
 
 
 def test_blocks_that_ranks_divide_are_refused(written: dict[str, Path]) -> None:

@@ -17,10 +17,12 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, Granularity, InputScaling
+from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER, load_tensors
-from tests.quantization.by_hand import LAYER, random, run, save
+from tests.kit.checkpoints import change_config
+from tests.quantization.by_hand import LAYER, quantize_head, random, run, save
 from tests.quantization.stacked import STACKED
 from tests.quantization.test_resume import check_same, stop
 
@@ -224,6 +226,17 @@ def test_inputs_that_are_no_multiple_of_32_are_refused_by_name(tmp_path: Path) -
     assert "--ignore" in (told.value.hint or "")
 
 
+def test_experts_with_such_inputs_are_left_as_a_whole(tmp_path: Path) -> None:
+    """Engines cannot load a layer of which only the down projections are in 16 bits."""
+    zoo.save("qwen3_moe", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    with pytest.raises(ExportError, match=r"experts[.]0[.]down_proj has 24 inputs") as told:
+        run(tmp_path / "model", tmp_path / "out", "mxfp8")
+    (pattern,) = re.findall(r"--ignore '([^']+)'", told.value.hint or "")
+    made = ("quantize", tmp_path / "model", "--scheme", "mxfp8", "--ignore", pattern)
+    succeed(*made, "--out", tmp_path / "out")
+    assert not any(".experts." in name for name in list_linears(load(tmp_path / "out")))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_mx_blocks_are_one_row_high(form: str, tmp_path: Path) -> None:
     out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
@@ -253,6 +266,25 @@ def test_another_dialect_stores_the_same_codes_and_exponents(
         found, expected = second[f"{linear}.{FORMS[target]}"], tensors[f"{linear}.{FORMS[source]}"]
         assert found.dtype is torch.uint8
         assert torch.equal(found, expected)
+
+
+def test_what_another_checkpoint_does_not_have_as_its_source_is_named(tmp_path: Path) -> None:
+    """Linears of 16 bits, an output layer in FP8, KV scales."""
+    first = run(FOLDER / "llama", tmp_path / "first", "mxfp8", ignore=("*.o_proj",)).out
+    quantize_head(first)
+    made = ("quantize", first, "--dequantize", "--scheme", "mxfp8", "--format", "mxfp8", "--json")
+    notes = succeed(*made, "--allow-unservable", "--out", tmp_path / "second").json["notes"]
+    linears = ", ".join(f"model.layers.{index}.self_attn.o_proj" for index in range(2))
+    left = "--ignore 'model.layers.*.self_attn.o_proj'"
+    assert f"in 16 bits in MODEL, and quantized now: {linears}; to leave them: {left}" in notes
+    assert "in FP8 in MODEL, and not quantized now: lm_head" in notes
+    tensors = load(first)
+    tensors |= {f"{LAYER}.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    again = (*made, "--ignore", "*.o_proj", "--allow-unservable", "--out", tmp_path / "third")
+    notes = succeed(*again).json["notes"]
+    assert not any("in 16 bits in MODEL" in text for text in notes)
+    assert any("KV scales of MODEL are left out" in text for text in notes)
 
 
 def test_layers_may_have_it_beside_other_schemes(tmp_path: Path) -> None:
@@ -363,9 +395,7 @@ def quantize_by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
 @pytest.mark.parametrize("form", FORMS)
 def test_stacked_experts_become_single_ones(family: str, form: str, tmp_path: Path) -> None:
-    own = STACKED[family]
-    made = replace(own, changes={**own.changes, "intermediate_size": 32, **_EXPERT_SIZE[family]})
-    source = made.save(made.build(family), tmp_path / "model")
+    source = make_stacked(family, tmp_path / "model")
     out = load(run(source, tmp_path / "out", "mxfp8", form).out)
     stacks = {name: each for name, each in load(source).items() if each.ndim == 3}
     assert len(stacks) == 4
@@ -384,6 +414,70 @@ def test_stacked_experts_become_single_ones(family: str, form: str, tmp_path: Pa
                 assert torch.equal(out[f"{name}.{FORMS[form]}"], exponents)
                 count += 1
     assert count == 2 * 4 * 3
+
+
+def make_stacked(family: str, folder: Path) -> Path:
+    """Write a tiny model whose experts are stacked, with whole blocks of 32 inputs."""
+    own = STACKED[family]
+    made = replace(own, changes={**own.changes, "intermediate_size": 32, **_EXPERT_SIZE[family]})
+    return made.save(made.build(family), folder)
+
+
+def rewrite(source: Path, tensors: Tensors, section: dict[str, object]) -> Path:
+    """Replace the weights of a model, and describe them in its config."""
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    change_config(source, quantization_config=section)
+    return source
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
+@pytest.mark.parametrize("target", FORMS)
+def test_a_stack_in_mxfp8_gives_its_experts_the_same_codes_and_exponents(
+    family: str, target: str, tmp_path: Path
+) -> None:
+    source = make_stacked(family, tmp_path / "model")
+    tensors: Tensors = {}
+    known = set()
+    for name, values in load(source).items():
+        if values.ndim != 3:
+            tensors[name] = values
+            continue
+        codes, exponents = quantize_by_hand(values)
+        exponents += 3  # what the program itself would not choose
+        tensors[name] = codes.view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = exponents
+        half = values.shape[1] // 2
+        for own, powers in zip(codes, exponents, strict=True):
+            for rows in (slice(None), slice(half), slice(half, None)):
+                known.add((own[rows].numpy().tobytes(), powers[rows].numpy().tobytes()))
+    rewrite(source, tensors, {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
+    made = ("quantize", source, "--dequantize", "--scheme", "mxfp8", "--format", target, "--json")
+    report = succeed(*made, "--allow-unservable", "--out", tmp_path / "out").json
+    assert not any("a second time" in text for text in report["notes"])
+    out = load(tmp_path / "out")
+    experts = [name for name in list_linears(out) if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for name in experts:
+        codes, exponents = out[f"{name}.weight"], out[f"{name}.{FORMS[target]}"]
+        assert (codes.view(torch.uint8).numpy().tobytes(), exponents.numpy().tobytes()) in known
+
+
+def test_a_second_rounding_of_a_stack_is_measured(tmp_path: Path) -> None:
+    source = make_stacked("qwen3_moe", tmp_path / "model")
+    tensors = load(source)
+    for name, values in list(tensors.items()):
+        if values.ndim == 3:
+            tensors[name] = (values * 300).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.full((4, 1, 1), 1 / 300)
+    rewrite(
+        source,
+        tensors,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    )
+    made = ("quantize", source, "--dequantize", "--scheme", "mxfp8", "--json")
+    report = succeed(*made, "--allow-unservable", "--out", tmp_path / "out").json
+    (told,) = [text for text in report["notes"] if "a second time" in text]
+    assert 0 < float(re.search(r"time: ([0-9.]+) %", told)[1]) < 5  # type: ignore[index]
 
 
 def test_a_run_to_nearest_goes_on_where_it_stopped(tmp_path: Path) -> None:

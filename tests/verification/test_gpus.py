@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -117,3 +119,35 @@ def test_range_of_mi300x_is_named(model: PreTrainedModel) -> None:
     assert any("stores FP8 as e4m3fnuz" in text for text in report.warnings)
     report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="mi300x", fp8_dtype="e4m3fnuz")
     assert not any("stores FP8 as" in text for text in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "gpu", "is_plain"),
+    [
+        ("mxfp8", "h100", True),
+        ("mxfp8", "b200", False),
+        ("fp8-dynamic", "a100", True),
+        ("fp8-dynamic", "h100", False),
+    ],
+)
+def test_inputs_of_a_checkpoint_are_quantized_where_the_gpu_multiplies_them(
+    scheme: str, gpu: str, is_plain: bool, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "m", hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)
+    fp8calib.quantize(tmp_path / "m", scheme=scheme, out=tmp_path / "out")
+
+    def measure(**asked: object) -> tuple[float, str]:
+        asked = {"data": TEXT, "seq_len": 32, **asked}
+        report = fp8calib.verify(tmp_path / "m", **asked)  # type: ignore[arg-type]
+        return report.candidates[0].kld_mean, " ".join(report.warnings)
+
+    found, told = measure(scales=tmp_path / "out", gpu=gpu)
+    alone = {"mxfp8": "mxfp8-a16", "fp8-dynamic": "w8a16"}[scheme]
+    plain, _ = measure(scheme=alone, engine="reference")
+    quantized, _ = measure(scheme=scheme, engine="vllm")
+    assert plain != quantized
+    assert found == (plain if is_plain else quantized)
+    assert ("leaves its inputs in 16 bits" in told) is is_plain
+    assert "on other GPUs" not in told
+    if scheme == "mxfp8":
+        assert measure(scheme=alone, gpu=gpu)[0] == found

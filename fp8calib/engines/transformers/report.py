@@ -17,6 +17,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
+from fp8calib.dialects.fp8.pairing import EXPONENT_DTYPES
 from fp8calib.dialects.fp8.registry import list_input_scale_names
 from fp8calib.dialects.fp8.weights import (
     WEIGHT_FORMATS,
@@ -268,15 +269,16 @@ def _find_cast(context: LoadContext, loaded: LoadedModel, name: str) -> str:
 def _find_exponents(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     """Say where numbers that are no powers of two take the place of the exponents of MXFP8.
 
-    transformers 5.23 integrations/finegrained_fp8.py (_dequantize_one): floats are scales.
+    transformers 5.23 integrations/finegrained_fp8.py (_dequantize_one), run: all are scales but
+    uint8.
     """
     section = _read_section(context.folder)
     dtype = context.folder.tensors[loaded.read[name]][name].dtype
     is_mx = section.get("quant_method") == "mxfp8" and is_linear_scale(name)
-    if not is_mx or TORCH_DTYPES[dtype].itemsize == 1:
+    if not is_mx or dtype in EXPONENT_DTYPES:
         return ""
-    fractions = torch.frexp(_read(context, loaded, name).double()).mantissa
-    if bool((fractions == 0.5).all()):
+    values = _read(context, loaded, name)
+    if values.is_floating_point() and bool((torch.frexp(values.double()).mantissa == 0.5).all()):
         return ""
     return f"{shorten(name)} is {dtype}: transformers takes its values for scales"
 
@@ -310,8 +312,8 @@ def _find_spread(context: LoadContext, loaded: LoadedModel, name: str) -> str:
     if stored.dtype not in WEIGHT_FORMATS:  # two values of FP4 share a byte
         return ""
     for size, number, width in zip(weight, scale, block, strict=True):
-        is_cut = number == -(-size // width) and bool(size % width)
-        if number > 1 and (number * width != size if is_fixed else is_cut):
+        is_cut = number > 1 and number == -(-size // width) and bool(size % width)
+        if number * width != size if is_fixed else is_cut:
             return f"{shorten(name)}: transformers spreads {number} scales evenly over {size}"
     return ""
 

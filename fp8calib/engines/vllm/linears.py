@@ -56,7 +56,7 @@ class VllmReader(LinearReader):
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         section = section if name_method(section, release) else {}
         super().__init__(folder, VllmSchemes(section, folder.config, release))
-        if self.schemes.section.get("quant_algo") == "MXFP8":
+        if str(self.schemes.section.get("quant_algo")).upper() == "MXFP8":
             _require_bfloat16(geometry, release)
         self._release = release
         self._mx_form = str(section.get("quant_method", "modelopt"))

@@ -69,7 +69,9 @@ class Measured:
     @property
     def numerics(self) -> Numerics:
         """The arithmetic of the engine."""
-        return find_emulated(self.task.engine)[1]
+        engine, numerics = find_emulated(self.task.engine)
+        gpu = self.task.gpu
+        return numerics if gpu is None else engine.emulate_on(find_gpu(gpu), numerics)
 
     def read_back(self, path: Path, left: Sequence[int] = ()) -> CandidateResult:
         """Verify a checkpoint that was written, the KV cache of the layers `left` in 16 bits."""
@@ -240,7 +242,7 @@ def list_refused(
             COMPRESSED_TENSORS.name,
             layer_schemes={},
             ignore=(),
-            power_of_two_scales=False,
+            power_of_two_scales=None,
             shared_scales=True,
             is_calibrated=stats is not None,
         )

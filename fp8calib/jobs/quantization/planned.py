@@ -15,7 +15,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.dialects.fp8.registry import find_written, list_written
-from fp8calib.errors import UsageError
+from fp8calib.dialects.kv.parse_names import find_spelling
+from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import (
     GPTQ,
@@ -43,11 +44,13 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
+from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.scales.scale_table import SMALLEST_SCALE
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
-from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.matrices import SUFFIX, Matrix
+from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -159,14 +162,8 @@ def resolve_plan(
             f"{OPTION}: --format {dialect.name} has one scheme for all linears",
             hint=f"leave it out, or write {', '.join(others)}",
         )
-    if (
-        power_of_two_scales
-        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.BLOCK) is None
-    ):
-        raise UsageError(
-            f"--power-of-two-scales: --scheme {schemes.default.name} has no scales of blocks",
-            hint="leave it out: no engine rounds other scales",
-        )
+    if power_of_two_scales is not None:
+        _require_block_scales(schemes, is_asked=power_of_two_scales)
     if (
         not shared_scales
         and _find_option(schemes, lambda scheme: scheme.weights is Granularity.TENSOR) is None
@@ -190,6 +187,27 @@ def resolve_plan(
         shares_scales=shared_scales,
         rounding=rounding,
     )
+
+
+def _require_block_scales(schemes: LayerSchemes, *, is_asked: bool) -> None:
+    """Refuse --power-of-two-scales, or --no-power-of-two-scales, where nothing is to choose.
+
+    Raises:
+        UsageError: no scheme has blocks, or only MXFP8 has.
+    """
+    option = "--power-of-two-scales" if is_asked else "--no-power-of-two-scales"
+    if _find_option(schemes, lambda each: each.weights is Granularity.BLOCK and not each.is_mx):
+        return
+    mx = _find_option(schemes, lambda each: each.is_mx)
+    if mx is not None:
+        raise UsageError(
+            f"{option}: the scales of {mx} are always powers of two", hint="leave it out"
+        )
+    if is_asked:
+        raise UsageError(
+            f"{option}: --scheme {schemes.default.name} has no scales of blocks",
+            hint="leave it out: no engine rounds other scales",
+        )
 
 
 def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> str | None:
@@ -230,6 +248,7 @@ def open_planned(
             kept = checkpoint.keep_codes(asked.schemes)
             others = [each for each in selection.quantized if kept is None or each not in kept]
             notes = (*notes, *_note_second_rounding(checkpoint, others, asked.schemes))
+            notes = (*notes, *_note_changes(checkpoint, plan))
         yield Planned(
             checkpoint=checkpoint,
             plan=plan,
@@ -246,14 +265,14 @@ def _note_second_rounding(
     again = [
         each
         for each in matrices
-        if each.tensor in checkpoint.weights and schemes.of(each.module).is_mx
+        if each.source in checkpoint.weights and schemes.of(each.module).is_mx
     ]
     sample = again[:: max(1, len(again) // _SAMPLED)]
     if not sample:
         return
     errors = []
     for matrix in sample:
-        values = checkpoint.read_rows(matrix.tensor, 0, min(matrix.shape[0], _SAMPLED_ROWS)).float()
+        values = read_matrix(checkpoint, matrix, range(min(matrix.shape[0], _SAMPLED_ROWS)))
         scheme = schemes.of(matrix.module)
         scale = scale_parts(part_amax(values, scheme), scheme)
         spread = spread_scales(scale, matrix.shape, scheme)[: len(values)]
@@ -264,6 +283,30 @@ def _note_second_rounding(
         f"the weights are FP8 already, and MXFP8 rounds them a second time: {loss:.1f} % of their "
         f"norm, measured on {len(sample)} linears; from the unquantized model it rounds once"
     )
+
+
+def _note_changes(checkpoint: DecodedCheckpoint, plan: QuantizePlan) -> Iterator[str]:
+    """Name what another checkpoint of FP8 weights does not have as its source has it."""
+    decoded, selection = checkpoint.weights, plan.selection
+    more = [each.module for each in selection.quantized if each.source not in decoded]
+    if more:
+        patterns = dict.fromkeys(map(span_layers, more))
+        yield (
+            f"in 16 bits in MODEL, and quantized now: {cut_list(more)}; to leave them: "
+            f"{spell_options(patterns)}"
+        )
+    fewer = [
+        each.module
+        for each in selection.unquantized
+        if {each.module, each.module + SUFFIX} & decoded.keys()
+    ]
+    if fewer:
+        yield f"in FP8 in MODEL, and not quantized now: {cut_list(fewer)}"
+    if not plan.has_kv and any(map(find_spelling, checkpoint.stored.tensors)):
+        yield (
+            "the KV scales of MODEL are left out; `fp8calib extract-kv-scales --quantized-model "
+            "MODEL --model OUT` adds them to a copy of the new checkpoint"
+        )
 
 
 def write_planned(

@@ -56,6 +56,8 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         _require_one_engine(request)
     scheme = None if request.scheme is None else find_scheme(request.scheme)
     gpu = _choose_gpu(request, engine, scheme)
+    if gpu is not None:
+        numerics = engine.emulate_on(gpu, numerics)
     outputs = list_output_files(request)
     kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
     if kv_memory is not None and not 0 < kv_memory < math.inf:

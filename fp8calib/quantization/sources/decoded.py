@@ -257,17 +257,26 @@ class StoredCodes:
     schemes: LayerSchemes
 
     def __contains__(self, matrix: Matrix) -> bool:
-        name = matrix.tensor
+        name, position = matrix.source, matrix.position
         is_kept = self.fp8.fmt is E4M3FN and self.schemes.of(matrix.module).is_mx
-        return is_kept and name in self.fp8.quantized and self.fp8.activation(name).is_mx
+        if not is_kept or (position is not None and position.is_transposed):
+            return False
+        return name in self.fp8.quantized and self.fp8.activation(name).is_mx
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
         """Read the codes of consecutive rows: float8_e4m3fn."""
-        return self.fp8.read_codes(matrix.tensor, rows.start, rows.stop)
+        position = matrix.position
+        if position is None:
+            return self.fp8.read_codes(matrix.source, rows)
+        outputs = range(position.first + rows.start, position.first + rows.stop)
+        return self.fp8.read_codes(matrix.source, outputs, expert=position.expert)
 
     def read_scales(self, matrix: Matrix) -> torch.Tensor:
         """Read the scales of a weight: fp32, one per block."""
-        return self.fp8.weight_scale(matrix.tensor)
+        scales, position = self.fp8.weight_scale(matrix.source), matrix.position
+        if position is None:
+            return scales
+        return scales[position.expert, position.first : position.first + matrix.shape[0]]
 
 
 @dataclass(frozen=True, slots=True)

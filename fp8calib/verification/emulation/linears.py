@@ -68,6 +68,8 @@ def _quantize_inputs(
 ) -> Quantizer | None:
     """Quantize inputs as the engine does; by token if it ignores static scales."""
     kind = activation.kind
+    if ("mxfp8" if activation.is_mx else "fp8") in numerics.unmultiplied:
+        return None
     if activation.is_mx:
         is_quantized = kind is InputScaling.GROUP or numerics.mx_inputs_always_quantized
         mx = Quantizer(fmt=fmt, scale=Granularity.GROUP, block=MX_BLOCK, power_of_two=True)
