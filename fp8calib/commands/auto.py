@@ -32,9 +32,7 @@ from fp8calib.jobs.auto.measure import (
     list_candidates,
     list_considered,
     list_refused,
-    plan_texts,
     require_usable,
-    warn_of_few,
 )
 from fp8calib.jobs.auto.planned import PLANNED_PASSES, plan_left
 from fp8calib.jobs.calibration import (
@@ -50,6 +48,7 @@ from fp8calib.jobs.planning.runs import MEASURED_NAME
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.text import plan_texts, warn_of_few
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
 from fp8calib.recipe import Recipe
@@ -244,7 +243,7 @@ def _open_auto(task: AutoRequest) -> Iterator[_Opened]:
                 hint="name the unquantized model that it was made from",
             )
         require_usable(task, model)
-        calibration, held_out = plan_texts(task, model)
+        calibration, held_out = plan_texts(task, model.source)
         data = recipe.data.model_copy(update={"batch_size": task.batch_size})
         fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
         parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)

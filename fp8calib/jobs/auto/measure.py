@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from fp8calib.data.plan import (
-    FEW_TOKENS,
     DataPlan,
-    list_other_warnings,
-    split_plan,
-    warn_of_scales,
 )
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
@@ -28,15 +23,12 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, require_servable
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.rows import list_specs
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.comparison import open_verify_job, run_verify_job
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.auto import AutoRequest
-from fp8calib.requests.plan import PlanRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.selection.select import select
@@ -50,8 +42,6 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.report import CandidateResult, VerifyReport
 
-HELD_OUT = 0.2
-"""The share of the data that the loss is measured on; the scales come from the rest."""
 OVERLAY = "kv-overlay"
 
 
@@ -113,45 +103,6 @@ class Measured:
         job = open_verify_job(self.model, options, self.held_out)
         job = replace(job, make_candidates=make)
         return run_verify_job(job, choose_verification_mode(job), self.reporter).report
-
-
-def plan_texts(task: AutoRequest | PlanRequest, model: RunModel) -> tuple[DataPlan, DataPlan]:
-    """Plan the text of the calibration and the one that is held out.
-
-    Raises:
-        DataError: the data cannot be read, or is one sequence.
-    """
-
-    def plan(part: Literal["calibrate", "verify"], samples: int) -> DataPlan:
-        return plan_text(
-            model.source,
-            specs=list_specs(task.data),
-            samples=samples,
-            seq_len=task.seq_len,
-            pack=task.pack,
-            text_column=task.text_column,
-            seed=0,
-            part=part,
-        )
-
-    if list_specs(task.data):
-        calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
-    else:
-        number = max(1, round(task.samples * HELD_OUT))
-        calibration = plan("calibrate", task.samples - number)
-        held_out = plan("verify", number)
-    few = warn_of_scales(calibration.num_tokens)
-    warnings = (*list_other_warnings(calibration), *few)
-    return (
-        replace(calibration, warnings=warnings),
-        replace(held_out, warnings=tuple(list_other_warnings(held_out))),
-    )
-
-
-def warn_of_few(tokens: int) -> Iterator[str]:
-    """Warn of held-out text that is too short for figures with a small error."""
-    if tokens < FEW_TOKENS:
-        yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
 
 
 def list_considered(task: AutoRequest) -> tuple[str, ...]:

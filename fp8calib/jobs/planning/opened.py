@@ -13,10 +13,10 @@ from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.auto.measure import plan_texts
 from fp8calib.jobs.calibration import IF_QUANTIZED
 from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.recipe_options import open_recipe
+from fp8calib.jobs.text import plan_texts
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
@@ -90,7 +90,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
                 f"{request.model} is quantized already: {model.checkpoint.form}",
                 hint="name the unquantized model that it was made from",
             )
-        yield describe_opened(request, model, *plan_texts(request, model))
+        yield describe_opened(request, model, *plan_texts(request, model.source))
 
 
 def describe_opened(
@@ -101,9 +101,13 @@ def describe_opened(
     recipe = open_recipe("kv")
     data = recipe.data.model_copy(update={"batch_size": request.batch_size})
     emulated = _find_emulated(request)
-    assert emulated.numerics is not None  # noqa: S101 -- `_find_emulated`
+    numerics = emulated.numerics
+    assert numerics is not None  # noqa: S101 -- `_find_emulated`
+    gpu = None if request.gpu is None else find_gpu(request.gpu)
+    if gpu is not None:
+        numerics = emulated.emulate_on(gpu, numerics)
     parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
-    settings = (emulated.key, str(request.batch_size), str(request.stats or ""))
+    settings = (emulated.key, request.gpu or "", str(request.batch_size), str(request.stats or ""))
     return OpenedPlan(
         request=request,
         model=model,
@@ -115,8 +119,8 @@ def describe_opened(
         recipe=recipe.model_copy(update={"data": data}),
         engines=_list_engines(request),
         emulated=emulated,
-        numerics=emulated.numerics,
-        gpu=None if request.gpu is None else find_gpu(request.gpu),
+        numerics=numerics,
+        gpu=gpu,
         calibration=calibration,
         search=replace_sequences(calibration, calibration.sequences[:SEQUENCES]),
         held_out=held_out,

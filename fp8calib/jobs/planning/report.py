@@ -10,8 +10,8 @@ from typing import Literal
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.data.plan import list_other_warnings
 from fp8calib.engines.registry import find_replayed
-from fp8calib.jobs.auto.measure import warn_of_few
 from fp8calib.jobs.planning.opened import OpenedPlan
+from fp8calib.jobs.text import warn_of_few
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
 from fp8calib.results.record import BeforeAfter
