@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.api.test_auto import LENGTH, plant
-from tests.api.test_plan import SIZES, plan, sharpen
+from tests.api.test_plan import SIZES, cast_rows, plan, sharpen
 
 GROUPS = {
     "self_attn.q_proj+k_proj+v_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -48,12 +48,6 @@ def spoil(model: Any, outlier: float) -> None:
         before.div_(outlier)
         for linear in linears:
             linear.weight[:, 0].mul_(outlier)
-
-
-def cast_rows(weight: torch.Tensor) -> torch.Tensor:
-    """Round to FP8 with a scale for each row."""
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 @dataclass(frozen=True)

@@ -243,15 +243,17 @@ class _Walk:
             wanted,
             store.get(self._gradient(place), self.decoder.device),
         )
-        store.put(self._gradient(place), gradients[: len(leaves)])
         own = gradients[len(leaves) :]
         at_outputs = dict(zip(seen.outputs, own, strict=False))
         at_heads = dict(zip(seen.heads, own[len(seen.outputs) :], strict=True))
-        for found, slope in pricing.price(seen, at_outputs, at_heads):
+        for found, flat in pricing.price(seen, at_outputs, at_heads):
+            slope = flat.reshape(batch.input_ids.shape)
             rows = [slope[row, : length - 1] for row, length in enumerate(batch.lengths)]
             key = (found, place)
             joined = torch.cat(rows).cpu()
             self._found[key] = self._found.get(key, 0) + joined
+        # last: what the last linear gives may have the gradient that is stored, itself
+        store.put(self._gradient(place), gradients[: len(leaves)])
 
     def join(self) -> dict[Place, torch.Tensor]:
         """Join what was found in all micro-batches."""
@@ -345,7 +347,7 @@ class _Pricing:
         at_outputs: Mapping[str, torch.Tensor],
         at_heads: Mapping[Site, torch.Tensor],
     ) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Give the derivative of each choice by token: fp32 [B, S]."""
+        """Give the derivative of each choice by token: fp32 [B * S]; experts see tokens so."""
         pulls = {module: g.float() for module, g in at_outputs.items() if module in self._plain}
         plain = {
             module: ((pull @ self._plain[module]) * seen.inputs[module].detach().float()).sum(-1)
@@ -365,7 +367,7 @@ class _Pricing:
                 for module, pull in pulled[id(product)].items():
                     quantizer = emulation.quantizers.get(Site(module, Role.INPUT))
                     x = _round(seen.inputs[module], quantizer, rounded)
-                    parts.append((pull * x).sum(-1) - plain[module])
+                    parts.append(((pull * x).sum(-1) - plain[module]).flatten())
             for site, quantizer in emulation.quantizers.items():
                 if site in at_heads:
                     parts.append(_price_heads(seen.heads[site], at_heads[site], quantizer))
@@ -393,4 +395,4 @@ def _price_heads(x: torch.Tensor, pull: torch.Tensor, quantizer: Quantizer) -> t
     """Give the derivative in the direction of K, V or q as they are stored: [B, H, S, D]."""
     plain = x.detach()
     error = quantizer.for_heads(x.shape[1]).fake(plain).values - plain.float()
-    return (pull.float() * error).sum((1, 3))
+    return (pull.float() * error).sum((1, 3)).flatten()
