@@ -33,9 +33,6 @@ _ROUNDS = 6
 _NEAR = 1.25
 """A uniform scheme is run beside the plan unless its sum is more than this multiple of the plan's.
 """
-_LARGEST_SLOPE = 2**0.5
-"""Larger derivatives are taken for this one, a nat: what norms bound grows no further. In models
-with massive activations a few tokens would otherwise make up the whole estimate."""
 _NEIGHBOURS = 8
 """Plans beside the best one that are run together, while that finds a better one."""
 _FEWEST = 4
@@ -125,9 +122,7 @@ class Search:
     ) -> None:
         """Search with the derivatives of `estimate`; groups without one are measured."""
         self._groups = groups
-        self._slopes = {
-            place: slope.clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE) for place, slope in slopes.items()
-        }
+        self._slopes = slopes
         self._run = run
         self._num_layers = num_layers
         self._passes = self._left = passes
