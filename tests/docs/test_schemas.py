@@ -123,6 +123,9 @@ def test_plans(place: Path) -> None:
     check("run-plan", succeed("calibrate", place / "llama", *data, "--shard", "1/2").json)
     check("run-plan", succeed("verify", place / "llama", *data).json)
     check("run-plan", succeed("quantize", place / "llama", *scheme, *data).json)
+    planned = ("plan", place / "llama", "--max-bytes", 0.8, "--out", place / "planned")
+    check("run-plan", succeed(*planned, *data).json)
+    check("plan", succeed(*planned, *data[:-2], "--json").json)
 
 
 def test_quantize_and_check(place: Path, calibrated: Path) -> None:
