@@ -233,3 +233,34 @@ def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path:
     options = ("--scales", out, "--data", held_out, *QUICK, "--json")
     verified = succeed("verify", place[0], *options).json["candidates"][0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+
+
+def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) -> None:
+    page = (measured / "plan.html").read_text()
+    report = json.loads((measured / "report.json").read_text())
+    assert "<title>FP8 plan of " in page
+    assert "<script" not in page
+    marks = page.count('class="marks"')
+    assert marks == sum(point["kld_mean"] > 0 for point in report["frontier"])
+    for group in report["groups"]:
+        assert group["name"] in page
+    assert report["write"].replace("'", "&#39;") in page
+
+
+def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
+    found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
+    recipe = tmp_path / "plan" / "recipe.yaml"
+    command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
+    text = ("--data", planted[1], "--seq-len", 32, "--samples", 16, "--dtype", "float32")
+    outcome = succeed(*command, *text, "--json").json
+    assert len(outcome["rounded"]) == len(outcome["quantized"])
+    planned = [linear for g in found["groups"] if g["choice"] == "w8a16" for linear in g["linears"]]
+    assert sorted(outcome["quantized"]) == sorted(planned)
+    assert "--ignore: the schemes are those of" in fail(2, *command, "--ignore", "*.o_proj")
+    empty = tmp_path / "kv.yaml"
+    empty.write_text("name: kv\n")
+    other = ("quantize", planted[0], "--scheme", empty, "--out", tmp_path / "other")
+    assert "it has no section quantize" in fail(3, *other)
