@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests import zoo
-from tests.api.test_auto import plant
+from tests.api.test_auto import LENGTH, plant
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 
@@ -116,7 +116,10 @@ def test_derivatives_are_those_of_autograd(
         ]
         expected.append(torch.stack(slopes).sum(0).detach())
     found = load_file(measured / "measured.safetensors")[f"slopes/model.layers.{name}=w8a16"]
-    torch.testing.assert_close(found, torch.cat(expected), rtol=2e-3, atol=1e-5)
+    priced = torch.arange(LENGTH - 1).repeat(8) % 2 == 0  # every second token stands for two
+    close = {"rtol": 2e-3, "atol": 1e-5}
+    torch.testing.assert_close(found[priced], torch.cat(expected)[priced] * 2**0.5, **close)
+    assert not found[~priced].any()
 
 
 def test_estimates_are_near_what_groups_lose(

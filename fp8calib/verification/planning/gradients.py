@@ -35,6 +35,8 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.weights import WeightChange
 from fp8calib.verification.planning.choices import Group
 
+_STRIDE = 2
+"""Choices are priced on every second token, which halves what that costs."""
 _ROWS = 256
 """Tokens whose logits are in memory at a time."""
 
@@ -247,10 +249,12 @@ class _Walk:
         at_outputs = dict(zip(seen.outputs, own, strict=False))
         at_heads = dict(zip(seen.heads, own[len(seen.outputs) :], strict=True))
         for found, flat in pricing.price(seen, at_outputs, at_heads):
-            slope = flat.reshape(batch.input_ids.shape)
+            slope = torch.zeros(batch.input_ids.numel())
+            slope[::_STRIDE] = flat.cpu() * _STRIDE**0.5  # so that means of squares are of all
+            slope = slope.reshape(batch.input_ids.shape)
             rows = [slope[row, : length - 1] for row, length in enumerate(batch.lengths)]
             key = (found, place)
-            joined = torch.cat(rows).cpu()
+            joined = torch.cat(rows)
             self._found[key] = self._found.get(key, 0) + joined
         # last: what the last linear gives may have the gradient that is stored, itself
         store.put(self._gradient(place), gradients[: len(leaves)])
@@ -347,10 +351,14 @@ class _Pricing:
         at_outputs: Mapping[str, torch.Tensor],
         at_heads: Mapping[Site, torch.Tensor],
     ) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Give the derivative of each choice by token: fp32 [B * S]; experts see tokens so."""
-        pulls = {module: g.float() for module, g in at_outputs.items() if module in self._plain}
+        """Give the derivative of each choice by priced token: fp32 [N]."""
+        pulls = {
+            module: _take_rows(g).float()
+            for module, g in at_outputs.items()
+            if module in self._plain
+        }
         plain = {
-            module: ((pull @ self._plain[module]) * seen.inputs[module].detach().float()).sum(-1)
+            module: ((pull @ self._plain[module]) * _take_rows(seen.inputs[module]).float()).sum(-1)
             for module, pull in pulls.items()
         }
         pulled: dict[int, _Product] = {}
@@ -367,7 +375,7 @@ class _Pricing:
                 for module, pull in pulled[id(product)].items():
                     quantizer = emulation.quantizers.get(Site(module, Role.INPUT))
                     x = _round(seen.inputs[module], quantizer, rounded)
-                    parts.append(((pull * x).sum(-1) - plain[module]).flatten())
+                    parts.append((pull * x).sum(-1) - plain[module])
             for site, quantizer in emulation.quantizers.items():
                 if site in at_heads:
                     parts.append(_price_heads(seen.heads[site], at_heads[site], quantizer))
@@ -375,24 +383,29 @@ class _Pricing:
                 yield place, torch.stack(parts).sum(0)
 
 
+def _take_rows(x: torch.Tensor) -> torch.Tensor:
+    """Take the tokens that are priced: [N, C] of [B, S, C], or of [B * S, C], as experts see it."""
+    return x.detach().reshape(-1, x.shape[-1])[::_STRIDE]
+
+
 def _round(
     x: torch.Tensor,
     quantizer: Quantizer | None,
     rounded: list[tuple[int, Quantizer, torch.Tensor]],
 ) -> torch.Tensor:
-    """Quantize an input, once for all linears that read it alike: fp32 [B, S, C]."""
+    """Quantize an input, once for all linears that read it alike: fp32 [N, C]."""
     if quantizer is None:
-        return x.detach().float()
+        return _take_rows(x).float()
     for seen, other, found in rounded:
         if seen == id(x) and other.is_same(quantizer):
             return found
-    values = quantizer.fake(x.detach().reshape(-1, x.shape[-1])).values.reshape(x.shape)
+    values = quantizer.fake(_take_rows(x)).values
     rounded.append((id(x), quantizer, values))
     return values
 
 
 def _price_heads(x: torch.Tensor, pull: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    """Give the derivative in the direction of K, V or q as they are stored: [B, H, S, D]."""
-    plain = x.detach()
-    error = quantizer.for_heads(x.shape[1]).fake(plain).values - plain.float()
-    return (pull.float() * error).sum((1, 3)).flatten()
+    """Give the derivative in the direction of K, V or q [B, H, S, D] as they are stored."""
+    plain, own = (each.detach().transpose(0, 1).flatten(1, 2)[:, ::_STRIDE] for each in (x, pull))
+    error = quantizer.for_heads(x.shape[1]).fake(plain.unsqueeze(0)).values[0] - plain.float()
+    return (own.float() * error).sum((0, 2))
