@@ -112,7 +112,7 @@ class PlanRequest:
             least=1,
             help="Forward passes that measuring groups and plans may take while it searches.",
         ),
-    ] = 8
+    ] = 6
     points: Annotated[
         int,
         Option(

@@ -36,7 +36,7 @@ from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
 
 _STREAMS = "each group is measured from its own layer on"
 _SEED = 0
-GRADIENT_PASSES = 8
+GRADIENT_PASSES = 6
 """What the walk for gradients takes, of forward passes: two forward, one back, the products."""
 
 
