@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
     from fp8calib.commands.merge import merge
+    from fp8calib.commands.plan import plan
     from fp8calib.commands.quantize import quantize
     from fp8calib.commands.recipes import recipes
     from fp8calib.commands.show import show
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
     from fp8calib.results.export import ExportResult
     from fp8calib.results.extract_kv_scales import ExtractResult
     from fp8calib.results.merge import MergeResult
-    from fp8calib.results.plan import RunPlan
+    from fp8calib.results.plan import PlanResult
     from fp8calib.results.quantize import QuantizeResult
+    from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
 
 __version__ = "0.2.0"
@@ -63,8 +65,9 @@ _PLACES = {
     "load_kv_scales": "jobs.live_engine",
     "load_stats": "jobs.stats",
     "MergeResult": "results.merge",
+    "PlanResult": "results.plan",
     "QuantizeResult": "results.quantize",
-    "RunPlan": "results.plan",
+    "RunPlan": "results.run_plan",
     "VerifyResult": "results.verify",
 }
 
@@ -83,6 +86,7 @@ __all__ = [
     "Fp8CalibWarning",
     "MergeResult",
     "ModelError",
+    "PlanResult",
     "QuantizeResult",
     "RecipeError",
     "RunPlan",
@@ -101,6 +105,7 @@ __all__ = [
     "load_kv_scales",
     "load_stats",
     "merge",
+    "plan",
     "quantize",
     "recipes",
     "show",

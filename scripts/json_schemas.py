@@ -15,7 +15,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.requests import find_implementation, list_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.rules import AMAX
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -26,7 +26,7 @@ _EVERY_OUTPUT = {"schema_version": {"const": SCHEMA_VERSION}, "passed": {"type":
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
     results = {name.replace("_", "-"): _find_result(name) for name in list_commands()}
-    kinds = {**results, "plan": RunPlan, "error": ErrorResult}
+    kinds = {**results, "run-plan": RunPlan, "error": ErrorResult}
     schemas = {name: _describe(name, kind) for name, kind in kinds.items()}
     return schemas | {"recipe": _describe_recipe()}
 

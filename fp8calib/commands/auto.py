@@ -28,17 +28,13 @@ from fp8calib.jobs.auto.decide import Combination, KvChoice
 from fp8calib.jobs.auto.measure import (
     OVERLAY,
     Measured,
-    drop_kv,
     find_unused_kv,
-    leave_layers,
     list_candidates,
     list_considered,
-    list_left_counts,
     list_refused,
-    plan_texts,
     require_usable,
-    warn_of_few,
 )
+from fp8calib.jobs.auto.planned import PLANNED_PASSES, plan_left
 from fp8calib.jobs.calibration import (
     IF_QUANTIZED,
     CalibrationJob,
@@ -48,26 +44,28 @@ from fp8calib.jobs.calibration import (
 )
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.planning.runs import MEASURED_NAME
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.text import plan_texts, warn_of_few
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
 from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AnsweredQuestion, AutoResult, Outcome
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.report import CandidateResult, VerifyReport
-from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
+from fp8calib.verification.sensitivity import SEQUENCES
 
 _TAG = "fp8calib auto"
 """Marks the folder of a run that was killed, which the next one replaces."""
 GATES = ("w8a8", "kv")
-_OWNED = frozenset({STATS_NAME, REPORT_NAME, OVERLAY, *SCHEMES})
+_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, OVERLAY, *SCHEMES})
 """Names of what may be in the output folder."""
 
 
@@ -108,10 +106,12 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
             task=task,
             model=opened.model,
             stats=stats,
+            calibration=opened.calibration,
             held_out=opened.held_out,
             reporter=reporter,
         )
         report = _decide(measured, folder)
+        (folder / MEASURED_NAME).unlink(missing_ok=True)
         texts = (*opened.calibration.warnings, *warn_of_few(report.tokens), *report.warnings)
         report = report.model_copy(
             update={
@@ -200,20 +200,12 @@ def _plan(task: AutoRequest) -> RunPlan:
         )
 
 
-def _count_left_tokens(task: AutoRequest, opened: _Opened) -> int:
-    """Count the tokens that are run to leave layers in 16 bits, and to read the result back."""
+def _count_left_tokens(task: AutoRequest, opened: _Opened) -> float:
+    """Count the tokens that are run to plan, and to read the result back."""
     if not _can_leave_layers(task):
         return 0
-    layers = len(opened.model.prepared.geometry.layers)
-    one_at_a_time = sum(
-        length
-        for batch in choose_batches(opened.held_out, task.batch_size)
-        for length in batch.lengths
-    )
-    rounds = layers + -(-layers // LAYERS_AT_ONCE)
-    compared = [1, len(list_left_counts(layers, layers)), 1]
-    runs = sum(_NUM_BESIDE + candidates for candidates in compared)
-    return one_at_a_time * rounds + opened.held_out.num_tokens * runs
+    searched = sum(map(len, opened.calibration.sequences[:SEQUENCES]))
+    return searched * PLANNED_PASSES + opened.held_out.num_tokens * (_NUM_BESIDE + 1)
 
 
 _UNLESS = {"w8a8": "no scheme with FP8 inputs passes", "kv": "it does not pass"}
@@ -251,7 +243,7 @@ def _open_auto(task: AutoRequest) -> Iterator[_Opened]:
                 hint="name the unquantized model that it was made from",
             )
         require_usable(task, model)
-        calibration, held_out = plan_texts(task, model)
+        calibration, held_out = plan_texts(task, model.source)
         data = recipe.data.model_copy(update={"batch_size": task.batch_size})
         fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
         parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
@@ -338,7 +330,7 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
         note(decide.describe_cache_type(found))
     ranked = decide.rank_schemes(found, refused)
     tried: list[Outcome] = []
-    for choice in _list_choices(measured, found, refused, ranked, kv, note):
+    for choice in _list_choices(measured, found, refused, ranked, kv, note, folder):
         reporter.say(f"step 3 of {steps}: write {choice}")
         outcome = write_combination(measured, folder, choice)
         tried.append(outcome)
@@ -360,31 +352,30 @@ def _list_choices(
     ranked: Sequence[CandidateResult],
     kv: KvChoice,
     note: Callable[[AnsweredQuestion], None],
+    folder: Path,
 ) -> Iterator[Combination]:
-    """List what to write: schemes with FP8 inputs, whole or without layers, then the others.
+    """List what to write: schemes with FP8 inputs, whole or as planned, then the others.
 
-    Of the KV cache alone: each kind of scales, then those of fewer layers. Layers are searched for
-    only when what came before did not pass.
+    Of the KV cache alone: each kind of scales, then those of fewer layers. Plans are made only when
+    what came before did not pass.
     """
     gate = measured.task.gate
     multiplying = [each for each in ranked if decide.has_fp8_inputs(each.name)]
     yield from decide.list_combinations(multiplying, kv, gate)
-    if gate == "kv":
-        base = Combination(scheme=None, kv=kv.wanted)
-        is_unknown = kv.is_unknown
-    else:
-        base = Combination(scheme=decide.choose_fallback(found, refused), kv=None)
-        _, is_unknown = decide.find_closest(found, refused)
-    is_possible = base.scheme is not None or (gate == "kv" and _can_leave_layers(measured.task))
+    fallbacks = [] if gate == "kv" else decide.list_fallbacks(found, refused)
+    is_unknown = kv.is_unknown if gate == "kv" else decide.find_closest(found, refused)[1]
+    is_possible = bool(fallbacks) or (gate == "kv" and _can_leave_layers(measured.task))
     if is_possible and not is_unknown:
         steps = _count_steps(measured.task)
         measured.reporter.say(f"step {steps} of {steps}: {_describe_left(measured.task)}")
-        measured_layers = leave_layers(measured, base)
-        if measured_layers is not None:
-            left, decision = measured_layers
+        for planned, decision in plan_left(measured, fallbacks, folder):
             note(decision)
-            for cache in (kv.wanted,) if gate == "kv" else dict.fromkeys((kv.name, None)):
-                yield Combination(scheme=base.scheme, kv=cache, left=left)
+            if gate == "kv":
+                yield Combination(scheme=None, kv=kv.wanted, left=planned.plain_caches)
+            elif planned.quantize is not None:
+                scheme = planned.quantize.scheme
+                for cache in dict.fromkeys((kv.name, None)):
+                    yield Combination(scheme=scheme, kv=cache, planned=planned.quantize)
     if gate == "w8a8":
         others = [each for each in ranked if each not in multiplying]
         yield from decide.list_combinations(others, kv, gate)
@@ -400,8 +391,8 @@ def _count_steps(task: AutoRequest) -> int:
 
 
 def _describe_left(task: AutoRequest) -> str:
-    what = "the KV cache of the most sensitive ones" if task.gate == "kv" else "the most sensitive"
-    return f"quantize one layer at a time, to leave {what} in 16 bits"
+    what = "the KV cache of the most sensitive layers" if task.gate == "kv" else "sensitive linears"
+    return f"plan to leave {what} in 16 bits"
 
 
 def _describe_scheme(

@@ -15,10 +15,10 @@ from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
 from fp8calib.jobs.auto.measure import (
     OVERLAY,
     Measured,
-    drop_kv,
-    map_layer_names,
 )
 from fp8calib.jobs.quantization.servable import find_fault
+from fp8calib.jobs.stats import drop_kv
+from fp8calib.recipe import Quantize
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.check import CheckRequest
 from fp8calib.requests.export import ExportRequest
@@ -35,8 +35,15 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
     if choice.scheme is not None:
         stats = measured.stats if choice.kv == KV_SCALES else drop_kv(measured.stats)
         out = folder / choice.scheme
-        ignore = [map_layer_names(measured.stats)[layer] for layer in choice.left]
-        request = QuantizeRequest(model, choice.scheme, out, stats=stats, ignore=ignore)
+        planned = choice.planned or Quantize(scheme=choice.scheme)
+        request = QuantizeRequest(
+            model,
+            choice.scheme,
+            out,
+            stats=stats,
+            ignore=planned.ignore,
+            layer_schemes=planned.layer_schemes,
+        )
         quantize(request, measured.reporter)
     if choice.scheme is None or has_query:
         source = model if choice.scheme is None else folder / choice.scheme
@@ -50,7 +57,7 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
             _remove(folder / choice.scheme)
         (written / OVERLAY).rename(folder / name)
         written.rmdir()
-    left = choice.left if choice.scheme is None else ()
+    left = choice.left
     verified = measured.read_back(folder / name, left)
     checked = dict(_check_written(measured, folder / name))
     served = checked[measured.task.engine]
@@ -75,6 +82,8 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
             has_kv_scales=choice.kv is not None,
             has_query_scales=has_query,
             unquantized_layers=choice.left,
+            unquantized=() if choice.planned is None else choice.planned.ignore,
+            layer_schemes={} if choice.planned is None else choice.planned.layer_schemes,
             serve_options=(options := _spell_left(measured, left)),
         ),
         tried=(attempt,),

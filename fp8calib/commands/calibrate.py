@@ -69,7 +69,7 @@ from fp8calib.options.keys import FORMATS, TP
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import is_checkpoint

@@ -18,16 +18,16 @@ from fp8calib.jobs.quantization.planned import (
     write_planned,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
-from fp8calib.jobs.recipe_options import list_given
+from fp8calib.jobs.recipe_options import apply_quantize_recipe, list_given
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-from fp8calib.jobs.stats import read_stats
+from fp8calib.jobs.stats import drop_kv, read_stats
 from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.machine.units import format_gib
 from fp8calib.quantization.quantize import count_pinned_bytes
 from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.results.plan import RunPlan
 from fp8calib.results.quantize import QuantizeResult
+from fp8calib.results.run_plan import RunPlan
 
 
 def run(
@@ -38,11 +38,15 @@ def run(
     Raises:
         UsageError: an option is invalid, or the folder is in use.
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
+        RecipeError: the recipe that the scheme names is invalid.
         DataError: the data cannot be read.
         CalibrationError: a forward pass of `gptq` failed, or gave NaN or infinity.
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
             cannot hold it.
     """
+    observes_kv = True
+    if request.names_recipe:
+        request, observes_kv = apply_quantize_recipe(request)
     check_rounding(request.rounding, _list_of_text(request), dequantize=request.dequantize)
     asked = resolve_plan(
         request.scheme,
@@ -55,6 +59,8 @@ def run(
         rounding=request.rounding,
     )
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
+    if stats is not None and not observes_kv:
+        stats = drop_kv(stats)
     with saved_model(request.model, Path(request.out), request.tokenizer) as model:
         task = QuantizeTask(
             request=request,

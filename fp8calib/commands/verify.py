@@ -34,7 +34,7 @@ from fp8calib.machine.command_line import spell_command
 from fp8calib.options.keys import Specs
 from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.verification.rule_choice import describe_search, split_text

@@ -20,8 +20,8 @@ from fp8calib.jobs.resumable.run import RunMeasurements
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
-from fp8calib.results.plan import RunPlan
 from fp8calib.results.record import BeforeAfter
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.served import Served
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from fp8calib.dialects.registry import (
     list_query_format_names,
 )
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
+from fp8calib.fp8.schemes import NEAREST
 from fp8calib.geometry.tensor_parallel import check_degree
 from fp8calib.jobs.rows import split_data
 from fp8calib.options.keys import (
@@ -30,6 +31,7 @@ from fp8calib.options.keys import (
 )
 from fp8calib.options.option import Declared, list_options
 from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
+from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.requests.shared import TextData
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -84,6 +86,33 @@ def apply_request(made: Recipe, request: object) -> Recipe:
     if (kinds := getattr(request, "observe", None)) is not None:
         recipe["observe"] |= _choose_kinds(kinds)
     return _validate(Recipe, recipe, request)
+
+
+def apply_quantize_recipe(request: QuantizeRequest) -> tuple[QuantizeRequest, bool]:
+    """Give a request the schemes of the recipe that it names, and tell if scales of K and V belong.
+
+    Raises:
+        RecipeError: the recipe is invalid, or has no section `quantize`.
+        UsageError: the request has schemes beside it.
+    """
+    recipe = open_recipe(request.scheme)
+    asked = recipe.quantize
+    if asked is None:
+        raise RecipeError(
+            f"{request.scheme}: it has no section quantize",
+            hint="name a scheme, or a recipe that writes a checkpoint",
+        )
+    for option, given in (("--layer-scheme", request.layer_schemes), ("--ignore", request.ignore)):
+        if given:
+            raise UsageError(f"{option}: the schemes are those of {request.scheme}")
+    changed = replace(
+        request,
+        scheme=asked.scheme,
+        layer_schemes=asked.layer_schemes,
+        ignore=asked.ignore,
+        rounding=asked.rounding if request.rounding == NEAREST else request.rounding,
+    )
+    return changed, recipe.observe.kv
 
 
 def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[Row] | None]:

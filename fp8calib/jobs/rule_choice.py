@@ -8,8 +8,8 @@ from fp8calib.data.plan import DataPlan, split_plan
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import DataError, UsageError
 from fp8calib.geometry.sites import KV_ROLES, Site
-from fp8calib.jobs.auto.measure import HELD_OUT
 from fp8calib.jobs.resumable.job import ResumableJob
+from fp8calib.jobs.text import HELD_OUT
 from fp8calib.jobs.verification.comparison import (
     LEAST_FOR_AUTO,
     open_verify_job,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import torch
 
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.geometry.sites import Role
+from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.recipe_options import make_scale_options
 from fp8calib.requests.shared import Stats
@@ -80,6 +80,15 @@ class CalibrationStats(calibration_stats.CalibrationStats):
             rule=options.rule,
         )
         return make_scale_tensors(table) if tp == 1 else _per_rank(table)
+
+
+AnyStats = TypeVar("AnyStats", bound=calibration_stats.CalibrationStats)
+
+
+def drop_kv(stats: AnyStats) -> AnyStats:
+    """Leave out K and V, so that a checkpoint gets no scales of them."""
+    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
+    return replace(stats, sites=kept)
 
 
 def _per_rank(table: ScaleTable) -> dict[str, torch.Tensor]:

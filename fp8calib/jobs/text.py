@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from fp8calib.data.plan import DataPlan, build_plan
+from fp8calib.data.plan import (
+    FEW_TOKENS,
+    DataPlan,
+    build_plan,
+    list_other_warnings,
+    split_plan,
+    warn_of_scales,
+)
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
+from fp8calib.jobs.rows import list_specs
 from fp8calib.model.load import ModelSource, load_tokenizer
 from fp8calib.options.keys import DEFAULT_SEQ_LEN
+from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.plan import PlanRequest
+
+HELD_OUT = 0.2
+"""The share of the data that the loss is measured on; the scales come from the rest."""
 
 
 def plan_text(
@@ -60,3 +74,42 @@ def plan_text(
         rows=rows,
         text_column=text_column,
     )
+
+
+def plan_texts(task: AutoRequest | PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
+    """Plan the text of the calibration and the one that is held out.
+
+    Raises:
+        DataError: the data cannot be read, or is one sequence.
+    """
+
+    def plan(part: Literal["calibrate", "verify"], samples: int) -> DataPlan:
+        return plan_text(
+            source,
+            specs=list_specs(task.data),
+            samples=samples,
+            seq_len=task.seq_len,
+            pack=task.pack,
+            text_column=task.text_column,
+            seed=0,
+            part=part,
+        )
+
+    if list_specs(task.data):
+        calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
+    else:
+        number = max(1, round(task.samples * HELD_OUT))
+        calibration = plan("calibrate", task.samples - number)
+        held_out = plan("verify", number)
+    few = warn_of_scales(calibration.num_tokens)
+    warnings = (*list_other_warnings(calibration), *few)
+    return (
+        replace(calibration, warnings=warnings),
+        replace(held_out, warnings=tuple(list_other_warnings(held_out))),
+    )
+
+
+def warn_of_few(tokens: int) -> Iterator[str]:
+    """Warn of held-out text that is too short for figures with a small error."""
+    if tokens < FEW_TOKENS:
+        yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"

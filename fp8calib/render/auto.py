@@ -7,10 +7,10 @@ from pathlib import Path
 
 from fp8calib.blocks import Block, Line
 from fp8calib.engines.registry import find_replayed
-from fp8calib.render.plan import describe_plan
+from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AutoResult
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.verification.report import format_mean_kld
 
 

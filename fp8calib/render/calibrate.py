@@ -8,13 +8,13 @@ from statistics import median
 
 from fp8calib.blocks import Answer, Block
 from fp8calib.jobs.shown_stats import show_stats
-from fp8calib.render.plan import describe_plan
+from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.serving import describe_serving_briefly, list_top_level
 from fp8calib.render.show import describe_skipped
 from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 
 
 def describe(result: CalibrateResult | RunPlan, request: CalibrateRequest) -> Iterator[Block]:

@@ -1,71 +1,106 @@
-"""The plan of a run as a table."""
+"""A plan as text: its answer, the frontier, the groups, and what to run next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from fp8calib.blocks import Block, Line, Table
-from fp8calib.machine.units import format_duration, format_gib
-from fp8calib.results.plan import RunPlan
-from fp8calib.results.record import LayerScheme, ShardIndex
+from fp8calib.blocks import Answer, Block, Cell, Line, Table
+from fp8calib.checkpoint.atomic import format_size
+from fp8calib.render.run_plan import describe_plan
+from fp8calib.requests.plan import PlanRequest
+from fp8calib.results.plan import FrontierPoint, PlannedGroup, PlanResult
+from fp8calib.results.run_plan import RunPlan
+from fp8calib.verification.report import describe_pair, format_mean_kld
 
-_TITLES = {
-    "weights_size_bytes": "weights",
-    "out": "output",
-    "streamed": "layer by layer",
-    "why": "because",
-    "read_bytes": "to read",
-    "peak_bytes": "peak memory",
-    "peak_parts": "of which",
-    "memory_limit_bytes": "memory limit",
-    "device_peak_bytes": "peak memory of the GPU",
-    "scratch_bytes": "scratch disk",
-    "expected_s": "expected time",
-    "expected_fitted_s": "more if no given scales fit",
-    "expected_layers_s": "more if layers must stay in 16 bits",
-}
-"""Titles of rows whose JSON key is not plain English."""
-_BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
-"""Keys that are shown in parentheses in the row of another key."""
+_SHOWN = 24
+"""Groups in a terminal; the page has all."""
 
 
-def describe_plan(planned: RunPlan, title: str) -> Iterator[Block]:
-    """Give the plan as a table, and the rows of the text below it.
-
-    Keys without a value are left out of the table.
-    """
-    rows = list(_list_rows(planned.plan))
-    yield Table(title=title, columns=["what", "value"], rows=rows)
-    yield from map(Line, planned.text)
-
-
-def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
-    beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
-    for key, value in plan.items():
-        if key in _BESIDE or key == "rows" or value is None or value == []:
-            continue
-        text = _format_value(key, value)
-        yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]
-
-
-def _format_value(key: str, value: object) -> str:
-    if isinstance(value, ShardIndex):
-        return f"{value.index} of {value.count}"
-    if isinstance(value, LayerScheme):
-        return f"{value.pattern}={value.scheme} ({value.linears} linears)"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {format_gib(size)}" for name, size in value.items())
-    if isinstance(value, list):
-        return ", ".join(_format_value("", each) for each in value)
-    return _format_number(key, value)
+def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Block]:  # noqa: ARG001
+    """Describe the plan, or that of a run that did not start."""
+    if isinstance(result, RunPlan):
+        yield from describe_plan(result, "plan (nothing was run or written)")
+        return
+    yield Line(f"{result.budget}: {result.why}")
+    yield Line(describe_sum(result))
+    yield Line()
+    yield frontier_table(result)
+    yield Line()
+    yield groups_table(result, most=_SHOWN)
+    yield Line()
+    next_steps = [f"next: {result.write}"] if result.write else []
+    serve = [f"serve: {result.serve}"] if result.serve else []
+    written = f"written to {result.out}: {result.recipe}, plan.html, report.json"
+    yield Answer("\n".join([*next_steps, *serve, written]))
 
 
-def _format_number(key: str, value: object) -> str:
-    if key.endswith("_bytes") and isinstance(value, int):
-        return format_gib(value) if value else "none"
-    if key.endswith("_s") and isinstance(value, float):
-        return f"about {format_duration(value)}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def describe_sum(result: PlanResult) -> str:
+    """Say how far the sum of the groups is from the plan."""
+    return (
+        f"on the {result.search_tokens:,} tokens of the search the plan costs "
+        f"{result.searched_kld:.4f}, and its groups alone add up to {result.summed_kld:.4f} "
+        f"({result.passes:.1f} passes)"
+    )
+
+
+def frontier_table(result: PlanResult) -> Table:
+    """List the plans that were run on the text that is held out."""
+    return Table(
+        title=f"plans on {result.tokens:,} tokens that are held out ({result.emulated})",
+        columns=["plan", "size", "KLD mean ± se", "ratio", "against the plan"],
+        rows=[
+            [
+                _name(point),
+                format_size(point.size_bytes),
+                format_mean_kld(point.kld_mean, point.kld_se),
+                f"{point.ppl_ratio:.4f}",
+                "" if point.against_chosen is None else describe_pair(point.against_chosen),
+            ]
+            for point in result.frontier
+        ],
+        words=(0, 4),
+    )
+
+
+def _name(point: FrontierPoint) -> str | Cell:
+    if point.is_chosen:
+        name = "the plan" if point.name == "plan" else f"the plan: {point.name}"
+        return Cell(name, kind="name")
+    return point.name
+
+
+def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
+    """List the groups, those that cost most first."""
+    ranked = sorted(result.groups, key=_worst, reverse=True)
+    shown = ranked[:most]
+    title = "groups, the most sensitive first"
+    if len(shown) < len(ranked):
+        title = f"{title}: {len(shown)} of {len(ranked)}"
+    return Table(
+        title=title,
+        columns=["group", "choice", "saves", "why"],
+        rows=[
+            [group.name, group.choice, format_size(group.saved_bytes), group.why] for group in shown
+        ],
+        words=(0, 1, 3),
+    )
+
+
+def _worst(group: PlannedGroup) -> float:
+    return max((choice.kld_mean for choice in group.choices), default=0.0)
+
+
+def refused_table(result: PlanResult) -> Table | None:
+    """List why schemes are no choices, with the number of groups; None if all are."""
+    counts: dict[tuple[str, str], int] = {}
+    for group in result.groups:
+        for name, why in group.refused.items():
+            counts[name, why] = counts.get((name, why), 0) + 1
+    if not counts:
+        return None
+    return Table(
+        title="what is no choice",
+        columns=["scheme", "groups", "why"],
+        rows=[[name, str(count), why] for (name, why), count in counts.items()],
+        words=(0, 2),
+    )

@@ -8,11 +8,11 @@ from statistics import median
 
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
-from fp8calib.render.plan import describe_plan
+from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.serving import describe_serving, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.results.plan import RunPlan
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
+from fp8calib.results.run_plan import RunPlan
 
 _SHOWN = 5
 

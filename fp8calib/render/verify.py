@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Line, Table
-from fp8calib.render.plan import describe_plan
+from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.verify_tables import (
     cache_table,
     choice_tables,
@@ -16,7 +16,7 @@ from fp8calib.render.verify_tables import (
     tasks_table,
 )
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.report import (
     DiagnosisResult,

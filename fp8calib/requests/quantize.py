@@ -61,9 +61,10 @@ class QuantizeRequest:
         str,
         Option(
             "--scheme",
-            metavar="|".join(SCHEMES),
+            metavar="|".join([*SCHEMES, "RECIPE"]),
             help=f"{'. '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
-            f"{GPTQ}, which measures them.",
+            f"{GPTQ}, which measures them. Or a recipe, such as plan writes: a file with a section "
+            "quantize.",
         ),
     ]
     out: Annotated[
@@ -180,8 +181,14 @@ class QuantizeRequest:
 
     def on_command_line(self) -> QuantizeRequest:
         """Refuse a scheme that the format cannot express."""
-        find_written(self.dialect, find_scheme(self.scheme))
+        if not self.names_recipe:
+            find_written(self.dialect, find_scheme(self.scheme))
         return self
+
+    @property
+    def names_recipe(self) -> bool:
+        """Whether the scheme is a recipe's."""
+        return self.scheme.endswith((".yaml", ".yml"))
 
     @property
     def runs_text(self) -> bool:

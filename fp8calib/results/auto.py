@@ -35,6 +35,10 @@ class WrittenResult(Record):
     has_query_scales: bool
     unquantized_layers: tuple[int, ...]
     """Of an overlay, those whose KV cache stays in 16 bits."""
+    unquantized: tuple[str, ...] = ()
+    """Patterns of the linears that stay in 16 bits."""
+    layer_schemes: Mapping[str, str] = {}
+    """Other schemes, by pattern."""
     serve_options: str = ""
     """The options of the engine that leave these layers of an overlay in 16 bits."""
 

@@ -10,9 +10,9 @@ from pydantic import ConfigDict, Field, SkipValidation
 from fp8calib.dialects.registry import list_written
 from fp8calib.errors import ExportError
 from fp8calib.overview import Overview
-from fp8calib.results.plan import MeasuredMemory, TextRows
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex
+from fp8calib.results.run_plan import MeasuredMemory, TextRows
 from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.stats.calibration_stats import Skipped

@@ -1,106 +1,125 @@
-"""The plan of a run that `--dry-run` does not start."""
+"""The plan: a choice for each group, the frontier, and what the choice costs on held-out text."""
 
 from __future__ import annotations
 
-from typing import NotRequired
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
 
-from pydantic import Field, SkipValidation
-from typing_extensions import TypedDict
-
+from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.overview import Overview
-from fp8calib.results.record import LayerScheme, Result, ShardIndex
+from fp8calib.results.record import BeforeAfter, Record, Result
+from fp8calib.verification.report import PairedResult, RunProvenance, format_mean_kld
 
 
-class ResourcePlan(TypedDict):
-    """How a run uses memory; only `streamed` is known where no plan was needed."""
+class GroupChoice(Record):
+    """What one way to store a group costs alone, on the text of the search."""
 
-    streamed: bool
-    why: NotRequired[str]
-    layers: NotRequired[int]
-    read_bytes: NotRequired[int]
-    peak_bytes: NotRequired[int]
-    peak_parts: NotRequired[dict[str, int]]
-    memory_limit_bytes: NotRequired[int]
-    device_peak_bytes: NotRequired[int | None]
-    scratch_bytes: NotRequired[int]
-    scratch_folder: NotRequired[str | None]
-    expected_s: NotRequired[float | None]
+    name: str
+    size_bytes: int
+    kld_mean: float
+    kld_se: float | None
+    how: Literal["measured", "estimated"]
+    """Estimated from gradients; or run."""
 
 
-class MeasuredMemory(ResourcePlan):
-    """The plan, and the peak that was measured."""
+class PlannedGroup(Record):
+    """A group and what was chosen for it."""
 
-    peak_measured_bytes: int | None
-
-
-class TextRows(TypedDict):
-    """The rows of a text that were used; `examples` are the first ones, as the model sees them."""
-
-    read: int
-    used: int
-    too_short: int
-    cut: int
-    conversations: int
-    chat_template: str | None
-    """sha256 (hex) of the template that was applied."""
-    examples: list[str]
+    name: str
+    layers: tuple[int, ...]
+    linears: tuple[str, ...]
+    """As the checkpoint names them; empty for a KV cache."""
+    choice: str
+    saved_bytes: int
+    """Against 16 bits."""
+    why: str
+    choices: tuple[GroupChoice, ...]
+    """All but 16 bits, which costs nothing."""
+    refused: Mapping[str, str]
+    """Why other schemes are no choices."""
 
 
-class Plan(ResourcePlan):
-    """A planned run."""
+class FrontierPoint(Record):
+    """A plan that was measured on the text that is held out."""
 
+    name: str
+    size_bytes: int
+    kld_mean: float
+    kld_se: float | None
+    ppl_ratio: float
+    ppl_ratio_se: float | None
+    is_uniform: bool
+    """One scheme for all linears, and one type for all caches."""
+    is_chosen: bool
+    against_chosen: PairedResult | None
+    """The plan against the chosen one; null of that itself."""
+
+
+class PlanResult(Result):
+    """All results."""
+
+    kind: Literal["plan"] = "plan"
     model: str
-    architecture: NotRequired[str]
-    weights_size_bytes: int
-    dtype: str
-    dtype_why: str
-    device: str
-    sequences: int
-    tokens: int
-    shard: NotRequired[ShardIndex]
-    data: list[str]
-    rows: NotRequired[TextRows | None]
-    tasks: NotRequired[list[str]]
-    out: NotRequired[str]
-    writes: NotRequired[list[str]]
-    engine: NotRequired[str]
-    candidates: NotRequired[list[str]]
-    scheme: NotRequired[str]
-    layer_schemes: NotRequired[list[LayerScheme]]
-    rounding: NotRequired[str]
-    linears: NotRequired[int]
-    output_size_bytes: NotRequired[int]
-    work_disk_bytes: NotRequired[int]
-    rule_search: NotRequired[str]
-    """`--rules auto`, `--rule auto`: the most that choosing costs."""
-    expected_fitted_s: NotRequired[float | None]
-    """`verify`: the time of a comparison with scales that fit, which runs where scale 1.0 loses
-    values and no given scales fit."""
-
-
-class AutoPlan(ResourcePlan):
-    """A planned run of `auto`."""
-
-    model: str
-    engine: str
-    gate: str
-    dtype: str
-    device: str
-    steps: list[str]
-    data: list[str]
     out: str
-    expected_layers_s: NotRequired[float | None]
-    """The time to find layers that stay in 16 bits, which runs if nothing else passes."""
+    engines: Mapping[str, str]
+    """Their versions."""
+    emulated: str
+    """Whose arithmetic the figures have."""
+    gpu: str
+    dtype: str
+    device: str
+    budget: str
+    """In words."""
+    met: Literal["yes", "no", "cannot-tell"]
+    why: str
+    data: tuple[str, ...]
+    search_tokens: int
+    tokens: int
+    """Scored tokens of the text that is held out."""
+    kv_tokens: int
+    bytes: BeforeAfter
+    kld_mean: float
+    kld_se: float | None
+    ppl_ratio: float
+    ppl_ratio_se: float | None
+    searched_kld: float
+    """The loss on the text of the search."""
+    summed_kld: float
+    """The sum of the groups' losses there."""
+    passes: float
+    """Forward passes over the text of the search, gradients included."""
+    groups: tuple[PlannedGroup, ...]
+    frontier: tuple[FrontierPoint, ...]
+    recipe: str
+    """The file, relative to `out`."""
+    write: str
+    """The command that writes the checkpoint, or the overlay of a cache alone."""
+    serve: str
+    """The command that serves it; empty where the engine has none."""
+    provenance: RunProvenance
+    warnings: tuple[str, ...] = ()
 
+    @property
+    def passed(self) -> bool:
+        """Whether held-out text confirms the budget."""
+        return self.met == "yes"
 
-class RunPlan(Result):
-    """What `--dry-run --json` prints."""
-
-    plan: SkipValidation[Plan | AutoPlan]
-    text: tuple[str, ...] = Field(default=(), exclude=True)
-    """Describes the rows of the text."""
+    @property
+    def exit_code(self) -> int:
+        """8 if the budget is not met; 9 if that cannot be told."""
+        codes = {"yes": 0, "no": VerificationError.exit_code, "cannot-tell": CANNOT_TELL}
+        return codes[self.met]
 
     def overview(self) -> Overview:
-        """Summarize the plan."""
-        rows = [[key, str(value)] for key, value in self.plan.items() if key != "rows"]
-        return Overview(title="plan (nothing was run or written)", rows=rows, columns=("what", ""))
+        """Give what was chosen, and what it costs."""
+        return Overview(
+            f"PlanResult of {self.model}: {self.why}",
+            ("group", "choice", "why"),
+            [[each.name, each.choice, each.why] for each in self.groups],
+            [
+                f"KLD {format_mean_kld(self.kld_mean, self.kld_se)}",
+                f"recipe: {Path(self.out) / self.recipe}",
+                *(f"warning: {text}" for text in self.warnings),
+            ],
+        )

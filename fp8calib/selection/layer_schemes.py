@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -120,17 +120,21 @@ def check_layer_schemes(schemes: LayerSchemes, selection: Selection) -> None:
     _refuse_divided(schemes, quantized)
 
 
-def _refuse_divided(schemes: LayerSchemes, quantized: list[str]) -> None:
-    """Refuse several schemes in one weight of an engine.
+def join_linears(linears: Iterable[str]) -> dict[str, list[str]]:
+    """Group the linears that engines load as one weight: joined projections, experts of a layer.
 
-    vLLM 0.32.0 (`compressed_tensors/utils.py`, `compressed_tensors_moe.py`) and SGLang 0.5.23 join
-    projections, and the experts of a layer.
+    So do vLLM 0.32.0 (`compressed_tensors/utils.py`, `compressed_tensors_moe.py`), SGLang 0.5.23.
     """
     members: dict[str, list[str]] = defaultdict(list)
-    for module in quantized:
+    for module in linears:
         expert = split_expert(module)
         members[name_fused_group(module) if expert is None else expert[0]].append(module)
-    for group, modules in members.items():
+    return members
+
+
+def _refuse_divided(schemes: LayerSchemes, quantized: list[str]) -> None:
+    """Refuse several schemes in one weight of an engine."""
+    for group, modules in join_linears(quantized).items():
         names: dict[str, str] = {}
         for module in modules:
             names.setdefault(schemes.of(module).name, module)

@@ -22,7 +22,7 @@ from tests.docs.pages import DOCS, compare_generated
 
 FOLDER = DOCS / "schemas"
 QUICK = ("--samples", 8, "--seq-len", 16, "--dtype", "float32")
-NO_COMMANDS = {"error", "plan", "recipe"}
+NO_COMMANDS = {"error", "run-plan", "recipe"}
 """Schemas of what is no command's result: errors, --dry-run, and the YAML of recipes."""
 
 
@@ -120,9 +120,12 @@ def test_experts_and_shards(place: Path) -> None:
 def test_plans(place: Path) -> None:
     data = ("--data", place / "calib.jsonl", *QUICK, "--dry-run", "--json")
     scheme = ("--scheme", "w8a16", "--rounding", "gptq", "--out", place / "gptq")
-    check("plan", succeed("calibrate", place / "llama", *data, "--shard", "1/2").json)
-    check("plan", succeed("verify", place / "llama", *data).json)
-    check("plan", succeed("quantize", place / "llama", *scheme, *data).json)
+    check("run-plan", succeed("calibrate", place / "llama", *data, "--shard", "1/2").json)
+    check("run-plan", succeed("verify", place / "llama", *data).json)
+    check("run-plan", succeed("quantize", place / "llama", *scheme, *data).json)
+    planned = ("plan", place / "llama", "--max-bytes", 0.8, "--out", place / "planned")
+    check("run-plan", succeed(*planned, *data).json)
+    check("plan", succeed(*planned, *data[:-2], "--json").json)
 
 
 def test_quantize_and_check(place: Path, calibrated: Path) -> None:

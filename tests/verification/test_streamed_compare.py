@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,3 +178,47 @@ def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path
     require_same(whole, streamed)
     assert whole.weight_scales["0"].keys().isdisjoint(whole.weight_scales["1"])
     assert whole.weight_scales["0"]
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "further-gemma4_text", "llama"])
+def test_candidates_begin_at_the_first_layer_that_they_change(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that changes one layer, one that changes nothing, and one that changes all."""
+    plan = make_plan(draw(LENGTHS, seed=9), packed=False)
+    folder = tmp_path / "model"
+    MODELS[name](folder)
+
+    def cut(found: dict[str, Emulation]) -> dict[str, Emulation]:
+        whole = found["static and kv"]
+        layers = sorted({_layer_of(site.module) for site in whole.quantizers})
+        parts = {
+            str(layer): whole.only(
+                frozenset(s.module for s in whole.quantizers if _layer_of(s.module) == layer)
+            )
+            for layer in layers
+        }
+        return {**parts, "nothing": Emulation(), "all": whole}
+
+    run: list[tuple[int, int]] = []
+    original = StreamedComparison._run_batch
+
+    def count(self: StreamedComparison, *args: Any, **more: Any) -> Any:
+        run.append((args[1].number, args[2]))
+        return original(self, *args, **more)
+
+    expected, _ = compare(folder, plan, streamed=False, choose=cut)
+    monkeypatch.setattr(StreamedComparison, "_run_batch", count)
+    found, _ = compare(folder, plan, streamed=True, choose=cut)
+    require_same(expected, found)
+    assert float(found.candidates["nothing"].klds.max()) == 0
+    layers = sorted({layer for _, layer in run})
+    for number, layer in enumerate(map(str, layers), start=1):
+        if layer in found.candidates:
+            assert {each for lane, each in run if lane == number} == {
+                each for each in layers if each >= int(layer)
+            }
+
+
+def _layer_of(module: str) -> int:
+    return int(next(part for part in module.split(".") if part.isdecimal()))

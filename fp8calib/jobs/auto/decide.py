@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import SCHEMES, InputScaling
+from fp8calib.recipe import Quantize
 from fp8calib.results.auto import AnsweredQuestion
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -51,14 +53,24 @@ class Combination:
     kv: str | None
     """None: the KV cache stays in 16 bits."""
     left: tuple[int, ...] = ()
-    """The layers whose weights and inputs stay in 16 bits; without a scheme, their KV cache."""
+    """Without a scheme: the layers whose KV cache stays in 16 bits."""
+    planned: Quantize | None = None
+    """What a plan chose, where no scheme passes for all linears."""
 
     def __str__(self) -> str:
         layers = f" without layers {', '.join(map(str, self.left))}" if self.left else ""
         cache = "KV cache in 16 bits" if self.kv is None else self.kv
         if self.scheme is None:
             return f"weights in 16 bits, {cache}{layers}"
-        return f"{self.scheme}{layers}, {cache}"
+        planned = "" if self.planned is None else f" as planned ({_describe_mix(self.planned)})"
+        return f"{self.scheme}{planned}, {cache}"
+
+
+def _describe_mix(planned: Quantize) -> str:
+    """Count the patterns of a plan."""
+    parts = [f"{len(planned.ignore)} in 16 bits"] if planned.ignore else []
+    counts = Counter(planned.layer_schemes.values())
+    return ", ".join([*parts, *(f"{count} in {name}" for name, count in counts.items())])
 
 
 def passes(candidate: CandidateResult) -> bool:
@@ -203,10 +215,9 @@ def list_combinations(
             yield Combination(scheme=scheme.name, kv=cache)
 
 
-def choose_fallback(report: VerifyReport, refused: Mapping[str, str]) -> str | None:
-    """Name the scheme with FP8 inputs and the smallest loss, where none passes whole."""
-    usable = [each for each in _list_usable(report, refused) if has_fp8_inputs(each.name)]
-    return min(usable, key=_loss).name if usable else None
+def list_fallbacks(report: VerifyReport, refused: Mapping[str, str]) -> list[str]:
+    """List the schemes with FP8 inputs that a plan mixes where none passes whole."""
+    return [each.name for each in _list_usable(report, refused) if has_fp8_inputs(each.name)]
 
 
 def find_closest(report: VerifyReport, refused: Mapping[str, str]) -> tuple[str, bool]:
@@ -216,33 +227,6 @@ def find_closest(report: VerifyReport, refused: Mapping[str, str]) -> tuple[str,
         return "no scheme can be used: choose another --engine", False
     is_unknown = all(each.verdict is Verdict.CANNOT_TELL for each in usable)
     return _describe(min(usable, key=_loss)), is_unknown
-
-
-def choose_left_layers(
-    report: VerifyReport, choice: Combination, ranked: Sequence[int], counts: Sequence[int]
-) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
-    """Choose the fewest layers that must stay unquantized; None where all of `counts` fail.
-
-    `ranked` are the layers, the most sensitive first; the candidates are named by their counts.
-    """
-    found = {each.name: each for each in report.candidates}
-    for count in counts:
-        candidate = found[str(count)]
-        if passes(candidate):
-            left = tuple(sorted(ranked[:count]))
-            why = (
-                "quantized one at a time, they have the largest KLD; with them in 16 bits, "
-                f"{candidate.verdict_why}"
-            )
-            question = "which layers stay unquantized, so that FP8 inputs pass?"
-            if choice.scheme is None:
-                question = "which layers keep their KV cache in 16 bits, so that it passes?"
-            return left, AnsweredQuestion(
-                question=question,
-                answer=f"{', '.join(map(str, left))}, in {choice.scheme or choice.kv}",
-                why=why,
-            )
-    return None
 
 
 def has_fp8_inputs(scheme: str) -> bool:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from fp8calib.data.plan import (
-    FEW_TOKENS,
     DataPlan,
-    list_other_warnings,
-    split_plan,
-    warn_of_scales,
 )
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
@@ -23,23 +18,18 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import CONSIDERED, SCHEMES, find_scheme, list_without_calibration
-from fp8calib.geometry.sites import KV_ROLES
-from fp8calib.jobs.auto import decide
-from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Combination
+from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, require_servable
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.rows import list_specs
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.comparison import open_verify_job, run_verify_job
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.auto import AnsweredQuestion
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.selection.select import select
 from fp8calib.verification.candidates import (
@@ -52,11 +42,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.report import CandidateResult, VerifyReport
 
-HELD_OUT = 0.2
-"""The share of the data that the loss is measured on; the scales come from the rest."""
 OVERLAY = "kv-overlay"
-_MOST_LEFT = 0.5
-"""At most this share of the layers stays unquantized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +52,7 @@ class Measured:
     task: AutoRequest
     model: RunModel
     stats: CalibrationStats
+    calibration: DataPlan
     held_out: DataPlan
     reporter: Reporter
 
@@ -95,7 +82,6 @@ class Measured:
         make: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None,
         *,
         scales: Sequence[str] = (),
-        by_layer: bool = False,
         with_types: bool = False,
     ) -> VerifyReport:
         """Compare candidates with the model on the text that is held out, each by its own gate.
@@ -103,7 +89,6 @@ class Measured:
         Args:
             make: makes the candidates.
             scales: paths of others.
-            by_layer: also quantize one layer at a time.
             with_types: also compare the types of the KV cache that the GPU serves.
         """
         request = VerifyRequest(
@@ -111,7 +96,6 @@ class Measured:
             scales,
             engine=self.task.engine,
             batch_size=self.task.batch_size,
-            sensitivity=by_layer,
             gpu=self.task.gpu,
             kv_cache_dtype=("all",) if with_types else None,
         )
@@ -120,45 +104,6 @@ class Measured:
         tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
         job = replace(job, make_candidates=make, tables=tables)
         return run_verify_job(job, choose_verification_mode(job), self.reporter).report
-
-
-def plan_texts(task: AutoRequest, model: RunModel) -> tuple[DataPlan, DataPlan]:
-    """Plan the text of the calibration and the one that is held out.
-
-    Raises:
-        DataError: the data cannot be read, or is one sequence.
-    """
-
-    def plan(part: Literal["calibrate", "verify"], samples: int) -> DataPlan:
-        return plan_text(
-            model.source,
-            specs=list_specs(task.data),
-            samples=samples,
-            seq_len=task.seq_len,
-            pack=task.pack,
-            text_column=task.text_column,
-            seed=0,
-            part=part,
-        )
-
-    if list_specs(task.data):
-        calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
-    else:
-        number = max(1, round(task.samples * HELD_OUT))
-        calibration = plan("calibrate", task.samples - number)
-        held_out = plan("verify", number)
-    few = warn_of_scales(calibration.num_tokens)
-    warnings = (*list_other_warnings(calibration), *few)
-    return (
-        replace(calibration, warnings=warnings),
-        replace(held_out, warnings=tuple(list_other_warnings(held_out))),
-    )
-
-
-def warn_of_few(tokens: int) -> Iterator[str]:
-    """Warn of held-out text that is too short for figures with a small error."""
-    if tokens < FEW_TOKENS:
-        yield f"only {tokens} tokens are held out, fewer than {FEW_TOKENS}: figures are imprecise"
 
 
 def list_considered(task: AutoRequest) -> tuple[str, ...]:
@@ -234,12 +179,6 @@ def find_unused_kv(task: AutoRequest, model: RunModel) -> str:
     return fault and f"{task.engine} does not use KV scales of this model: {fault}"
 
 
-def drop_kv(stats: CalibrationStats) -> CalibrationStats:
-    """Leave out K and V, so that a checkpoint gets no scales of them."""
-    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
-    return replace(stats, sites=kept)
-
-
 def list_refused(
     task: AutoRequest, model: RunModel, stats: CalibrationStats | None, schemes: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
@@ -273,41 +212,3 @@ def list_refused(
             fault = error.message.partition(f"{engine}: ")[2]
             why = f"{task.engine} cannot load it: {fault}" if fault else error.message
             yield name, why
-
-
-def leave_layers(
-    measured: Measured, choice: Combination
-) -> tuple[tuple[int, ...], AnsweredQuestion] | None:
-    """Find the fewest layers without which a scheme, or an FP8 KV cache alone, passes."""
-    names = map_layer_names(measured.stats)
-
-    def build(name: str, left: Sequence[int], model: LoadedModel, target: Target) -> Candidate:
-        if choice.scheme is None:
-            assert choice.kv is not None  # noqa: S101 -- then nothing would be quantized
-            candidate = _build_kv(measured, name, choice.kv)
-            return leave_cache(candidate, left, target.geometry)
-        ignore = [names[layer] for layer in left]
-        return _build_scheme(measured, name, choice.scheme, ignore, model, target)
-
-    found = measured.compare(lambda *both: [build(str(choice), (), *both)], by_layer=True)
-    assert found.sensitivity is not None  # noqa: S101 -- it was asked for
-    ranked = [each.layer for each in found.sensitivity.layers if each.layer in names]
-    counts = list_left_counts(len(measured.stats.geometry.layers), len(ranked))
-    if not counts:
-        return None
-    without = measured.compare(
-        lambda *both: [build(str(count), ranked[:count], *both) for count in counts]
-    )
-    return decide.choose_left_layers(without, choice, ranked, counts)
-
-
-def list_left_counts(layers: int, ranked: int) -> list[int]:
-    """List how many layers are left out in turn: 1, 2, 4, ..., at most half of all."""
-    most = min(int(layers * _MOST_LEFT), ranked)
-    return [2**power for power in range(most.bit_length())]
-
-
-def map_layer_names(stats: CalibrationStats) -> dict[int, str]:
-    """Name the decoder layers as the checkpoint does, by index."""
-    named = {layer.index: layer.checkpoint_name for layer in stats.geometry.layers}
-    return {index: name for index, name in named.items() if name is not None}

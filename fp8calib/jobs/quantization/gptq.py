@@ -60,7 +60,7 @@ from fp8calib.quantization.plan import (
 )
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.results.plan import RunPlan
+from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.selection.matrices import Matrix

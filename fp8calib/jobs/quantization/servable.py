@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,9 +30,7 @@ _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | None = None) -> str:
     """Refuse a checkpoint that no engine of the default list can load.
 
-    What `check` reads is written to a temporary folder: configs, headers and scales, of which
-    those of weights are 1.0. The other data are holes in the files. Of a model whose shape `check`
-    does not know, a note says that this was not checked.
+    Of a model whose shape `check` does not know, a note says that this was not checked.
 
     Args:
         plan: the checkpoint.
@@ -46,6 +44,37 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
         ModelError: no model can be built from the config, or tensors of it are missing or have
             other shapes.
         ExportError: naming why each engine cannot load it.
+    """
+    reports, unchecked = replay_plan(plan, source, engines)
+    if unchecked:
+        return unchecked
+    faults = {engine: find_load_fault(report) for engine, report in reports.items()}
+    able = [engine for engine, fault in faults.items() if not fault]
+    what = f"{plan.settings.schemes.name} of this model in this format"
+    if not able:
+        listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
+        raise ExportError(
+            f"none of {', '.join(faults)} can load {what}: {listed}",
+            hint=f"choose another --scheme or --format; {_FORCE_HINT}",
+        )
+    is_last = len(able) == 1 < len(faults)
+    return f"of {', '.join(faults)}, only {able[0]} can load {what}" if is_last else ""
+
+
+def replay_plan(
+    plan: QuantizePlan, source: Path, engines: Sequence[str] | None = None
+) -> tuple[Mapping[str, EngineReport], str]:
+    """Report what each engine would do with a checkpoint, or say why that is not known.
+
+    What `check` reads is written to a temporary folder: configs, headers and scales, of which
+    those of weights are 1.0. The other data are holes in the files.
+
+    Returns:
+        The report of each engine; and why nothing was checked, else empty.
+
+    Raises:
+        ModelError: no model can be built from the config, or tensors of it are missing or have
+            other shapes.
     """
     from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
         UnusableConfigError,
@@ -61,24 +90,15 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
             message = error.message.replace(str(folder), str(source))
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
         except ModelError as error:
-            return _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
+            return {}, _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
         if is_foreign:
-            return _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
+            return {}, _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, engines or list_defaults(), 1).engines
-    faults = {engine: find_load_fault(report) for engine, report in reports.items()}
-    able = [engine for engine, fault in faults.items() if not fault]
-    what = f"{plan.settings.schemes.name} of this model in this format"
-    if not able:
-        listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
-        raise ExportError(
-            f"none of {', '.join(faults)} can load {what}: {listed}",
-            hint=f"choose another --scheme or --format; {_FORCE_HINT}",
-        )
-    _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
-    is_last = len(able) == 1 < len(faults)
-    return f"of {', '.join(faults)}, only {able[0]} can load {what}" if is_last else ""
+    if not all(map(find_load_fault, reports.values())):
+        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
+    return reports, ""
 
 
 def _refuse_fault(source: Path, fault: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -52,10 +52,17 @@ def choose_mode_beside(
         return None
 
 
-def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) -> MemoryMode:
+def choose_verification_mode(
+    job: VerifyJob,
+    *,
+    expects_duration: bool = False,
+    always_streams: str = "",
+    extra_bytes: Mapping[str, int] | None = None,
+) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
 
-    `expects_duration` predicts the time of a run with the whole model too.
+    `expects_duration` predicts the time of a run with the whole model too. `always_streams` says
+    why it is streamed in any case; `extra_bytes` is further memory, by what needs it.
 
     Raises:
         UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
@@ -74,7 +81,7 @@ def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) 
             return comparison.probe(largest, list_emulations(build_request(job, model)))
 
     return choose_memory_mode(
-        _describe_run(job, model, weights, request, found),
+        replace(_describe_run(job, model, weights, request, found), extra=extra_bytes or {}),
         find_limits(job.device, placement.memory),
         source=job.source,
         dtype=job.dtype,
@@ -86,6 +93,7 @@ def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) 
             *_sensitivity_walks(job, request, found),
             *_search_walks(job, request),
         ),
+        always_streams=always_streams,
         expects_duration=expects_duration,
     )
 

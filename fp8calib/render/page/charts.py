@@ -201,6 +201,27 @@ def heat_map(
     return _chart(label, *parts, *below, height=height)
 
 
+def scatter_chart(
+    label: str, points: Sequence[tuple[float, float, Style, str]], *, x: Axis, y: Axis
+) -> Element:
+    """Draw marks: x, y, style, and what a pointer shows of each."""
+    left, right = LEFT, WIDTH - RIGHT
+    marks = []
+    for across, up, style, hover in points:
+        shape = _MARKS[style.glyph].format(r=4, d=8)
+        place = f"M{_n(x.place(across, left, right))} {_n(y.y(up))}"
+        dot = element("path", element("title", hover), d=f"{place}{shape}", class_="marks")
+        marks.append(element("g", dot, class_=style.color))
+    below = [(x.place(value, left, right), name) for value, name in x.ticks]
+    return _chart(
+        label,
+        *_draw_grid(y),
+        *(_text(place, HEIGHT - BOTTOM + 15, name, "middle") for place, name in below),
+        _text((left + right) / 2, HEIGHT - 6, x.title, "middle"),
+        *marks,
+    )
+
+
 def histogram(
     label: str, bins: Sequence[tuple[float, float]], *, x: Axis, y: Axis, inside: tuple[float, ...]
 ) -> Element:

@@ -73,9 +73,12 @@ def render_page(report: VerifyReport, *, command: str = "") -> str:
     series = make_series(report)
     return HTML.get_template("page/page.html.jinja").render(
         title=_TITLE,
-        report=report,
+        subject=report.model,
+        headline=report.decision.headline,
+        details=report.decision.details,
+        warnings=report.warnings,
         command=command,
-        candidates=candidates_table(report.candidates),
+        first=candidates_table(report.candidates),
         badges=_BADGES,
         run=_describe_run(report),
         series=series,

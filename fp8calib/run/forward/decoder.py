@@ -71,9 +71,10 @@ class Decoder:
         dtype: torch.dtype = self._decoder.dtype
         return dtype
 
-    @torch.no_grad()
-    def run(self, batch: Batch, cache: Any) -> torch.Tensor:
+    def run(self, batch: Batch, cache: Any, *, traces: bool = False) -> torch.Tensor:
         """Run one batch and give its last hidden state: [B, S, C]; of FSDP2 the logits.
+
+        `traces` records what gradients need.
 
         Raises:
             OutOfMemoryInForward: the batch is too large.
@@ -83,15 +84,16 @@ class Decoder:
         for module in self._growing:
             _forget_lengths(module)
         try:
-            output = self._called(
-                input_ids=batch.input_ids.to(self.device, non_blocking=True),
-                attention_mask=None
-                if mask is None
-                else mask.long().to(self.device, non_blocking=True),
-                use_cache=True,
-                **self._options,
-                **{self._cache_argument: cache},
-            )
+            with torch.set_grad_enabled(traces):
+                output = self._called(
+                    input_ids=batch.input_ids.to(self.device, non_blocking=True),
+                    attention_mask=None
+                    if mask is None
+                    else mask.long().to(self.device, non_blocking=True),
+                    use_cache=True,
+                    **self._options,
+                    **{self._cache_argument: cache},
+                )
         except Fp8CalibError:
             raise
         except Exception as error:

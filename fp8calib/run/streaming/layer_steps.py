@@ -53,12 +53,19 @@ class LayerSteps:
         self._nans: list[Any] = []
 
     def run_layer(
-        self, index: int, batch: Batch, cache: Any, before: LayerState | None, *, checks: bool
+        self,
+        index: int,
+        batch: Batch,
+        cache: Any,
+        before: LayerState | None,
+        *,
+        checks: bool = False,
+        traces: bool = False,
     ) -> LayerState:
         """Run layer `index` on a micro-batch.
 
         `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
-        the layer reads more than that.
+        the layer reads more than that; `traces` records what gradients need.
 
         Raises:
             ModelError: the model does not run its layers one after another.
@@ -66,7 +73,7 @@ class LayerSteps:
         """
         self._begin(index, before, checks=checks)
         try:
-            self._decoder.run(batch, cache)
+            self._decoder.run(batch, cache, traces=traces)
         except _LayerIsDone:
             after = self._after
         else:
@@ -79,10 +86,12 @@ class LayerSteps:
             )
         return after
 
-    def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
+    def finish(
+        self, batch: Batch, cache: Any, before: LayerState, *, traces: bool = False
+    ) -> torch.Tensor:
         """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
         self._begin(len(self._originals), before, checks=False)
-        hidden = self._decoder.run(batch, cache)
+        hidden = self._decoder.run(batch, cache, traces=traces)
         self._before = None
         return hidden
 

@@ -84,14 +84,18 @@ class StreamedModel:
         return [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
 
     @contextmanager
-    def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
+    def layers(
+        self, *, until: int | None = None, backwards: bool = False
+    ) -> Iterator[Iterator[StreamedLayer]]:
         """Iterate over the layers, or the first `until`; each is read ahead, in a thread.
+
+        `backwards`: the last one first.
 
         The next one is read from `placed` or `begin_next` on: two are in memory at a time. From
         `placed` on the thread copies it to the GPU as well, if it may hold two (`copies_ahead`).
         """
-        layers = self.geometry.layers[:until]
-        unread = zip(layers, self._parts, strict=False)
+        layers = list(zip(self.geometry.layers[:until], self._parts, strict=False))
+        unread = iter(layers[::-1] if backwards else layers)
         reading: deque[Future[StreamedLayer]] = deque()
 
         def begin_next(*, copies: bool = False) -> None:

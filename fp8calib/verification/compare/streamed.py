@@ -1,13 +1,14 @@
 """Compare a model that does not fit into memory with its emulations, layer by layer.
 
 Each layer's weights are read once. The reference runs all batches through the layer, then each
-candidate does, with its changes to the layer's weights applied and undone. Batches, and their order
-at each site, are those of `compare/whole.py`: the numbers are the same, bit for bit.
+candidate does, with its changes to the layer's weights applied and undone. A candidate begins at
+the first layer that it changes, with what the reference gives to it. Batches, and their order at
+each site, are those of `compare/whole.py`: the numbers are the same, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -55,6 +56,8 @@ class _Lane:
     """Changes to weights outside the layers (norms)."""
     rows: tuple[tuple[EmbeddingRows, torch.Tensor], ...]
     """Rows of embeddings that differ in this model."""
+    first: int = 0
+    """The first layer that it changes; the number of layers where it changes none."""
     scales: dict[Site, ScaleRange] = field(default_factory=dict)
 
 
@@ -64,8 +67,8 @@ class StreamedComparison:
     def __init__(
         self, streamed: StreamedModel, streaming: Streaming, originals: ParameterReader
     ) -> None:
-        self._streamed = streamed
-        self._streaming = streaming
+        self.streamed = self._streamed = streamed
+        self.streaming = self._streaming = streaming
         self._originals = originals
         self._model = streamed.model
         self._decoder = Decoder(streamed.model)
@@ -150,7 +153,20 @@ class StreamedComparison:
             by_layer=by_layer,
             around=tuple(around),
             rows=tuple(rows),
+            first=0 if number == 0 or around or rows else self._find_first(emulation, by_layer),
         )
+
+    def _find_first(self, emulation: Emulation, by_layer: Collection[int]) -> int:
+        """Find the first layer that an emulation changes."""
+        modules = {*(site.module for site in emulation.quantizers), *emulation.reads}
+        changed = (
+            layer.index
+            for layer in self._streamed.geometry.layers
+            if layer.index in by_layer
+            or (layer.attention is not None and layer.attention.module in modules)
+            or not modules.isdisjoint(linear.module for linear in layer.linears)
+        )
+        return min(changed, default=self.num_layers)
 
     # --- the layers -----------------------------------------------------------------------------
 
@@ -167,12 +183,12 @@ class StreamedComparison:
                 index = layer.layer.index
                 keep = any(index in lane.by_layer for lane in lanes)
                 with self._streamed.placed(layer, keep=keep):
-                    for lane in lanes:
+                    for lane in sorted(lanes, key=lambda each: each.first != index):
                         changes = lane.by_layer.get(index, ())
                         lane.scales |= find_weight_scales(self._model, changes)
                         with self._changed(lane, layer), self._open_hooks(lane, index):
                             self._run_layer(steps, lane, index, batches, store, advance)
-            for lane in lanes:
+            for lane in reversed(lanes):
                 self._finish(steps, lane, batches, store)
 
     def _run_layer(
@@ -186,7 +202,12 @@ class StreamedComparison:
     ) -> None:
         for place, batch in enumerate(batches):
             key = lane.number * len(batches) + place
-            before = store.get(key, self._decoder.device) if index else None
+            if index < lane.first:
+                advance(batch.num_tokens)
+                continue
+            # those that begin here run before the reference replaces what it gave to this layer
+            source = place if index == lane.first else key
+            before = store.get(source, self._decoder.device) if index else None
             checks = lane.number == 0 and place == 0
             after = self._run_batch(steps, lane, index, batch, before, checks=checks)
             store.put(key, after)
@@ -239,7 +260,8 @@ class StreamedComparison:
         with self._changed(lane, None):
             for place, batch in enumerate(batches):
                 key = lane.number * len(batches) + place
-                before = store.get(key, self._decoder.device)
+                source = place if lane.first == self.num_layers else key
+                before = store.get(source, self._decoder.device)
                 hidden = steps.finish(batch, self._cache(lane), before)
                 store.put(key, LayerState(hidden, {}))
 

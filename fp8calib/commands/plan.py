@@ -1,0 +1,201 @@
+"""Plan a checkpoint under a budget: choices of schemes and caches from what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast
+
+from fp8calib.checkpoint.json_files import encode_json
+from fp8calib.checkpoint.resumable_folder import ResumableFolder
+from fp8calib.jobs.calibration import CalibrationJob, choose_mode, fields_of, run_calibration
+from fp8calib.jobs.function import as_function
+from fp8calib.jobs.planning.measure import (
+    Sizes,
+    count_work,
+    open_measured,
+    require_loaded,
+)
+from fp8calib.jobs.planning.opened import OpenedPlan, open_plan
+from fp8calib.jobs.planning.recipe import (
+    RECIPE_NAME,
+    describe_plan,
+    spell_recipe,
+    spell_serve,
+    spell_write,
+)
+from fp8calib.jobs.planning.report import PlanReport, make_report, name_budget
+from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.stats import CalibrationStats, read_stats
+from fp8calib.machine.command_line import spell_command
+from fp8calib.render.page.plan import write_plan_page
+from fp8calib.requests.plan import PlanRequest, read_size
+from fp8calib.results.plan import PlanResult
+from fp8calib.results.run_plan import RunPlan
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
+from fp8calib.stats.fingerprint import versions
+from fp8calib.verification.planning.choices import list_uniform
+from fp8calib.verification.planning.search import Budget
+from fp8calib.verification.report import FP8_CACHE, RunProvenance
+
+PAGE_NAME = "plan.html"
+_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
+
+
+def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
+    """Plan a checkpoint, and write the recipe, the page and all figures.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        ModelError: the model cannot be read or run, or its weights cannot be quantized.
+        DataError: the data cannot be read, or is one sequence.
+        CalibrationError: a forward pass failed.
+        VerificationError: nothing can be quantized, or an engine cannot load the plan.
+        ExportError: the output cannot be written.
+    """
+    with open_plan(request) as opened:
+        if request.dry_run:
+            return _describe_run(opened)
+        is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
+        with ResumableFolder(
+            opened.out,
+            owned=_OWNED,
+            force=request.force or is_measured,
+            tag=opened.tag,
+            resume=request.resume,
+        ) as folder:
+            measurements = Measurements(folder / MEASURED_NAME, opened.tag)
+            for place in (folder, opened.out) if request.resume else ():
+                if measurements.load(place / MEASURED_NAME):
+                    break
+            stats = _calibrate(opened, folder, measurements, reporter)
+            result = _plan(opened, stats, folder, measurements, reporter)
+            (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
+            write_plan_page(result, folder / PAGE_NAME)
+    for text in result.warnings:
+        reporter.warn(text)
+    return result
+
+
+def _calibrate(
+    opened: OpenedPlan, folder: Path, measurements: Measurements, reporter: Reporter
+) -> CalibrationStats:
+    """Calibrate, or take the statistics that are given or that an earlier run wrote."""
+    if opened.request.stats is not None:
+        return CalibrationStats.of(read_stats(opened.request.stats)[0])
+    path = folder / STATS_NAME
+    earlier = path if path.exists() else opened.out / STATS_NAME
+    if opened.request.resume and earlier.exists() and not measurements.is_empty:
+        reporter.say("calibrated before")
+        stats = CalibrationStats.of(load_stats(earlier))
+    else:
+        reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
+        stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
+    save_stats(stats, path)
+    return stats
+
+
+def _plan(
+    opened: OpenedPlan,
+    stats: CalibrationStats,
+    folder: Path,
+    measurements: Measurements,
+    reporter: Reporter,
+) -> PlanResult:
+    request = opened.request
+    with open_measured(opened, stats, measurements, reporter) as measured:
+        groups, sizes = measured.groups, measured.sizes
+        caches = () if measured.maker.refused_cache else (FP8_CACHE,)
+        uniform = list_uniform(groups, caches=caches)
+        search = measured.open_search()
+        found = search.search(_make_budget(request, sizes), uniform.values())
+        planned = describe_plan(groups, found.plan, request.rounding)
+        require_loaded(opened, planned, stats)
+        points = found.list_between(request.points)
+        judged = {"plan": found.plan, **uniform}
+        judged |= {f"frontier {number}": plan for number, plan in enumerate(points, start=1)}
+        runs = measured.open_runs(opened.held_out, "judging the plan")
+        scores = runs(judged.values())
+    stats_path = str(request.stats or opened.out / STATS_NAME)
+    command = spell_write(opened, planned, stats_path)
+    result = make_report(
+        PlanReport(
+            opened=opened,
+            groups=groups,
+            found=found,
+            judged=judged,
+            scores=scores,
+            lengths=runs.lengths,
+            spent=search.spent,
+            limit=_find_limit(request, sizes),
+            fixed_bytes=sizes.fixed,
+            unquantized_bytes=sizes.unquantized,
+            write=command,
+            serve=spell_serve(opened, planned),
+            recipe=RECIPE_NAME,
+            provenance=RunProvenance(
+                date=datetime.now(UTC).isoformat(timespec="seconds"),
+                command=spell_command(),
+                model_hash=opened.target.fingerprint,
+                data_hash=opened.held_out.fingerprint,
+                versions=versions(),
+            ),
+        )
+    )
+    (folder / RECIPE_NAME).write_text(
+        spell_recipe(opened, planned, command, result.budget), encoding="utf-8"
+    )
+    return result
+
+
+def _find_limit(request: PlanRequest, sizes: Sizes) -> float:
+    """Give the limit of the budget: bytes, a divergence, or a ratio."""
+    if request.max_bytes is not None:
+        size = read_size(request.max_bytes)
+        return size * sizes.unquantized if size <= 1 else size
+    return cast("float", request.max_kld if request.max_ratio is None else request.max_ratio)
+
+
+def _make_budget(request: PlanRequest, sizes: Sizes) -> Budget:
+    limit = _find_limit(request, sizes)
+    if request.max_bytes is not None:
+        return Budget(most_bytes=limit - sizes.fixed)
+    if request.max_kld is not None:
+        return Budget(most_kld=limit)
+    return Budget(most_log_ratio=math.log(limit))
+
+
+def _describe_run(opened: OpenedPlan) -> RunPlan:
+    """Describe the run without running text."""
+    request, model = opened.request, opened.model
+    job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
+    mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+    pass_s = None if mode.plan is None else mode.plan.expected_s
+    calibrated = opened.calibration.num_tokens
+    return RunPlan(
+        plan={
+            "model": str(request.model),
+            "engine": ", ".join(engine.key for engine in opened.engines),
+            "budget": name_budget(request),
+            "dtype": model.dtype,
+            "device": model.device,
+            "steps": [
+                f"calibrate on {calibrated:,} tokens",
+                f"gradients and about {request.passes} passes over {opened.search.num_tokens:,}",
+                f"judge plans on {opened.held_out.num_tokens:,} others",
+            ],
+            "data": list(opened.calibration.sources),
+            "out": str(opened.out),
+            **mode.as_json(),
+            "expected_s": None
+            if pass_s is None
+            else pass_s * (1 + count_work(opened) / calibrated),
+        }
+    )
+
+
+# Without `dry_run`, which gives a RunPlan, it always gives a PlanResult.
+plan = as_function("plan", PlanRequest, cast("Callable[[PlanRequest, Reporter], PlanResult]", run))

@@ -1,0 +1,1 @@
+"""What `plan` opens, measures and writes."""

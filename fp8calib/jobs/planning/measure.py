@@ -1,0 +1,225 @@
+"""A plan's model, measured: groups opened with their weights, searched, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8calib.data.plan import DataPlan, batches
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.jobs.planning.groups import GroupMaker, require_choices
+from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
+from fp8calib.jobs.planning.recipe import PlannedScheme
+from fp8calib.jobs.planning.runs import Measurements, Runs
+from fp8calib.jobs.quantization.planned import open_planned
+from fp8calib.jobs.quantization.servable import find_fault, replay_plan
+from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.verification.comparison import open_verify_job
+from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.jobs.verification.memory import choose_verification_mode, open_reference
+from fp8calib.jobs.verification.options import resolve_options
+from fp8calib.model.load import LoadedModel
+from fp8calib.requests.verify import VerifyRequest
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.verification.candidates import Candidate, Target
+from fp8calib.verification.compare.comparison import advance_by_share
+from fp8calib.verification.compare.streamed import StreamedComparison
+from fp8calib.verification.planning.choices import Group, emulate_plan
+from fp8calib.verification.planning.gradients import can_estimate, estimate
+from fp8calib.verification.planning.search import Search
+from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
+
+_STREAMS = "each group is measured from its own layer on"
+_SEED = 0
+GRADIENT_PASSES = 6
+"""What the walk for gradients takes, of forward passes: two forward, one back, the products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes beside those of the groups, and those of everything in 16 bits."""
+
+    fixed: int
+    unquantized: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """A model that is open, its groups, and what runs them."""
+
+    opened: OpenedPlan
+    maker: GroupMaker
+    groups: Sequence[Group]
+    sizes: Sizes
+    comparison: StreamedComparison
+    measurements: Measurements
+    reporter: Reporter
+
+    def open_search(self) -> Search:
+        """Find the gradients, and give the search on its text."""
+        return Search(
+            self.groups,
+            _find_slopes(self),
+            self.open_runs(self.opened.search, "searching"),
+            passes=self.opened.request.passes,
+            num_layers=len(self.opened.target.geometry.layers),
+        )
+
+    def open_runs(self, text: DataPlan, stage: str) -> Runs:
+        """Give what runs plans on a text."""
+        return Runs(
+            self.comparison,
+            self.groups,
+            text,
+            self.measurements,
+            self.reporter,
+            batch_size=self.opened.request.batch_size,
+            stage=stage,
+        )
+
+
+@contextmanager
+def open_measured(
+    opened: OpenedPlan, stats: CalibrationStats, measurements: Measurements, reporter: Reporter
+) -> Iterator[MeasuredPlan]:
+    """Find what can be chosen, and open the model layer by layer.
+
+    Raises:
+        UsageError: it does not fit into memory.
+        VerificationError: nothing can be quantized.
+    """
+    maker = GroupMaker(opened, stats)
+    for text in maker.describe_refused():
+        reporter.say(text)
+    job, mode = _open_job(opened, maker)
+    for text in mode.describe():
+        reporter.say(text)
+    with open_reference(job, mode, reporter) as (reference, comparison):
+        assert isinstance(comparison, StreamedComparison)  # noqa: S101 -- always streamed
+        groups = maker.make(reference.model)
+        yield MeasuredPlan(
+            opened=opened,
+            maker=maker,
+            groups=groups,
+            sizes=_count_sizes(opened, groups),
+            comparison=comparison,
+            measurements=measurements,
+            reporter=reporter,
+        )
+
+
+def count_work(opened: OpenedPlan) -> float:
+    """Count the tokens that go through the whole model at most, after the calibration."""
+    request = opened.request
+    judged = 1 + request.points + 2 * len(SCHEMES)
+    searched = (GRADIENT_PASSES + request.passes) * opened.search.num_tokens
+    return float(searched + judged * opened.held_out.num_tokens)
+
+
+def _count_sizes(opened: OpenedPlan, groups: Sequence[Group]) -> Sizes:
+    """Count what stays as it is; scales of the KV cache too, as one FP8 cache brings all."""
+    plain = sum(group.choices[0].size_bytes for group in groups)
+    weights = sum(g.choices[0].size_bytes for g in groups if not g.is_cache)
+    stored = sum(each.size_bytes for each in opened.target.checkpoint.tensors.values())
+    scales = 8 * sum(len(group.layers) for group in groups if group.is_cache)
+    return Sizes(fixed=stored - weights + scales, unquantized=stored - weights + plain)
+
+
+def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryMode]:
+    """Open the comparison, in as much memory as a full round of plans needs."""
+    request = opened.request
+
+    def make(model: LoadedModel, _target: Target) -> list[Candidate]:
+        groups = maker.make(model)
+        require_choices(maker, groups)
+        whole = emulate_plan(groups, tuple(len(group.choices) - 1 for group in groups))
+        names = map(str, range(LAYERS_AT_ONCE))
+        return [Candidate(name=name, description="", emulation=whole) for name in names]
+
+    options = resolve_options(
+        VerifyRequest(str(request.model), engine=opened.emulated.key, batch_size=request.batch_size)
+    )
+    job = open_verify_job(opened.model, options, join_texts(opened))
+    job = replace(job, make_candidates=make)
+    extra = {"gradients": _estimate_gradient_bytes(opened)}
+    mode = choose_verification_mode(job, always_streams=_STREAMS, extra_bytes=extra)
+    assert mode.plan is not None  # noqa: S101 -- always streamed
+    if mode.plan.expected_s is not None:  # of one round over both texts
+        share = count_work(opened) / job.plan.num_tokens / (1 + LAYERS_AT_ONCE)
+        mode = replace(mode, plan=replace(mode.plan, expected_s=mode.plan.expected_s * share))
+    return job, mode
+
+
+def _estimate_gradient_bytes(opened: OpenedPlan) -> int:
+    """Estimate what the walk back takes: each scheme's weights of a layer, and its activations."""
+    tokens = max(len(s) for s in opened.search.sequences) * opened.request.batch_size
+    largest = 0
+    for layer in opened.target.geometry.layers:
+        own = [each for each in layer.linears if not each.num_experts]
+        weights = sum(each.in_features * each.out_features for each in own)
+        widths = sum(each.in_features + each.out_features for each in own)
+        largest = max(largest, 4 * (weights * (len(SCHEMES) + 1) + 3 * tokens * widths))
+    return largest
+
+
+def _find_slopes(measured: MeasuredPlan) -> dict[tuple[int, int], torch.Tensor]:
+    """Find the derivatives in the direction of each choice, or take those of an earlier run."""
+    opened, groups, reporter = measured.opened, measured.groups, measured.reporter
+    names = {
+        f"{group.name}={choice.name}": (g, c)
+        for g, group in enumerate(groups)
+        if can_estimate(group)
+        for c, choice in enumerate(group.choices)
+        if c
+    }
+    stored = measured.measurements.find("slopes/")
+    if not names.keys() <= stored.keys():
+        chosen = list(batches(opened.search, opened.request.batch_size))
+        layers = len(opened.target.geometry.layers)
+        total = 2 * sum(batch.num_tokens for batch in chosen)
+        reporter.stage("gradients", total, unit="tokens")
+        found = estimate(
+            measured.comparison.streamed,
+            measured.comparison.streaming,
+            chosen,
+            groups,
+            seed=_SEED,
+            advance=advance_by_share(layers, reporter.advance),
+        )
+        places = {place: name for name, place in names.items()}
+        stored = {places[place]: slope for place, slope in found.items()}
+        measured.measurements.add("slopes/", stored)
+    return {names[name]: slope for name, slope in stored.items() if name in names}
+
+
+def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: CalibrationStats) -> None:
+    """Refuse a plan that an engine does not load, as `check` judges what would be written.
+
+    Raises:
+        VerificationError: naming the engine, and why.
+    """
+    if planned.quantize is None:
+        return
+    with open_planned(
+        str(opened.folder),
+        planned.settings(),
+        stats if planned.caches else drop_kv(stats),
+        revision=None,
+        dequantize=False,
+        allow_unservable=True,
+    ) as made:
+        keys = [engine.key for engine in opened.engines]
+        reports, unchecked = replay_plan(made.plan, opened.folder, keys)
+    for engine, report in reports.items():
+        if why := find_fault(report):
+            raise VerificationError(
+                f"{engine} does not load the plan: {why}",
+                hint="name one --scheme, or another --engine",
+            )
+    if unchecked:
+        raise VerificationError(unchecked)

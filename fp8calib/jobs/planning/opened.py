@@ -1,0 +1,175 @@
+"""A plan's model, engines and texts, before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp8calib.data.plan import DataPlan, replace_sequences
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.facts.gpus import Gpu, find_gpu
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.jobs.calibration import IF_QUANTIZED
+from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.recipe_options import open_recipe
+from fp8calib.jobs.text import plan_texts
+from fp8calib.jobs.verification.options import require_known
+from fp8calib.recipe import Recipe
+from fp8calib.requests.plan import PlanRequest
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.verification.candidates import Target
+from fp8calib.verification.sensitivity import SEQUENCES
+
+_TAG = "fp8calib plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPlan:
+    """What a plan is made for."""
+
+    request: PlanRequest
+    model: RunModel
+    target: Target
+    recipe: Recipe
+    """Of the calibration."""
+    engines: tuple[Engine, ...]
+    """All have to load the checkpoint."""
+    emulated: Engine
+    """The first whose arithmetic is known."""
+    numerics: Numerics
+    gpu: Gpu | None
+    calibration: DataPlan
+    search: DataPlan
+    """A bounded part of the text that is calibrated on."""
+    held_out: DataPlan
+    tag: str
+    """Runs with the same one measure the same."""
+
+    @property
+    def out(self) -> Path:
+        """The output folder."""
+        default = f"{Path(str(self.request.model)).resolve().name}-plan"
+        return Path(self.request.out or default)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the model."""
+        return self.model.source.folder
+
+
+@contextmanager
+def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
+    """Open the model and its texts.
+
+    Raises:
+        UsageError: an option is invalid.
+        ModelError: the model cannot be read or run.
+        DataError: the data cannot be read, or is one sequence.
+    """
+    for engine in _list_engines(request):
+        if request.gpu is not None:
+            require_known(find_gpu(request.gpu), engine)
+    _check_budget(request)
+    if request.samples < 2:
+        hint = "some are held out from the search: use 2 or more"
+        raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
+    with open_run_model(
+        request.model,
+        place(request),
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+        if_quantized=IF_QUANTIZED,
+        recipe=open_recipe("kv"),
+    ) as model:
+        if model.checkpoint.form:
+            raise ModelError(
+                f"{request.model} is quantized already: {model.checkpoint.form}",
+                hint="name the unquantized model that it was made from",
+            )
+        yield describe_opened(request, model, *plan_texts(request, model.source))
+
+
+def describe_opened(
+    request: PlanRequest, model: RunModel, calibration: DataPlan, held_out: DataPlan
+) -> OpenedPlan:
+    """Describe a plan for a model that is open, with its texts."""
+    fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
+    recipe = open_recipe("kv")
+    data = recipe.data.model_copy(update={"batch_size": request.batch_size})
+    emulated = _find_emulated(request)
+    numerics = emulated.numerics
+    assert numerics is not None  # noqa: S101 -- `_find_emulated`
+    gpu = None if request.gpu is None else find_gpu(request.gpu)
+    if gpu is not None:
+        numerics = emulated.emulate_on(gpu, numerics)
+    parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
+    settings = (emulated.key, request.gpu or "", str(request.batch_size), str(request.stats or ""))
+    return OpenedPlan(
+        request=request,
+        model=model,
+        target=Target(
+            checkpoint=model.checkpoint,
+            fingerprint=fingerprint,
+            geometry=model.prepared.geometry,
+        ),
+        recipe=recipe.model_copy(update={"data": data}),
+        engines=_list_engines(request),
+        emulated=emulated,
+        numerics=numerics,
+        gpu=gpu,
+        calibration=calibration,
+        search=replace_sequences(calibration, calibration.sequences[:SEQUENCES]),
+        held_out=held_out,
+        tag=" ".join([_TAG, *parts, *settings]),
+    )
+
+
+def join_texts(opened: OpenedPlan) -> DataPlan:
+    """Join the text of the search with the one that is held out."""
+    sequences = (*opened.search.sequences, *opened.held_out.sequences)
+    return replace(replace_sequences(opened.search, sequences), warnings=())
+
+
+def _list_names(request: PlanRequest) -> list[str]:
+    named = [request.engine] if isinstance(request.engine, str) else list(request.engine)
+    if not named:
+        raise UsageError("--engine: no name given", hint="leave it out to plan for vllm")
+    return list(dict.fromkeys(named))
+
+
+def _list_engines(request: PlanRequest) -> tuple[Engine, ...]:
+    found = tuple(map(find_replayed, _list_names(request)))
+    for engine in found:
+        if engine.replay_folder is None:
+            raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
+    return found
+
+
+def _find_emulated(request: PlanRequest) -> Engine:
+    known = list_emulated()
+    named = (name for name in _list_names(request) if name.partition("==")[0] in known)
+    return next((find_emulated(name)[0] for name in named), REFERENCE)
+
+
+def _check_budget(request: PlanRequest) -> None:
+    """Refuse no budget, several, and impossible ones."""
+    given = {
+        "--max-kld": request.max_kld,
+        "--max-ratio": request.max_ratio,
+        "--max-bytes": request.max_bytes,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = " and ".join(named) or "no budget"
+        raise UsageError(
+            f"{what}: give one of {', '.join(given)}",
+            hint="a loss, for which the least bytes are found, or bytes, for the least loss",
+        )
+    if request.max_kld is not None and request.max_kld <= 0:
+        raise UsageError(f"--max-kld {request.max_kld}: must be above 0")
+    if request.max_ratio is not None and request.max_ratio <= 1:
+        raise UsageError(f"--max-ratio {request.max_ratio}: must be above 1")

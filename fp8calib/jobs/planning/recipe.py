@@ -1,0 +1,131 @@
+"""A plan as a recipe that `quantize` and `calibrate` take, and as the commands that use it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import yaml
+
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.jobs.planning.opened import OpenedPlan
+from fp8calib.jobs.quantization.planned import resolve_plan
+from fp8calib.options.keys import FORMATS
+from fp8calib.quantization.plan import PlanSettings
+from fp8calib.recipe import Quantize
+from fp8calib.verification.planning.arrays import Plan
+from fp8calib.verification.planning.choices import IN_16_BITS, Group
+
+RECIPE_NAME = "recipe.yaml"
+_HEAD = """\
+# Written by fp8calib plan. This command writes what it says:
+#     {command}
+"""
+_OVERLAY = "kv-overlay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedScheme:
+    """What `quantize` is asked."""
+
+    quantize: Quantize | None
+    """None where all linears stay in 16 bits."""
+    caches: tuple[int, ...] = ()
+    """The layers whose KV cache becomes FP8."""
+    plain_caches: tuple[int, ...] = field(default=())
+    """Those whose cache stays in 16 bits."""
+
+    def settings(self) -> PlanSettings:
+        """Resolve it as `quantize` does."""
+        assert self.quantize is not None  # noqa: S101 -- the caller looked
+        return resolve_plan(
+            self.quantize.scheme,
+            COMPRESSED_TENSORS.name,
+            layer_schemes=self.quantize.layer_schemes,
+            ignore=self.quantize.ignore,
+            power_of_two_scales=None,
+            shared_scales=True,
+            is_calibrated=True,
+            rounding=self.quantize.rounding,
+        )
+
+
+def describe_plan(groups: Sequence[Group], plan: Plan, rounding: str) -> PlannedScheme:
+    """Describe a plan by patterns: the scheme of most linears is the default."""
+    pairs = [(g, g.choices[c].name) for g, c in zip(groups, plan, strict=True)]
+    chosen = {linear: name for group, name in pairs for linear in group.linears}
+    counts = Counter(name for name in chosen.values() if name != IN_16_BITS)
+    made = None
+    if counts:
+        default = counts.most_common(1)[0][0]
+        folded = dict(_fold(chosen))
+        others = {p: name for p, name in folded.items() if name not in (default, IN_16_BITS)}
+        made = Quantize(
+            scheme=default,
+            layer_schemes=others,
+            ignore=tuple(p for p, name in folded.items() if name == IN_16_BITS),
+            rounding=rounding,
+        )
+    caches = [(group, name != IN_16_BITS) for group, name in pairs if group.is_cache]
+    return PlannedScheme(
+        quantize=made,
+        caches=tuple(i for group, is_fp8 in caches if is_fp8 for i in group.layers),
+        plain_caches=tuple(i for group, is_fp8 in caches if not is_fp8 for i in group.layers),
+    )
+
+
+def _fold(chosen: Mapping[str, str], parent: str = "") -> Iterator[tuple[str, str]]:
+    """Name a module in place of all linears in it that have one scheme."""
+    below: dict[str, dict[str, str]] = {}
+    for linear, name in chosen.items():
+        rest = linear.removeprefix(f"{parent}.") if parent else linear
+        path = f"{parent}.{rest.partition('.')[0]}" if parent else rest.partition(".")[0]
+        below.setdefault(path, {})[linear] = name
+    for path, inside in below.items():
+        if len(set(inside.values())) == 1 and any(part.isdecimal() for part in path.split(".")):
+            yield path, next(iter(inside.values()))
+        elif len(inside) == 1:
+            yield next(iter(inside.items()))
+        else:
+            yield from _fold(inside, path)
+
+
+def spell_recipe(opened: OpenedPlan, planned: PlannedScheme, command: str, budget: str) -> str:
+    """Spell the recipe as YAML."""
+    request = opened.request
+    document = {
+        "name": "planned",
+        "description": f"A plan for {', '.join(e.key for e in opened.engines)}: {budget}.",
+        "observe": {"kv": bool(planned.caches), "query": False, "inputs": True, "weights": True},
+        "data": {"samples": request.samples},
+        "formats": [] if planned.quantize else list(FORMATS.default),
+        "quantize": None if planned.quantize is None else planned.quantize.model_dump(mode="json"),
+    }
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    return _HEAD.format(command=command) + text
+
+
+def spell_write(opened: OpenedPlan, planned: PlannedScheme, stats: str) -> str:
+    """Spell the command that writes the checkpoint, or the overlay of a cache; empty for none."""
+    model, out = (shlex.quote(str(each)) for each in (opened.request.model, f"{opened.out}-fp8"))
+    recipe, given = shlex.quote(str(opened.out / RECIPE_NAME)), shlex.quote(stats)
+    if planned.quantize is not None:
+        return f"fp8calib quantize {model} --scheme {recipe} --stats {given} --out {out}"
+    if not planned.caches:
+        return ""
+    return f"fp8calib export {given} --format {_OVERLAY} --model {model} --out {out}"
+
+
+def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
+    """Spell the command that serves it with the first engine; empty without one."""
+    engine = opened.engines[0]
+    if engine.launch is None or (planned.quantize is None and not planned.caches):
+        return ""
+    folder = f"{opened.out}-fp8" + ("" if planned.quantize else f"/{_OVERLAY}")
+    command = engine.launch.spell(folder, has_kv=bool(planned.caches))
+    if not planned.caches or not planned.plain_caches:
+        return command
+    flag = opened.numerics.kv_skip_flag
+    return f"{command} {flag} {' '.join(map(str, planned.plain_caches))}"

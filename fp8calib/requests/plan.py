@@ -1,0 +1,159 @@
+"""The request of `fp8calib plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.engines.registry import find_replayed, list_replayed
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, find_scheme
+from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
+from fp8calib.options.option import Option
+from fp8calib.requests import shared
+
+
+def check_size(text: object) -> None:
+    """Refuse what is neither a size nor a share of the model."""
+    read_size(text)
+
+
+def read_size(text: object) -> float:
+    """Read a size in bytes; up to 1 without a unit, a share of the unquantized model."""
+    try:
+        share = float(str(text))
+    except ValueError:
+        share = 2.0
+    if 0 < share <= 1:
+        return share
+    return shared.read_gib(str(text), "--max-bytes") * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Choose a scheme for each group of linears, and the layers whose KV cache becomes FP8.
+
+    One budget is given: the loss (--max-kld, --max-ratio), for which the least bytes are found, or
+    the bytes (--max-bytes), for which the least loss is. Exit code 0 only if text that was held
+    out confirms it; 8 if it does not, 9 where there is too little text to tell.
+
+    Example: fp8calib plan HuggingFaceTB/SmolLM2-135M-Instruct --max-bytes 0.6 --engine vllm==0.33
+    """
+
+    model: Annotated[str | Path, shared.UNQUANTIZED]
+    data: Annotated[str | Path | Sequence[str | Path] | None, DATA] = None
+    _: KW_ONLY
+    text_column: Annotated[str | None, TEXT_COLUMN] = None
+    max_kld: Annotated[
+        float | None,
+        Option("--max-kld", metavar="NATS", help="Largest mean KL divergence of a token."),
+    ] = None
+    max_ratio: Annotated[
+        float | None,
+        Option("--max-ratio", metavar="R", help="Largest perplexity ratio, such as 1.01."),
+    ] = None
+    max_bytes: Annotated[
+        str | float | None,
+        Option(
+            "--max-bytes",
+            metavar="SIZE",
+            reads=str,
+            check=check_size,
+            help="Largest size of weights and KV cache, such as 6G; up to 1, a share of the "
+            "unquantized model's.",
+        ),
+    ] = None
+    engine: Annotated[
+        str | Sequence[str],
+        Option(
+            "--engine",
+            metavar="NAME[==VERSION]",
+            reads=list[str],
+            check=find_replayed,
+            help=f"An engine that has to load the checkpoint; repeat for more: "
+            f"{', '.join(list_replayed())}. The first one whose arithmetic is known is emulated.",
+        ),
+    ] = ("vllm",)
+    gpu: shared.GpuOption = None
+    scheme: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            "--scheme",
+            metavar="|".join(SCHEMES),
+            reads=list[str],
+            check=find_scheme,
+            help="A scheme to choose from; repeat for more. Default: all that the engines load.",
+        ),
+    ] = None
+    kv_tokens: Annotated[
+        int,
+        Option(
+            "--kv-tokens",
+            metavar="N",
+            least=0,
+            help="Tokens of the KV cache whose bytes count; 0 leaves the cache in 16 bits.",
+        ),
+    ] = 8192
+    rounding: Annotated[
+        str,
+        Option(
+            "--rounding",
+            choices=(NEAREST, GPTQ),
+            help=f"How quantize will round the weights. Losses are those of {NEAREST}; {GPTQ} "
+            "loses less.",
+        ),
+    ] = NEAREST
+    passes: Annotated[
+        int,
+        Option(
+            "--passes",
+            metavar="N",
+            least=1,
+            help="Forward passes that measuring groups and plans may take while it searches.",
+        ),
+    ] = 6
+    points: Annotated[
+        int,
+        Option(
+            "--points",
+            metavar="N",
+            least=0,
+            help="Other plans on the frontier to measure on the text that is held out.",
+        ),
+    ] = 8
+    stats: Annotated[
+        str | Path | None,
+        Option(
+            "--stats",
+            metavar="STATS",
+            reads=Path,
+            check=shared.check_stats,
+            help="Statistics of an earlier calibration; else the text is calibrated on.",
+        ),
+    ] = None
+    out: Annotated[
+        str | Path | None,
+        Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-plan."),
+    ] = None
+    samples: Annotated[int, SAMPLES] = SAMPLES.default
+    seq_len: Annotated[int | None, SEQ_LEN] = None
+    batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default
+    pack: Annotated[bool, PACK] = True
+    device: shared.DeviceOption = "auto"
+    dtype: shared.DtypeOption = "auto"
+    memory: shared.MemoryOption = None
+    revision: shared.RevisionOption = None
+    trust_remote_code: shared.TrustOption = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")] = (
+        False
+    )
+    resume: Annotated[
+        bool,
+        Option(
+            "--resume",
+            help="Take what an earlier run into the same folder measured, for any budget.",
+        ),
+    ] = False
+    force: shared.ForceOption = False
+    progress: shared.ProgressArgument = None

@@ -1,0 +1,269 @@
+"""`plan`: recipes that quantize takes, whose files have the size and the loss that it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests import zoo
+from tests.api.test_auto import LENGTH, plant
+from tests.cli.conftest import save_tokenizer, write_rows
+from tests.cli.program import fail, run, succeed
+
+QUICK = ("--seq-len", 32, "--dtype", "float32", "--batch-size", 12)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+def sharpen(model: Any) -> None:
+    """Make the output depend on all layers."""
+    model.lm_head.weight.mul_(6)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(4)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return plant(tmp_path_factory.mktemp("plan"), sharpen, **SIZES)
+
+
+def plan(planted: tuple[Path, Path], out: Path, *options: object) -> Any:
+    model, text = planted
+    command = ("plan", model, "--data", text, *QUICK, *options, "--out", out, "--json")
+    return run(*command)
+
+
+def count_stored(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+        total += sum(each.numel() * each.element_size() for each in tensors)
+    return total
+
+
+def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measured(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, text = planted
+    outcome = plan(planted, tmp_path / "plan", "--max-bytes", 0.5, "--kv-tokens", 0)
+    assert outcome.code == 0, outcome.err
+    found = outcome.json
+    recipe = yaml.safe_load((tmp_path / "plan" / "recipe.yaml").read_text())
+    assert recipe["quantize"]["layer_schemes"] or recipe["quantize"]["ignore"]
+    out = tmp_path / "fp8"
+    stats = tmp_path / "plan" / "stats.safetensors"
+    recipe_file = tmp_path / "plan" / "recipe.yaml"
+    succeed("quantize", model, "--scheme", recipe_file, "--stats", stats, "--out", out)
+    assert count_stored(out) == found["bytes"]["after"] <= 0.5 * found["bytes"]["before"]
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[-12:]))
+    verified = succeed("verify", model, "--scales", out, "--data", held_out, *QUICK, "--json").json[
+        "candidates"
+    ][0]
+    assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+    assert verified["ppl_ratio"] == pytest.approx(found["ppl_ratio"], rel=1e-6)
+
+
+def cast_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Round to FP8 with a scale for each row."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.fixture(scope="module")
+def measured(planted: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plan with all groups measured."""
+    out = tmp_path_factory.mktemp("measured") / "plan"
+    options = ("--scheme", "w8a16", "--passes", 200, "--points", 1)
+    assert plan(planted, out, "--max-bytes", 0.7, "--kv-tokens", 40, *options).code == 0
+    return out
+
+
+@pytest.mark.parametrize("name", ["0.self_attn.q_proj+k_proj+v_proj", "2.mlp.down_proj"])
+def test_derivatives_are_those_of_autograd(
+    planted: tuple[Path, Path], measured: Path, name: str
+) -> None:
+    """Of the log-probability of the same drawn tokens, in the direction of the rounding errors."""
+    path, text = planted
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    parent, _, joined = f"model.layers.{name}".rpartition(".")
+    linears = [model.get_submodule(f"{parent}.{part}") for part in joined.split("+")]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for linear in linears:
+        linear.register_forward_hook(lambda _, x, y: seen.append((x[0].detach(), y)))
+    generator = torch.Generator().manual_seed(0)
+    expected = []
+    for line in text.read_text().splitlines()[:8]:
+        seen.clear()
+        logits = model(torch.tensor([json.loads(line)["input_ids"]])).logits[0, :-1]
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        gain = logits.log_softmax(-1).gather(-1, drawn).sum()
+        pulls = torch.autograd.grad(gain, [y for _, y in seen])
+        slopes = [
+            (pull * (x @ (cast_rows(linear.weight) - linear.weight).T)).sum(-1)[0, :-1]
+            for pull, (x, _), linear in zip(pulls, seen, linears, strict=True)
+        ]
+        expected.append(torch.stack(slopes).sum(0).detach())
+    found = load_file(measured / "measured.safetensors")[f"slopes/model.layers.{name}=w8a16"]
+    priced = torch.arange(LENGTH - 1).repeat(8) % 2 == 0  # every second token stands for two
+    close = {"rtol": 2e-3, "atol": 1e-5}
+    torch.testing.assert_close(found[priced], torch.cat(expected)[priced] * 2**0.5, **close)
+    assert not found[~priced].any()
+
+
+def test_estimates_are_near_what_groups_lose(
+    planted: tuple[Path, Path], measured: Path, tmp_path: Path
+) -> None:
+    options = ("--scheme", "w8a16", "--passes", 1, "--points", 0)
+    found = plan(planted, tmp_path / "out", "--max-bytes", 0.7, "--kv-tokens", 40, *options).json
+    run_alone = json.loads((measured / "report.json").read_text())
+    pairs = [
+        (one["choices"][0], other["choices"][0])
+        for one, other in zip(found["groups"], run_alone["groups"], strict=True)
+    ]
+    assert {(a["how"], b["how"]) for a, b in pairs} == {("estimated", "measured")}
+    ratios = [a["kld_mean"] / b["kld_mean"] for a, b in pairs]
+    assert 0.7 < sum(a["kld_mean"] for a, _ in pairs) / sum(b["kld_mean"] for _, b in pairs) < 1.5
+    assert 0.6 < sorted(ratios)[len(ratios) // 2] < 1.6
+    largest = [
+        sorted(range(len(pairs)), key=lambda i: -pairs[i][k]["kld_mean"])[:4] for k in (0, 1)
+    ]
+    assert len(set(largest[0]) & set(largest[1])) >= 3
+
+
+def test_another_budget_takes_what_was_measured(
+    planted: tuple[Path, Path], measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "plan"
+    shutil.copytree(measured, out)
+
+    def run_nothing(*_: object, **__: object) -> None:
+        raise AssertionError("text is calibrated on, or gradients are computed")
+
+    monkeypatch.setattr("fp8calib.commands.plan.run_calibration", run_nothing)
+    monkeypatch.setattr("fp8calib.jobs.planning.measure.estimate", run_nothing)
+    options = ("--scheme", "w8a16", "--passes", 200, "--points", 0, "--kv-tokens", 40)
+    found = plan(planted, out, "--max-kld", 0.02, *options, "--resume").json
+    (chosen,) = [point for point in found["frontier"] if point["is_chosen"]]
+    assert found["searched_kld"] <= 0.02
+    assert found["bytes"]["after"] == chosen["size_bytes"]
+    again = plan(planted, out, "--max-ratio", 1.01, *options, "--resume").json
+    assert again["budget"] == "least bytes with a perplexity ratio of at most 1.01"
+    text = fail(2, "plan", planted[0], "--data", planted[1], *QUICK, "--max-kld", 1, "--out", out)
+    assert "--force" in text
+
+
+def test_a_budget_that_held_out_text_refutes_exits_8(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Nothing is as small as a tenth."""
+    outcome = plan(planted, tmp_path / "out", "--max-bytes", 0.1, "--points", 0, "--kv-tokens", 0)
+    assert outcome.code == 8
+    assert outcome.json["met"] == "no"
+    assert "nothing is smaller" in outcome.json["why"]
+
+
+def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 4000, "--passes", 60)
+    found = plan(planted, tmp_path / "out", "--max-bytes", 0.75, *options).json
+    caches = {
+        group["layers"][0]: group["choice"] for group in found["groups"] if not group["linears"]
+    }
+    plain = [str(layer) for layer, choice in caches.items() if choice == "16 bits"]
+    assert 0 < len(plain) < 4
+    assert found["serve"].endswith(f"--kv-cache-dtype-skip-layers {' '.join(plain)}")
+    joined = plan(planted, tmp_path / "both", "--max-bytes", 0.75, *options, "--engine", "sglang")
+    names = [group["name"] for group in joined.json["groups"] if not group["linears"]]
+    assert names == ["all KV caches"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "no budget: give one of --max-kld, --max-ratio, --max-bytes"),
+        (("--max-kld", 1, "--max-bytes", 0.5), "--max-kld and --max-bytes: give one of"),
+        (("--max-kld", 0), "--max-kld 0.0: must be above 0"),
+        (("--max-ratio", 1), "--max-ratio 1.0: must be above 1"),
+        (("--max-bytes", "6X"), "--max-bytes 6X: not a size"),
+        (("--max-bytes", 0.5, "--engine", "reference"), "--engine reference: "),
+        (("--max-bytes", 0.5, "--samples", 1), "--samples 1: plan needs two sequences"),
+        (("--max-bytes", 0.5, "--scheme", "w4a4"), "unknown scheme"),
+    ],
+)
+def test_impossible_requests_are_refused(
+    planted: tuple[Path, Path], tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    model, text = planted
+    command = ("plan", model, "--data", text, *QUICK, *options, "--out", tmp_path / "out")
+    assert message in fail(2, *command)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen3_next"])
+def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path: Path) -> None:
+    """What is written loses what was measured, and passes `check`."""
+    zoo.save(family, tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(12)]
+    text = write_rows(tmp_path / "text.jsonl", rows)
+    place = (tmp_path / "model", text)
+    found = plan(place, tmp_path / "plan", "--max-bytes", 0.7, "--points", 0, "--kv-tokens", 0).json
+    hows = {
+        (group["name"].endswith(".experts"), choice["how"])
+        for group in found["groups"]
+        for choice in group["choices"]
+    }
+    assert (True, "measured") in hows
+    assert (True, "estimated") not in hows
+    recipe, stats = (tmp_path / "plan" / name for name in ("recipe.yaml", "stats.safetensors"))
+    out = tmp_path / "fp8"
+    succeed("quantize", place[0], "--scheme", recipe, "--stats", stats, "--out", out)
+    succeed("check", out, "--engine", "vllm")
+    held_out = write_rows(tmp_path / "held-out.jsonl", rows[-2:])
+    options = ("--scales", out, "--data", held_out, *QUICK, "--json")
+    verified = succeed("verify", place[0], *options).json["candidates"][0]
+    assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+
+
+def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) -> None:
+    page = (measured / "plan.html").read_text()
+    report = json.loads((measured / "report.json").read_text())
+    assert "<title>FP8 plan of " in page
+    assert "<script" not in page
+    marks = page.count('class="marks"')
+    assert marks == sum(point["kld_mean"] > 0 for point in report["frontier"])
+    for group in report["groups"]:
+        assert group["name"] in page
+    assert report["write"].replace("'", "&#39;") in page
+
+
+def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
+    found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
+    recipe = tmp_path / "plan" / "recipe.yaml"
+    command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
+    text = ("--data", planted[1], "--seq-len", 32, "--samples", 16, "--dtype", "float32")
+    outcome = succeed(*command, *text, "--json").json
+    assert len(outcome["rounded"]) == len(outcome["quantized"])
+    planned = [linear for g in found["groups"] if g["choice"] == "w8a16" for linear in g["linears"]]
+    assert sorted(outcome["quantized"]) == sorted(planned)
+    assert "--ignore: the schemes are those of" in fail(2, *command, "--ignore", "*.o_proj")
+    empty = tmp_path / "kv.yaml"
+    empty.write_text("name: kv\n")
+    other = ("quantize", planted[0], "--scheme", empty, "--out", tmp_path / "other")
+    assert "it has no section quantize" in fail(3, *other)
