@@ -29,7 +29,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
         else:
             columns = ["layers", "", "what", "value", "why"]
             yield Table(title=title, columns=columns, rows=_rows(engine))
-        if engine.fingerprint:
+        if engine.fingerprint and not engine.loads_without_kv:
             yield Line(f"  KV scales as loaded: fingerprint {engine.fingerprint}")
         if engine.weights is not None:
             yield Line(f"  weights {engine.weights.status}: {engine.weights.why}")

@@ -59,6 +59,15 @@ def test_a_small_difference_that_is_sure_is_none() -> None:
     assert compare(np.zeros(100), np.zeros(100), [11] * 10).answer is PairedAnswer.NO_DIFFERENCE
 
 
+def test_a_large_difference_of_two_texts_needs_a_third() -> None:
+    """By hand: 1 ± 0.1; t is 12.7 for two texts, 4.30 for three, and (4.30 + 0.84) 0.0816 < 1."""
+    base = np.ones(20)
+    found = compare(base + np.repeat([1.1, 0.9], 10), base, [11, 11])
+    assert found.answer is PairedAnswer.CANNOT_TELL
+    assert found.se == pytest.approx(0.1)
+    assert found.tokens_to_tell == 30
+
+
 def test_the_same_text_over_and_over_tells_nothing() -> None:
     found = compare(np.full(8, 2.0), np.ones(8), [5, 5])
     assert (found.se, found.answer, found.tokens_to_tell) == (None, PairedAnswer.CANNOT_TELL, None)

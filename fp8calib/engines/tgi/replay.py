@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from fp8calib.dialects.fp8.compressed_tensors import MX_FORMAT
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, require_readable
@@ -143,6 +144,8 @@ def _list_targets(name: str, group: object, form: object) -> list[object]:
     if form not in _find_formats(weights):
         why = f"Group {name!a:.40} has unsupported compressed-tensors configuration: format is "
         fix = 'leave config_groups empty, or give a float group "format": "naive-quantized"'
+        if form == MX_FORMAT:
+            fix = "write another scheme"
         raise Refusal(f"{why}{form!a:.40}", fix=fix)
     return targets
 

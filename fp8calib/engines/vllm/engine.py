@@ -155,8 +155,8 @@ _WEIGHT_RULES = (
         dialect="mxfp8",
         except_model_types=(*RENAMING_TYPES, "minimax_m3_vl", "minimax_m3_vl_text"),
         status=Status.REFUSED,
-        why="only its MiniMax M3 and Mistral 3 take scales named weight_scale_inv for MXFP8; this "
-        "model has weight_scale (ValueError)",
+        why="only its MiniMax M3 and Mistral 3 rename weight_scale_inv, which its MXFP8 linears "
+        "call weight_scale (ValueError)",
         fix="write it as modelopt or compressed-tensors: the bytes of the tensors are the same",
         source="vLLM 0.32.0 quantization/modelopt.py (ModelOptMxFp8Config), run; "
         "models/minimax_m3, read",

@@ -334,7 +334,9 @@ def require_mx(release: Release, form: str, group: LinearGroup, error: str) -> N
     others = dict.fromkeys(each.partition(" ")[0] for each in values)
     fixes = (
         f"serve it with {release.engine} {first}" if first else "",
-        f"write it as {' or '.join(others)}" if others else "",
+        f"write it as {' or '.join(others)}, if check finds that its class of the model loads that"
+        if others
+        else "",
     )
     raise Refusal(
         f"{release.title} loads no {_KINDS[group.kind]} in MXFP8 of {form} ({error})",

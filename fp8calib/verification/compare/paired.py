@@ -47,11 +47,11 @@ def compare_paired(
             margin=margin,
             answer=PairedAnswer.CANNOT_TELL,
         )
-    width = _t_quantile(count_clusters(tokens, lengths) - 1) * se
-    answer = _answer(mean, width, margin)
+    clusters = count_clusters(tokens, lengths)
+    answer = _answer(mean, _t_quantile(clusters - 1) * se, margin)
     more = None
-    if answer is PairedAnswer.CANNOT_TELL and margin:
-        more = math.ceil(tokens * ((_TWO_SIDED_95 + _POWER_80) * se / margin) ** 2)
+    if answer is PairedAnswer.CANNOT_TELL and (target := max(abs(mean), margin)):
+        more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
     return PairedResult(
         candidate=candidate,
         base=base,
@@ -61,6 +61,17 @@ def compare_paired(
         answer=answer,
         tokens_to_tell=None if more is None else max(more, tokens + 1),
     )
+
+
+def _count_clusters_to_tell(clusters: int, relative_se: float) -> int:
+    """Count the clusters that show a difference in 80 % of all texts.
+
+    `relative_se` is the standard error from `clusters`, over the difference.
+    """
+    found = max(2, math.ceil(clusters * ((_TWO_SIDED_95 + _POWER_80) * relative_se) ** 2))
+    while (_t_quantile(found - 1) + _POWER_80) * relative_se * math.sqrt(clusters / found) > 1:
+        found += 1
+    return found
 
 
 def _answer(mean: float, width: float, margin: float) -> PairedAnswer:
