@@ -21,7 +21,7 @@ from fp8calib.jobs.planning.measure import (
 from fp8calib.jobs.planning.opened import OpenedPlan, open_plan
 from fp8calib.jobs.planning.recipe import (
     RECIPE_NAME,
-    describe_plan,
+    make_planned_scheme,
     spell_recipe,
     spell_serve,
     spell_write,
@@ -112,7 +112,7 @@ def _plan(
         uniform = list_uniform(groups, caches=caches)
         search = measured.open_search()
         found = search.search(_make_budget(request, sizes), uniform.values())
-        planned = describe_plan(groups, found.plan, request.rounding)
+        planned = make_planned_scheme(groups, found.plan, request.rounding)
         require_loaded(opened, planned, stats)
         points = found.list_between(request.points)
         judged = {"plan": found.plan, **uniform}

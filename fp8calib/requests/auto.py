@@ -69,9 +69,7 @@ class AutoRequest:
     memory: shared.MemoryOption = None
     revision: shared.RevisionOption = None
     trust_remote_code: shared.TrustOption = False
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")] = (
-        False
-    )
+    dry_run: shared.DryRunOption = False
     resume: Annotated[
         bool, Option("--resume", help="Continue an interrupted run from its statistics.")
     ] = False

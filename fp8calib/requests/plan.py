@@ -145,9 +145,7 @@ class PlanRequest:
     memory: shared.MemoryOption = None
     revision: shared.RevisionOption = None
     trust_remote_code: shared.TrustOption = False
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")] = (
-        False
-    )
+    dry_run: shared.DryRunOption = False
     resume: Annotated[
         bool,
         Option(

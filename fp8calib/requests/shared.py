@@ -67,6 +67,7 @@ def require_input(hint: str) -> Callable[[Path], None]:
 
 
 check_stats = require_input("calibrate writes stats.safetensors")
+DryRunOption = Annotated[bool, Option("--dry-run", help="Print the plan; run and write nothing.")]
 ForceOption = Annotated[
     bool,
     Option(

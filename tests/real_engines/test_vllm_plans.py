@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import fp8calib
 from fp8calib.jobs.planning.groups import GroupMaker
 from fp8calib.jobs.planning.opened import open_plan
-from fp8calib.jobs.planning.recipe import describe_plan
+from fp8calib.jobs.planning.recipe import make_planned_scheme
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.verification.planning.choices import IN_16_BITS, Group
@@ -54,7 +54,7 @@ class Offered:
                 known.append(name)
             groups.append(group)
             plan.append(known.index(name))
-        asked = describe_plan(groups, tuple(plan), "nearest").quantize
+        asked = make_planned_scheme(groups, tuple(plan), "nearest").quantize
         assert asked is not None
         fp8calib.quantize(
             self.model,

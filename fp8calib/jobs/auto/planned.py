@@ -11,7 +11,7 @@ from fp8calib.fp8.schemes import NEAREST
 from fp8calib.jobs.auto.measure import Measured
 from fp8calib.jobs.planning.measure import GRADIENT_PASSES, open_measured
 from fp8calib.jobs.planning.opened import OpenedPlan, describe_opened
-from fp8calib.jobs.planning.recipe import PlannedScheme, describe_plan
+from fp8calib.jobs.planning.recipe import PlannedScheme, make_planned_scheme
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.recipe import Quantize
 from fp8calib.requests.plan import PlanRequest
@@ -52,7 +52,7 @@ def plan_left(
                 for each in plan.groups
             )
             if sum(saved) >= (1 - _MOST_LEFT) * sum(possible) > 0:
-                planned = describe_plan(plan.groups, found.plan, NEAREST)
+                planned = make_planned_scheme(plan.groups, found.plan, NEAREST)
                 yield planned, _explain(plan.groups, found, planned, is_cache=not schemes)
 
 

@@ -52,7 +52,7 @@ class PlannedScheme:
         )
 
 
-def describe_plan(groups: Sequence[Group], plan: Plan, rounding: str) -> PlannedScheme:
+def make_planned_scheme(groups: Sequence[Group], plan: Plan, rounding: str) -> PlannedScheme:
     """Describe a plan by patterns: the scheme of most linears is the default."""
     pairs = [(g, g.choices[c].name) for g, c in zip(groups, plan, strict=True)]
     chosen = {linear: name for group, name in pairs for linear in group.linears}

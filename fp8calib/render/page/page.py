@@ -14,6 +14,7 @@ from fp8calib.render.page.markup import measure, to_markup
 from fp8calib.render.page.sections import (
     Figure,
     PageSection,
+    list_provenance,
     needs_section,
     positions_section,
     sensitivity_section,
@@ -194,11 +195,4 @@ def _list_provenance(report: VerifyReport) -> dict[str, str]:
     facts = {"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"}
     if (origin := report.provenance) is None:
         return facts
-    return {
-        "Date": origin.date,
-        "Command": origin.command,
-        "Hash of the model": origin.model_hash,
-        "Hash of the text": origin.data_hash,
-        **facts,
-        "Versions": ", ".join(f"{name} {found}" for name, found in origin.versions.items()),
-    }
+    return list_provenance(origin, facts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import format_size, write_file_atomic
 from fp8calib.render.page.charts import linear_axis, log_axis, scatter_chart
 from fp8calib.render.page.markup import to_markup
-from fp8calib.render.page.sections import Figure, PageSection
+from fp8calib.render.page.sections import Figure, PageSection, list_provenance
 from fp8calib.render.page.series import BASELINE, STYLES, Style
 from fp8calib.render.plan import describe_sum, frontier_table, groups_table, refused_table
 from fp8calib.render.templates import HTML
@@ -47,13 +47,7 @@ def write_plan_page(result: PlanResult, path: Path) -> None:
         ),
         series=(),
         sections=[each for each in _list_sections(result) if not each.is_empty],
-        provenance={
-            "Date": result.provenance.date,
-            "Command": result.provenance.command,
-            "Hash of the model": result.provenance.model_hash,
-            "Hash of the text": result.provenance.data_hash,
-            "Versions": ", ".join(f"{k} {v}" for k, v in result.provenance.versions.items()),
-        },
+        provenance=list_provenance(result.provenance, {}),
     )
     write_file_atomic(path, page.encode("utf-8", "replace"))
 

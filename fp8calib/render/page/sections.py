@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
@@ -21,6 +21,7 @@ from fp8calib.verification.judge.damaged import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,
+    RunProvenance,
     Sensitivity,
     VerifyReport,
     format_db,
@@ -226,3 +227,15 @@ def sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
         findings=[advice],
         is_folded=False,
     )
+
+
+def list_provenance(origin: RunProvenance, facts: Mapping[str, str]) -> dict[str, str]:
+    """List what figures come from: date, command, hashes, other facts, and versions."""
+    return {
+        "Date": origin.date,
+        "Command": origin.command,
+        "Hash of the model": origin.model_hash,
+        "Hash of the text": origin.data_hash,
+        **facts,
+        "Versions": ", ".join(f"{name} {found}" for name, found in origin.versions.items()),
+    }
