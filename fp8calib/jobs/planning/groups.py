@@ -10,6 +10,7 @@ from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
@@ -20,7 +21,7 @@ from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, rep
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.plan import PlanSettings, QuantizePlan
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
@@ -137,16 +138,7 @@ class GroupMaker:
             is_calibrated=True,
         )
         try:
-            with open_planned(
-                str(opened.folder),
-                asked,
-                drop_kv(self._stats),
-                revision=None,
-                dequantize=False,
-                allow_unservable=True,
-            ) as planned:
-                keys = [engine.key for engine in opened.engines]
-                reports, unchecked = replay_plan(planned.plan, opened.folder, keys)
+            plan, reports, unchecked = replay_settings(opened, asked, drop_kv(self._stats))
         except ExportError as error:
             return error.message
         if unchecked:
@@ -155,7 +147,7 @@ class GroupMaker:
         named = (f"{engine} cannot load it: {why}" for engine, why in faults.items() if why)
         why = next(named, "")
         if not why and only is None:
-            self._plans[name] = planned.plan
+            self._plans[name] = plan
         return why
 
     def _list_ignored(self, name: str) -> list[str]:
@@ -263,6 +255,26 @@ class GroupMaker:
                     ),
                 ),
             )
+
+
+def replay_settings(
+    opened: OpenedPlan, settings: PlanSettings, stats: CalibrationStats
+) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
+    """Plan a checkpoint, and replay it for all named engines (`replay_plan`).
+
+    Raises:
+        ExportError: the statistics do not fit, or the checkpoint cannot be written so.
+    """
+    with open_planned(
+        str(opened.folder),
+        settings,
+        stats,
+        revision=None,
+        dequantize=False,
+        allow_unservable=True,
+    ) as planned:
+        keys = [engine.key for engine in opened.engines]
+        return planned.plan, *replay_plan(planned.plan, opened.folder, keys)
 
 
 def _list_asked(opened: OpenedPlan) -> Sequence[str]:

@@ -11,12 +11,11 @@ import torch
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.jobs.planning.groups import GroupMaker, require_choices
+from fp8calib.jobs.planning.groups import GroupMaker, replay_settings, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
 from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.planning.runs import Measurements, Runs
-from fp8calib.jobs.quantization.planned import open_planned
-from fp8calib.jobs.quantization.servable import find_fault, replay_plan
+from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
 from fp8calib.jobs.verification.comparison import open_verify_job
@@ -205,16 +204,8 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     """
     if planned.quantize is None:
         return
-    with open_planned(
-        str(opened.folder),
-        planned.settings(),
-        stats if planned.caches else drop_kv(stats),
-        revision=None,
-        dequantize=False,
-        allow_unservable=True,
-    ) as made:
-        keys = [engine.key for engine in opened.engines]
-        reports, unchecked = replay_plan(made.plan, opened.folder, keys)
+    used = stats if planned.caches else drop_kv(stats)
+    _, reports, unchecked = replay_settings(opened, planned.settings(), used)
     for engine, report in reports.items():
         if why := find_fault(report):
             raise VerificationError(
