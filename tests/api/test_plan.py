@@ -51,10 +51,20 @@ def count_stored(folder: Path) -> int:
     return total
 
 
+def verify(planted: tuple[Path, Path], *options: object) -> list[Any]:
+    """Verify on the text that a plan holds out."""
+    model, text = planted
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    held_out = write_rows(text.with_name("held-out.jsonl"), rows[-12:])
+    command = ("verify", model, "--data", held_out, *QUICK, *options, "--json")
+    candidates: list[Any] = run(*command).json["candidates"]
+    return candidates
+
+
 def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measured(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    model, text = planted
+    model, _ = planted
     outcome = plan(planted, tmp_path / "plan", "--max-bytes", 0.5, "--kv-tokens", 0)
     assert outcome.code == 0, outcome.err
     found = outcome.json
@@ -65,12 +75,7 @@ def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measure
     recipe_file = tmp_path / "plan" / "recipe.yaml"
     succeed("quantize", model, "--scheme", recipe_file, "--stats", stats, "--out", out)
     assert count_stored(out) == found["bytes"]["after"] <= 0.5 * found["bytes"]["before"]
-    rows = [json.loads(line) for line in text.read_text().splitlines()]
-    held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[-12:]))
-    verified = succeed("verify", model, "--scales", out, "--data", held_out, *QUICK, "--json").json[
-        "candidates"
-    ][0]
+    verified = verify(planted, "--scales", out)[0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
     assert verified["ppl_ratio"] == pytest.approx(found["ppl_ratio"], rel=1e-6)
 
@@ -185,9 +190,33 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
     plain = [str(layer) for layer, choice in caches.items() if choice == "16 bits"]
     assert 0 < len(plain) < 4
     assert found["serve"].endswith(f"--kv-cache-dtype-skip-layers {' '.join(plain)}")
+    recipe, stats, out = (tmp_path / "out" / n for n in ("recipe.yaml", "stats.safetensors", "fp8"))
+    succeed("quantize", planted[0], "--scheme", recipe, "--stats", stats, "--out", out)
+    skipped = ("--kv-cache-dtype-skip-layers", ",".join(plain))
+    verified = verify(planted, "--scales", out, *skipped)[0]
+    assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+    elements = 2 * 4 * 2 * 16  # K and V of four layers with two heads of 16
+    assert verified["kv_cache"]["bytes_per_token"] == elements * (1 + len(plain) / 4)
     joined = plan(planted, tmp_path / "both", "--max-bytes", 0.75, *options, "--engine", "sglang")
     names = [group["name"] for group in joined.json["groups"] if not group["linears"]]
     assert names == ["all KV caches"]
+
+
+def test_caches_of_another_type_lose_and_take_what_verify_says(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    name = "int8_per_token_head"
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 4000, "--kv-cache-dtype", name)
+    found = plan(planted, tmp_path / "out", "--max-bytes", 0.65, *options).json
+    (uniform,) = [point for point in found["frontier"] if point["name"] == f"cache {name}"]
+    candidates = {each["name"]: each for each in verify(planted, "--kv-cache-dtype", name)}
+    assert uniform["kld_mean"] == pytest.approx(candidates[name]["kld_mean"], rel=1e-5)
+    stored = 4 * 2 * 2 * (16 + 4) * 4000  # bytes of a value each, and an fp32 scale
+    plain = 2 * 4 * 2 * 2 * 16 * 4000
+    assert found["bytes"]["before"] - uniform["size_bytes"] == plain - stored
+    assert f"--kv-cache-dtype {name}" in found["serve"]
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert not recipe["observe"]["kv"]  # the type has no scales that are calibrated
 
 
 @pytest.mark.parametrize(
@@ -201,6 +230,11 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
         (("--max-bytes", 0.5, "--engine", "reference"), "--engine reference: "),
         (("--max-bytes", 0.5, "--samples", 1), "--samples 1: plan needs two sequences"),
         (("--max-bytes", 0.5, "--scheme", "w4a4"), "unknown scheme"),
+        (("--max-bytes", 0.5, "--kv-cache-dtype", "int9"), "--kv-cache-dtype int9: unknown type"),
+        (
+            ("--max-bytes", 0.5, "--engine", "sglang", "--kv-cache-dtype", "nvfp4"),
+            "--kv-cache-dtype nvfp4: SGLang",
+        ),
     ],
 )
 def test_impossible_requests_are_refused(
