@@ -109,8 +109,7 @@ class PlanRequest:
         Option(
             "--rounding",
             choices=(NEAREST, GPTQ),
-            help=f"How quantize will round the weights. Losses are those of {NEAREST}; {GPTQ} "
-            "loses less.",
+            help=f"How quantize will round the weights. Losses are those of {NEAREST}.",
         ),
     ] = NEAREST
     passes: Annotated[

@@ -289,6 +289,7 @@ def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
 ) -> None:
     options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
     found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
+    assert "the losses are those of rounding to nearest" in found["warnings"][-1]
     recipe = tmp_path / "plan" / "recipe.yaml"
     command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
     text = ("--data", planted[1], "--seq-len", 32, "--samples", 16, "--dtype", "float32")
