@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
-from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import list_cache_types
 from fp8calib.errors import UsageError, suggest
 from fp8calib.options.keys import DATA
@@ -194,8 +194,8 @@ GpuOption = Annotated[
         "--gpu",
         metavar="NAME",
         check=find_gpu,
-        help="The GPU that serves, such as h100, b200, mi300x or rtx5090: nothing else is compared "
-        "or recommended than what the engine serves on it.",
+        help="The GPU that serves: nothing else is compared or recommended than what the engine "
+        f"serves on it. Known: {', '.join(GPUS)}.",
     ),
 ]
 
