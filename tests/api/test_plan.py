@@ -219,6 +219,20 @@ def test_caches_of_another_type_lose_and_take_what_verify_says(
     assert not recipe["observe"]["kv"]  # the type has no scales that are calibrated
 
 
+def test_a_plan_of_a_cache_with_global_scales_is_an_overlay(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 40000, "--max-bytes", 0.5)
+    named = ("--engine", "sglang", "--kv-cache-dtype", "nvfp4", "--passes", 1)
+    found = plan(planted, tmp_path / "out", *options, *named).json
+    (stored,) = (g for g in found["groups"] if not g["linears"])
+    assert {each["name"] for each in stored["choices"]} == {"nvfp4"}
+    elements = 2 * 4 * 2 * 16 * 40000
+    assert stored["choices"][0]["size_bytes"] == elements / 2 + elements / 16
+    assert "--format kv-overlay --kv-cache-dtype nvfp4 --model" in found["write"]
+    assert found["serve"].endswith("/kv-overlay --kv-cache-dtype nvfp4")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -232,8 +246,8 @@ def test_caches_of_another_type_lose_and_take_what_verify_says(
         (("--max-bytes", 0.5, "--scheme", "w4a4"), "unknown scheme"),
         (("--max-bytes", 0.5, "--kv-cache-dtype", "int9"), "--kv-cache-dtype int9: unknown type"),
         (
-            ("--max-bytes", 0.5, "--engine", "sglang", "--kv-cache-dtype", "nvfp4"),
-            "--kv-cache-dtype nvfp4: SGLang",
+            ("--max-bytes", 0.5, "--engine", "sglang", "--kv-cache-dtype", "turboquant_4bit_nc"),
+            "--kv-cache-dtype turboquant_4bit_nc: SGLang 0.5.23 has no such type",
         ),
     ],
 )

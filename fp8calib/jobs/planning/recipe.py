@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import yaml
 
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import resolve_plan
 from fp8calib.options.keys import FORMATS
@@ -121,7 +122,8 @@ def spell_write(opened: OpenedPlan, planned: PlannedScheme, stats: str) -> str:
         return f"fp8calib quantize {model} --scheme {recipe} --stats {given} --out {out}"
     if not planned.caches or not opened.uses_kv_scales:
         return ""
-    return f"fp8calib export {given} --format {_OVERLAY} --model {model} --out {out}"
+    own_type = f" --kv-cache-dtype {NVFP4_CACHE}" if opened.cache_type == NVFP4_CACHE else ""
+    return f"fp8calib export {given} --format {_OVERLAY}{own_type} --model {model} --out {out}"
 
 
 def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
