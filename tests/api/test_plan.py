@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fp8calib.jobs.planning.groups import GroupMaker
+from fp8calib.jobs.planning.measure import require_loaded
+from fp8calib.jobs.planning.opened import open_plan
+from fp8calib.jobs.planning.recipe import make_planned_scheme
+from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.requests.plan import PlanRequest
+from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.api.test_auto import LENGTH, plant
 from tests.cli.conftest import save_tokenizer, write_rows
@@ -284,6 +292,25 @@ def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path:
     options = ("--scales", out, "--data", held_out, *QUICK, "--json")
     verified = succeed("verify", place[0], *options).json["candidates"][0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "atom"])
+def test_any_two_schemes_that_are_choices_load_together(
+    planted: tuple[Path, Path], tmp_path: Path, engine: str
+) -> None:
+    """A scheme of which `check` cannot tell is no choice."""
+    path, text = planted
+    asked = PlanRequest(path, str(text), max_bytes=0.5, kv_tokens=0, engine=engine, seq_len=32)
+    names = ("--recipe", "w8a8-static", "--samples", 4, "--seq-len", 32, "--out", tmp_path / "out")
+    succeed("calibrate", path, "--data", text, *names)
+    stats = CalibrationStats.of(load_stats(tmp_path / "out" / "stats.safetensors"))
+    with open_plan(asked) as opened:
+        groups = GroupMaker(opened, stats).make(opened.model.prepared.model)
+        names = dict.fromkeys(c.name for group in groups for c in group.choices[1:])
+        assert ("mxfp8-a16" in names) == (engine == "vllm")
+        for one, other in itertools.combinations(names, 2):
+            plan = (group.find((one, other)[place % 2]) for place, group in enumerate(groups))
+            require_loaded(opened, make_planned_scheme(groups, tuple(plan), "nearest"), stats)
 
 
 def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) -> None:

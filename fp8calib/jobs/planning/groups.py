@@ -149,9 +149,12 @@ class GroupMaker:
             return error.message
         if unchecked:
             return unchecked
-        faults = {engine: find_load_fault(report) for engine, report in reports.items()}
-        named = (f"{engine} cannot load it: {why}" for engine, why in faults.items() if why)
-        why = next(named, "")
+        faults = {
+            f"{engine} {'cannot' if find_load_fault(report) else 'may not'} load it": fault
+            for engine, report in reports.items()
+            if (fault := find_fault(report))
+        }
+        why = next((f"{who}: {fault}" for who, fault in sorted(faults.items())), "")
         if not why and only is None:
             self._plans[name] = plan
         return why
