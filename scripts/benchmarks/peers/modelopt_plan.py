@@ -22,12 +22,13 @@ from scripts.benchmarks.workers.timing import load_batches
 def main(folder: str, tokens: Path, out: Path, bits: list[float]) -> None:
     """Search on all sequences, from the gradients of the loss."""
     batches = load_batches(tokens, "cpu")
-    found = {each: search(folder, batches, each) for each in bits}
+    scores = out.with_suffix(".pth")
+    found = {each: search(folder, batches, each, scores) for each in bits}
     out.write_text(json.dumps(found))
 
 
-def search(folder: str, batches: list[torch.Tensor], bits: float) -> list[str]:
-    """Give the linears that are quantized."""
+def search(folder: str, batches: list[torch.Tensor], bits: float, scores: Path) -> list[str]:
+    """Give the linears that are quantized; the first search writes the scores of all."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model, _ = mtq.auto_quantize(
         loaded,
@@ -38,6 +39,7 @@ def search(folder: str, batches: list[torch.Tensor], bits: float) -> list[str]:
         loss_func=lambda output, _: output.loss,
         num_calib_steps=len(batches),
         num_score_steps=len(batches),
+        checkpoint=str(scores),
     )
     return [
         name
