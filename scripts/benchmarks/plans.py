@@ -38,8 +38,8 @@ from scripts.benchmarks.quality import format_table
 WORK = Path("build/bench-plans")
 STATIC = "fp8-static"
 MIXED = ("fp8-static", "fp8-dynamic", "fp8-block")
-BITS = (9.0, 10.5, 12.0, 14.0)
-SHARES = (0.1, 0.3, 0.5, 0.7)
+BITS = (10.0, 13.0)
+SHARES = (0.2, 0.6)
 """Of the way from the smallest plan to the model in 16 bits."""
 TARGET = 15.0
 """The most time of the search, as a multiple of a calibration pass."""
