@@ -9,17 +9,24 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
 from fp8calib.commands.check import run as check
 from fp8calib.engines.registry import list_defaults
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_card_facts
 from fp8calib.jobs.card.source import read_source_fields
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.receipt.check import compare_files, read_receipt
+from fp8calib.jobs.receipt.make import hash_model
+from fp8calib.jobs.receipt.signature import find_signature
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.render.badge import draw_badge, write_block
 from fp8calib.render.model_card import render_card
 from fp8calib.requests.card import CardRequest
 from fp8calib.requests.check import CheckRequest
 from fp8calib.results.card import CardResult
 from fp8calib.results.check import CheckResult
+from fp8calib.results.receipt import Receipt
 
+RECEIPT_NAME = "receipt.json"
+BADGE_NAME = "receipt.svg"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -34,7 +41,8 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         ExportError: the file cannot be written.
     """
     folder, model = Path(request.folder), request.model
-    facts = read_card_facts(folder, [Path(path) for path in request.verify_reports or ()])
+    reports = [Path(path) for path in request.verify_reports or ()]
+    facts = read_card_facts(folder, reports)
     path = folder / CARD_NAME
     if path.is_symlink():
         raise UsageError(
@@ -54,7 +62,13 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
     warnings = [] if fields.get("license") else ["no licence is known: add `license:` to the card"]
     if request.quantized_by is not None:
         fields["quantized_by"] = request.quantized_by
-    text = render_card(facts, base, name, report, fields)
+    receipt = None if request.receipt is None else _read_receipt(Path(request.receipt), folder)
+    block = ""
+    if receipt is not None:
+        _copy_receipt(Path(request.receipt or ""), receipt, folder, force=request.force)
+        block = write_block(receipt, badge=BADGE_NAME, file=RECEIPT_NAME)
+        facts = read_card_facts(folder, reports)
+    text = render_card(facts, base, name, report, fields, receipt=block)
     write_file_atomic(path, text.encode())
     warnings += [] if facts.losses else facts.other_reports
     if report is not None and not any(found.ok for found in report.engines.values()):
@@ -68,6 +82,36 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         upload=f"hf upload {name} {shlex.quote(str(folder))}",
         warnings=tuple(warnings),
     )
+
+
+def _read_receipt(path: Path, folder: Path) -> Receipt:
+    """Read a receipt, which has to be of the folder as it is.
+
+    Raises:
+        ModelError: it was changed, or is of other files.
+    """
+    receipt, faults = read_receipt(path)
+    now = hash_model(str(folder), folder)
+    found = [list(compare_files(each.files, now.files, str(folder))) for each in receipt.scales]
+    if not faults and (not found or all(found)):
+        faults = next(iter(found), [f"it names no file of {folder}"])
+    if faults:
+        raise ModelError(
+            f"{path}: {faults[0]}",
+            hint=f"write it again: `fp8calib verify MODEL --scales {folder} --receipt FILE.json`",
+        )
+    return receipt
+
+
+def _copy_receipt(path: Path, receipt: Receipt, folder: Path, *, force: bool) -> None:
+    """Copy a receipt and its signature into the folder, and draw its badge."""
+    place, badge = folder / RECEIPT_NAME, folder / BADGE_NAME
+    if place.resolve() != path.resolve():
+        check_output_file(place, force=force)
+        write_file_atomic(place, path.read_bytes())
+        if (signature := find_signature(path)) is not None:
+            write_file_atomic(Path(f"{place}{signature.suffix}"), signature.read_bytes())
+    write_file_atomic(badge, draw_badge(receipt).encode())
 
 
 def _find_source(facts: CardFacts, model: str | Path | None) -> Path | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.checkpoint.locations import find_local_model, require_path
 from fp8calib.options.option import Option
 
 
@@ -65,4 +66,16 @@ class CardRequest:
             help="The unquantized model, whose layers are checked; files of scales need it.",
         ),
     ] = None
-    force: Annotated[bool, Option("--force", help="Replace DIR/README.md.")] = False
+    receipt: Annotated[
+        str | Path | None,
+        Option(
+            "--receipt",
+            metavar="FILE.json",
+            reads=Path,
+            check=partial(require_path, option="--receipt"),
+            help="A receipt of DIR, which is copied there with its badge, and shown in the card.",
+        ),
+    ] = None
+    force: Annotated[
+        bool, Option("--force", help="Replace DIR/README.md, and the receipt there.")
+    ] = False

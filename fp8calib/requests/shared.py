@@ -179,6 +179,15 @@ MemoryOption = Annotated[
 ]
 
 
+ReceiptOption = Annotated[
+    str | Path | None,
+    Option(
+        "--receipt",
+        metavar="FILE.json",
+        reads=Path,
+        help="Write what was measured on what, with hashes, for others to check.",
+    ),
+]
 GpuOption = Annotated[
     str | None,
     Option(

@@ -44,7 +44,8 @@ def _read_kv_memory(text: str) -> float:
     return shared.read_gib(text, "--kv-memory")
 
 
-def _check_scales(path: str) -> None:
+def check_scales(path: str) -> None:
+    """Refuse a path that does not exist."""
     require_path(Path(path), option="--scales")
 
 
@@ -62,7 +63,7 @@ class VerifyRequest:
             "--scales",
             metavar="PATH",
             reads=list[str],
-            check=_check_scales,
+            check=check_scales,
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
@@ -172,9 +173,10 @@ class VerifyRequest:
             help="Write every token's log-probability (safetensors).",
         ),
     ] = None
-    force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
-        False
-    )
+    receipt: shared.ReceiptOption = None
+    force: Annotated[
+        bool, Option("--force", help="Replace the files of --report, --dump and --receipt.")
+    ] = False
     tasks: Annotated[
         Sequence[str] | None,
         Option(

@@ -83,6 +83,7 @@ class Measured:
         *,
         scales: Sequence[str] = (),
         with_types: bool = False,
+        with_noise: bool = False,
     ) -> VerifyReport:
         """Compare candidates with the model on the text that is held out, each by its own gate.
 
@@ -90,6 +91,7 @@ class Measured:
             make: makes the candidates.
             scales: paths of others.
             with_types: also compare the types of the KV cache that the GPU serves.
+            with_noise: also compare the model with itself.
         """
         request = VerifyRequest(
             self.task.model,
@@ -99,7 +101,7 @@ class Measured:
             gpu=self.task.gpu,
             kv_cache_dtype=("all",) if with_types else None,
         )
-        options = resolve_options(request)
+        options = replace(resolve_options(request), measures_noise=with_noise)
         job = open_verify_job(self.model, options, self.held_out)
         tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
         job = replace(job, make_candidates=make, tables=tables)
