@@ -13,6 +13,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_card_facts
 from fp8calib.jobs.card.source import read_source_fields
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.hub import HUB_ID, check_push, push_folder
 from fp8calib.jobs.receipt.check import compare_files, read_receipt
 from fp8calib.jobs.receipt.make import hash_model
 from fp8calib.jobs.receipt.signature import find_signature
@@ -27,7 +28,6 @@ from fp8calib.results.receipt import Receipt
 
 RECEIPT_NAME = "receipt.json"
 BADGE_NAME = "receipt.svg"
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def run(request: CardRequest, reporter: Reporter) -> CardResult:
@@ -38,9 +38,10 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
     Raises:
         UsageError: the folder or a report cannot be used, README.md exists, or the base is unknown.
         ModelError: a file is damaged, or a report is of another model.
-        ExportError: the file cannot be written.
+        ExportError: the file cannot be written, or the Hub refuses the upload.
     """
     folder, model = Path(request.folder), request.model
+    check_push(request.push, uploads=request.upload)
     reports = [Path(path) for path in request.verify_reports or ()]
     facts = read_card_facts(folder, reports)
     path = folder / CARD_NAME
@@ -51,10 +52,10 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         )
     check_output_file(path, force=request.force)
     base = request.base_model or _find_base(facts)
-    if not _HUB_ID.fullmatch(base):
+    if not HUB_ID.fullmatch(base):
         raise UsageError(f"--base-model {base}: no Hub id, such as org/name")
-    name = request.repo or f"YOUR-NAME/{_spell_as_id(folder.resolve().name)}"
-    if not _HUB_ID.fullmatch(name):
+    name = request.repo or request.push or f"YOUR-NAME/{_spell_as_id(folder.resolve().name)}"
+    if not HUB_ID.fullmatch(name):
         raise UsageError(f"--repo {name}: no Hub id, such as org/name")
     report = _check(facts, model, reporter)
     source = _find_source(facts, model)
@@ -81,6 +82,9 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         text=text,
         upload=f"hf upload {name} {shlex.quote(str(folder))}",
         warnings=tuple(warnings),
+        push=None
+        if request.push is None
+        else push_folder(folder, request.push, reporter, uploads=request.upload),
     )
 
 
@@ -126,7 +130,7 @@ def _spell_as_id(name: str) -> str:
 
 def _find_base(facts: CardFacts) -> str:
     names = [loss.model for loss in facts.losses]
-    found = next((n for n in names if _HUB_ID.fullmatch(n) and not Path(n).exists()), None)
+    found = next((n for n in names if HUB_ID.fullmatch(n) and not Path(n).exists()), None)
     if found is None:
         raise UsageError(
             f"{facts.folder}: no Hub id of the unquantized model is recorded",

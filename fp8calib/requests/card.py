@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fp8calib.checkpoint.locations import find_local_model, require_path
 from fp8calib.options.option import Option
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class CardRequest:
             help="A receipt of DIR, which is copied there with its badge, and shown in the card.",
         ),
     ] = None
+    push: shared.PushOption = None
+    upload: shared.UploadOption = False
     force: Annotated[
         bool, Option("--force", help="Replace DIR/README.md, and the receipt there.")
     ] = False
