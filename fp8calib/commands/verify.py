@@ -16,6 +16,7 @@ from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_fil
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_texts
+from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.comparison import (
     VerificationText,
     open_verify_job,
@@ -68,6 +69,8 @@ def run(
     _check_outputs(request, reporter)
     if request.receipt is not None:
         require_files(request)
+    if request.log is not None:
+        check_tracker(request.log)
     options = resolve_options(request)
     if options.tasks:
         reporter.say(f"loading tasks: {', '.join(options.tasks)}")
@@ -215,6 +218,8 @@ def _finish(
         reporter.say(f"report written to {request.report}")
     if request.receipt is not None:
         reporter.say(f"receipt written to {request.receipt}")
+    if request.log is not None:
+        log_and_say(request.log, result, reporter)
     return result
 
 

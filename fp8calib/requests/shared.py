@@ -204,6 +204,15 @@ UploadOption = Annotated[
         "creates is private.",
     ),
 ]
+LogOption = Annotated[
+    str | None,
+    Option(
+        "--log",
+        choices=("mlflow", "wandb"),
+        help="Log parameters and figures to MLflow or Weights & Biases (extras of these names); "
+        "wandb is offline unless WANDB_MODE says otherwise.",
+    ),
+]
 GpuOption = Annotated[
     str | None,
     Option(

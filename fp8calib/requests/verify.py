@@ -174,6 +174,7 @@ class VerifyRequest:
         ),
     ] = None
     receipt: shared.ReceiptOption = None
+    log: shared.LogOption = None
     force: Annotated[
         bool, Option("--force", help="Replace the files of --report, --dump and --receipt.")
     ] = False
