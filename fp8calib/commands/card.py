@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
 from fp8calib.commands.check import run as check
-from fp8calib.engines.registry import list_defaults
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.errors import ModelError, UsageError, VerificationError
+from fp8calib.jobs.card.cookbook import make_sglang_block, make_vllm_recipe, measure_size
 from fp8calib.jobs.card.facts import CARD_NAME, CardFacts, read_card_facts
 from fp8calib.jobs.card.source import read_source_fields
 from fp8calib.jobs.function import as_function
@@ -38,6 +44,7 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
     Raises:
         UsageError: the folder or a report cannot be used, README.md exists, or the base is unknown.
         ModelError: a file is damaged, or a report is of another model.
+        VerificationError: vLLM loads nothing that a recipe could name.
         ExportError: the file cannot be written, or the Hub refuses the upload.
     """
     folder, model = Path(request.folder), request.model
@@ -63,6 +70,7 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
     warnings = [] if fields.get("license") else ["no licence is known: add `license:` to the card"]
     if request.quantized_by is not None:
         fields["quantized_by"] = request.quantized_by
+    entries = dict(_make_entries(request, facts, base, name, reporter))
     receipt = None if request.receipt is None else _read_receipt(Path(request.receipt), folder)
     block = ""
     if receipt is not None:
@@ -71,6 +79,8 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         facts = read_card_facts(folder, reports)
     text = render_card(facts, base, name, report, fields, receipt=block)
     write_file_atomic(path, text.encode())
+    for place, entry in entries.items():
+        write_file_atomic(place, _spell_yaml(entry).encode())
     warnings += [] if facts.losses else facts.other_reports
     if report is not None and not any(found.ok for found in report.engines.values()):
         engines = ", ".join(report.engines)
@@ -82,10 +92,81 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
         text=text,
         upload=f"hf upload {name} {shlex.quote(str(folder))}",
         warnings=tuple(warnings),
+        entries=tuple(entries),
         push=None
         if request.push is None
         else push_folder(folder, request.push, reporter, uploads=request.upload),
     )
+
+
+def _make_entries(
+    request: CardRequest, facts: CardFacts, base: str, repo: str, reporter: Reporter
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Make the entries of the engines' collections that are asked for.
+
+    Raises:
+        UsageError: the folder holds scales alone, or a file exists.
+        VerificationError: vLLM does not load the folder.
+    """
+    places = [Path(each) for each in (request.vllm_recipe, request.sglang_cookbook) if each]
+    if not places:
+        return
+    for place in places:
+        check_output_file(place, force=request.force)
+    size = measure_size(facts.folder)
+    if request.vllm_recipe is not None:
+        made = next((loss.provenance.date for loss in facts.losses if loss.provenance), "")
+        yield (
+            Path(request.vllm_recipe),
+            make_vllm_recipe(
+                facts,
+                size,
+                base,
+                repo,
+                oldest=_find_oldest(facts.folder, reporter),
+                added=(datetime.fromisoformat(made) if made else datetime.now(UTC)).date(),
+            ),
+        )
+    if request.sglang_cookbook is not None:
+        yield Path(request.sglang_cookbook), make_sglang_block(facts, size, base, repo)
+
+
+def _find_oldest(folder: Path, reporter: Reporter) -> str:
+    """Find the oldest release of vLLM, of those that are known, since which all load a folder."""
+    newest = find_replayed("vllm")
+    releases = [newest, *newest.releases]
+    asked = [f"{newest.name}=={each.version}" for each in releases]
+    found = check(CheckRequest(folder, engine=asked, allow_suspicious=True), reporter)
+    oldest = ""
+    for each in found.engines.values():
+        if not each.ok:
+            break
+        oldest = each.version
+    if not oldest:
+        raise VerificationError(
+            f"--vllm-recipe: {newest.release} does not load {folder}",
+            hint=f"`fp8calib check {folder} --engine vllm` says why",
+        )
+    return oldest
+
+
+def _spell_yaml(entry: dict[str, Any]) -> str:
+    return yaml.dump(entry, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as lines, and equal values each time."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def _write_text(dumper: _Dumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _write_text)
 
 
 def _read_receipt(path: Path, folder: Path) -> Receipt:

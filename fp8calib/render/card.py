@@ -13,6 +13,8 @@ from fp8calib.results.card import CardResult
 def describe(result: CardResult, request: CardRequest) -> Iterator[Block]:  # noqa: ARG001
     """Name the file, and the command that uploads it."""
     yield Line(f"written to {result.path}")
+    for path in result.entries:
+        yield Line(f"written to {path}")
     if result.push is None:
         yield Line(f"publish it with:\n    {result.upload}")
     else:

@@ -77,8 +77,27 @@ class CardRequest:
             help="A receipt of DIR, which is copied there with its badge, and shown in the card.",
         ),
     ] = None
+    vllm_recipe: Annotated[
+        str | Path | None,
+        Option(
+            "--vllm-recipe",
+            metavar="FILE.yaml",
+            reads=Path,
+            help="Write the entry of vLLM's collection of recipes: the model, with DIR as a "
+            "variant.",
+        ),
+    ] = None
+    sglang_cookbook: Annotated[
+        str | Path | None,
+        Option(
+            "--sglang-cookbook",
+            metavar="FILE.yaml",
+            reads=Path,
+            help="Write the entry of SGLang's cookbook for DIR.",
+        ),
+    ] = None
     push: shared.PushOption = None
     upload: shared.UploadOption = False
     force: Annotated[
-        bool, Option("--force", help="Replace DIR/README.md, and the receipt there.")
+        bool, Option("--force", help="Replace DIR/README.md, the receipt there, and entries.")
     ] = False
