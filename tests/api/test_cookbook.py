@@ -6,6 +6,7 @@ import datetime
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from fp8calib.commands import card
 from fp8calib.engines.registry import find_replayed
+from fp8calib.jobs.reporter import PythonReporter
+from fp8calib.requests.check import CheckRequest
 from tests import zoo
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, succeed
@@ -135,3 +139,21 @@ def test_an_entry_that_exists_is_kept(model: Path, tmp_path: Path, option: str) 
     base = ("--base-model", "org/name", option, tmp_path / "r.yaml")
     assert "exists" in fail(2, "card", tmp_path / "fp8", *base)
     assert (tmp_path / "r.yaml").read_text() == "mine"
+
+
+def test_the_oldest_release_is_the_one_since_which_all_load_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = {"0.33.0": True, "0.32.0": True, "0.31.0": False, "0.30.0": True}
+
+    def answer(request: CheckRequest, _: object) -> SimpleNamespace:
+        versions = [name.partition("==")[2] for name in request.engine]
+        return SimpleNamespace(
+            engines={
+                each: SimpleNamespace(version=each, ok=answers.get(each, False))
+                for each in versions
+            }
+        )
+
+    monkeypatch.setattr(card, "check", answer)
+    assert card._find_oldest(tmp_path, PythonReporter(None)) == "0.32.0"
