@@ -203,8 +203,8 @@ def _spell_gate(gate: Gate | None, folder: Path) -> str | None:
     """Spell a gate for `--gate`: its name, or a file with its thresholds."""
     if gate is None or GATES.get(gate.name) == gate:
         return None if gate is None else gate.name
-    place = folder / f"{gate.name}.yaml"
-    place.write_text(json.dumps(gate.model_dump(exclude={"name"}, exclude_none=True)))
+    place = folder / "gate.yaml"
+    place.write_text(json.dumps(gate.model_dump(exclude_none=True)))
     return str(place)
 
 

@@ -7,7 +7,9 @@ nats.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from fp8calib.errors import VerificationError
 from fp8calib.overview import Overview
@@ -121,7 +123,7 @@ class Receipt(Record):
     settings: ReceiptSettings
     device: str
     reference_ppl: float
-    rows: tuple[ReceiptRow, ...]
+    rows: Annotated[tuple[ReceiptRow, ...], Field(min_length=1)]
     warnings: tuple[str, ...]
     seal: str
     """SHA-256 of the canonical JSON of all other fields."""

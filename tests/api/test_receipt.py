@@ -191,7 +191,10 @@ def test_other_files_other_spelling_and_other_fields_are_found(
     assert "not canonical JSON" in run("receipt", "verify", path).out
     path.write_bytes(reseal({**document, "more": 1}))
     assert "more: Extra inputs" in fail(4, "receipt", "verify", path)
-    for text in ("{", "[]", '{"kind": "a", "kind": "b"}'):
+    whole = (place / "receipt.json").read_text()
+    huge = (re.sub(r'"tokens":\d+', f'"tokens":{number}', whole) for number in ("9" * 20, "1e999"))
+    empty = re.sub(r'"rows":\[.*\],"scales"', '"rows":[],"scales"', whole)
+    for text in ("{", "[]", '{"kind": "a", "kind": "b"}', *huge, empty):
         path.write_text(text)
         fail(4, "receipt", "verify", path)
     fail(2, "receipt", "verify", place / "receipt.json", "--rerun")
@@ -213,6 +216,13 @@ def test_a_gate_of_a_file_is_measured_again_by_its_thresholds(
     succeed("receipt", "verify", tmp_path / "r.json", *files)
     gate = json.loads((tmp_path / "r.json").read_text())["settings"]["gate"]
     assert gate == {"name": "mine", "pass_at": 1.5, "fail_above": 1.6, "kld_fail_above": 0.4}
+    # a name that is a path writes nothing there
+    outside = tmp_path / "outside"
+    document = json.loads((tmp_path / "r.json").read_text())
+    document["settings"]["gate"]["name"] = str(outside)
+    (tmp_path / "r.json").write_bytes(reseal(document))
+    assert run("receipt", "verify", tmp_path / "r.json", *files).code == 8
+    assert not outside.with_suffix(".yaml").exists()
 
 
 def test_auto_gives_a_receipt_of_what_it_wrote_and_card_shows_it(

@@ -34,6 +34,7 @@ def read_receipt(path: Path) -> tuple[Receipt, list[str]]:
     try:
         document = load_json(path, parse=parse_strict)
         receipt = Receipt.model_validate(document)
+        canonical, sealed = encode_receipt(receipt), seal(receipt)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -43,12 +44,12 @@ def read_receipt(path: Path) -> tuple[Receipt, list[str]]:
             f"{path}: no receipt of this version: {where}: {first['msg']}",
             hint="the schema is docs/schemas/receipt-file.json",
         ) from error
-    except ValueError as error:
+    except ValueError as error:  # no JSON, or a number that has no canonical form
         raise ModelError(f"{path}: no receipt: {error}") from error
     faults = []
-    if path.read_bytes() != encode_receipt(receipt):
+    if path.read_bytes() != canonical:
         faults.append("the file is not canonical JSON (RFC 8785): it was written by another hand")
-    if seal(receipt) != receipt:
+    if sealed != receipt:
         faults.append("the seal is not that of the fields: one of them was changed")
     return receipt, faults
 
