@@ -6,7 +6,7 @@ stats file. Exports at any tensor-parallel degree therefore need no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -184,6 +184,15 @@ class ModelGeometry(Frozen):
     def kv_elements_per_token(self) -> int:
         """How many numbers a server caches per token over all layers."""
         return sum(attention.kv_elements_per_token for _, attention in self.attentions())
+
+    def with_readers(self, layers: Collection[int]) -> tuple[int, ...]:
+        """List the layers that own or read the caches of some layers: engines need all named."""
+        owners = {
+            layer.index: layer.index if attention.producer is None else attention.producer
+            for layer, attention in self.attentions()
+        }
+        wanted = {owners[index] for index in layers}
+        return tuple(index for index, owner in owners.items() if owner in wanted)
 
     @property
     def has_latent_attention(self) -> bool:

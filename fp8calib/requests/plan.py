@@ -95,13 +95,21 @@ class PlanRequest:
             help="Tokens of the KV cache whose bytes count; 0 leaves the cache in 16 bits.",
         ),
     ] = 8192
+    kv_cache_dtype: Annotated[
+        str,
+        Option(
+            "--kv-cache-dtype",
+            metavar="NAME",
+            check=shared.check_cache_type,
+            help="The type of the KV cache where it is quantized, such as int8_per_token_head.",
+        ),
+    ] = "fp8"
     rounding: Annotated[
         str,
         Option(
             "--rounding",
             choices=(NEAREST, GPTQ),
-            help=f"How quantize will round the weights. Losses are those of {NEAREST}; {GPTQ} "
-            "loses less.",
+            help=f"How quantize will round the weights. Losses are those of {NEAREST}.",
         ),
     ] = NEAREST
     passes: Annotated[

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
-from fp8calib.engines.facts.gpus import find_gpu
+from fp8calib.engines.facts.gpus import GPUS, find_gpu
+from fp8calib.engines.registry import list_cache_types
 from fp8calib.errors import UsageError, suggest
 from fp8calib.options.keys import DATA
 from fp8calib.options.option import Option
@@ -54,6 +55,14 @@ def check_gate(gate: str) -> None:
         f"--gate {gate}: neither a gate ({', '.join(GATE_NAMES)}) nor a file",
         hint=suggest(gate, GATE_NAMES),
     )
+
+
+def check_cache_type(name: str, *others: str) -> None:
+    """Refuse what no engine's --kv-cache-dtype takes, nor is one of `others`."""
+    known = [*others, *list_cache_types()]
+    if name not in known:
+        hint = suggest(name, known, what="types")
+        raise UsageError(f"--kv-cache-dtype {name}: unknown type", hint=hint)
 
 
 def require_input(hint: str) -> Callable[[Path], None]:
@@ -219,8 +228,8 @@ GpuOption = Annotated[
         "--gpu",
         metavar="NAME",
         check=find_gpu,
-        help="The GPU that serves, such as h100, b200, mi300x or rtx5090: nothing else is compared "
-        "or recommended than what the engine serves on it.",
+        help="The GPU that serves: nothing else is compared or recommended than what the engine "
+        f"serves on it. Known: {', '.join(GPUS)}.",
     ),
 ]
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import require_path
-from fp8calib.engines.registry import find_emulated, list_cache_types, list_emulated
-from fp8calib.errors import UsageError, suggest
+from fp8calib.engines.registry import find_emulated, list_emulated
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.options.keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
 from fp8calib.requests import shared
 from fp8calib.scales.rules import parse_rule
+
+SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 
 
 def _split(names: str) -> tuple[str, ...]:
@@ -33,11 +35,17 @@ def _check_engines(names: str) -> None:
 
 
 def _check_cache_types(names: str) -> None:
-    known = ["all", *list_cache_types()]
     for name in _split(names):
-        if name not in known:
-            hint = suggest(name, known, what="types")
-            raise UsageError(f"--kv-cache-dtype {name}: unknown type", hint=hint)
+        shared.check_cache_type(name, "all")
+
+
+def _split_layers(names: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(name) for name in _split(names))
+    except ValueError:
+        raise UsageError(
+            f"{SKIP_LAYERS} {names}: not a list of layers", hint="such as 0,29, from 0"
+        ) from None
 
 
 def _read_kv_memory(text: str) -> float:
@@ -112,6 +120,16 @@ class VerifyRequest:
             check=_check_cache_types,
             help="Types of the KV cache to compare with FP8, such as "
             "int8_per_token_head,nvfp4; all: every one that the engine offers.",
+        ),
+    ] = None
+    kv_cache_dtype_skip_layers: Annotated[
+        Sequence[int] | None,
+        Option(
+            SKIP_LAYERS,
+            metavar="N,...",
+            reads=str,
+            collect=_split_layers,
+            help="Layers whose KV cache stays in 16 bits, as vLLM's option of this name leaves it.",
         ),
     ] = None
     kv_memory: Annotated[

@@ -41,6 +41,7 @@ from fp8calib.stats.renamed import rename_sites
 from fp8calib.stats.unquantized_tensors import compare_with_base
 from fp8calib.verification.emulation.cache_types import (
     count_cache_bytes,
+    count_layer_bytes,
     emulate_cache_type,
 )
 from fp8calib.verification.emulation.coverage import (
@@ -287,7 +288,7 @@ def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) 
     return KvCacheResult(
         dtype=E5M2_CACHE if fmt is E5M2 else FP8_CACHE,
         uses_scales=fmt is not E5M2 or numerics.kv_scales_e5m2,
-        bytes_per_token=float(geometry.kv_elements_per_token),
+        bytes_per_token=count_cache_bytes(FP8_CACHE, geometry),
     )
 
 
@@ -339,7 +340,7 @@ def build_cache_type(
         kv_cache=KvCacheResult(
             dtype=cache_type.name,
             uses_scales=cache_type.has_global_scales,
-            bytes_per_token=count_cache_bytes(cache_type, geometry),
+            bytes_per_token=count_cache_bytes(cache_type.name, geometry),
             is_own_type=True,
         ),
         prompt_in_16_bits=cache_type.prompt_in_16_bits,
@@ -350,14 +351,48 @@ def build_cache_type(
 def leave_cache(
     candidate: Candidate, layers: Collection[int], geometry: ModelGeometry
 ) -> Candidate:
-    """Leave the KV cache of some layers in 16 bits, as an engine's option does."""
+    """Leave the KV cache of some layers in 16 bits, as an engine's option does.
+
+    Raises:
+        UsageError: a layer has no KV cache, or shares it with one that is not named.
+    """
+    known = {layer.index: attention for layer, attention in geometry.attentions()}
+    if unknown := sorted(set(layers) - known.keys()):
+        raise UsageError(
+            f"layer {unknown[0]} has no KV cache that could stay in 16 bits",
+            hint=f"layers with one: {format_ranges(known)}",
+        )
+    if shared := sorted(set(geometry.with_readers(layers)) - set(layers)):
+        raise UsageError(
+            f"layers {format_ranges(shared)} share a KV cache that would stay in 16 bits, and would"
+            " read it as if it were quantized",
+            hint="name all layers that share a cache, or none",
+        )
+    left = [known[index] for index in set(layers)]
+    quantizers = drop_layers(candidate.emulation.quantizers, layers, geometry)
+    cache = candidate.kv_cache
+    if cache is not None:
+        more = sum(
+            count_layer_bytes("", each, geometry) - count_layer_bytes(cache.dtype, each, geometry)
+            for each in left
+        )
+        cache = cache.model_copy(update={"bytes_per_token": cache.bytes_per_token + more})
+    plain = f"; layers {format_ranges(sorted(layers))} in 16 bits" if cache and layers else ""
+    return replace(
+        candidate,
+        description=candidate.description + plain,
+        emulation=replace(candidate.emulation, quantizers=quantizers),
+        fitted=drop_layers(candidate.fitted, layers, geometry),
+        kv_cache=cache,
+    )
+
+
+def drop_layers(
+    quantizers: Mapping[Site, Quantizer], layers: Collection[int], geometry: ModelGeometry
+) -> dict[Site, Quantizer]:
+    """Leave out the quantizers of the KV cache and of attention in some layers."""
     left = {a.module for layer, a in geometry.attentions() if layer.index in layers}
-
-    def keep(found: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
-        return {site: each for site, each in found.items() if site.module not in left}
-
-    emulation = replace(candidate.emulation, quantizers=keep(candidate.emulation.quantizers))
-    return replace(candidate, emulation=emulation, fitted=keep(candidate.fitted))
+    return {site: each for site, each in quantizers.items() if site.module not in left}
 
 
 def build_unscaled(

@@ -193,9 +193,8 @@ class _Search:
         errors = {
             layer: 2 * sum(each.kld_se or 0.0 for each in found) for layer, found in rest.items()
         }
-        return tuple(
-            layer for layer, cost in costs.items() if cost - errors[layer] > STANDS_OUT * usual
-        )
+        left = [layer for layer, cost in costs.items() if cost - errors[layer] > STANDS_OUT * usual]
+        return self._geometry.with_readers(left)
 
     def _choose_others(self, chosen: _Chosen) -> _Chosen:
         """Choose the rule of the sites without one of their own."""

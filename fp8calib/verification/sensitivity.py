@@ -98,6 +98,7 @@ def find_skippable(
         names = [name for index in chosen if (name := named[index]) is not None]
         flag = spell_options(names) if len(names) == len(chosen) else ""
     elif chosen and numerics.kv_skip_flag:
+        chosen = geometry.with_readers(chosen)
         flag = f"{numerics.kv_skip_flag} {' '.join(map(str, chosen))}"
     return Sensitivity(
         candidate=candidate.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fp8calib.jobs.planning.groups import GroupMaker
+from fp8calib.jobs.planning.measure import require_loaded
+from fp8calib.jobs.planning.opened import open_plan
+from fp8calib.jobs.planning.recipe import make_planned_scheme
+from fp8calib.jobs.stats import CalibrationStats
+from fp8calib.requests.plan import PlanRequest
+from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.api.test_auto import LENGTH, plant
 from tests.cli.conftest import save_tokenizer, write_rows
@@ -51,10 +59,20 @@ def count_stored(folder: Path) -> int:
     return total
 
 
+def verify(planted: tuple[Path, Path], *options: object) -> list[Any]:
+    """Verify on the text that a plan holds out."""
+    model, text = planted
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    held_out = write_rows(text.with_name("held-out.jsonl"), rows[-12:])
+    command = ("verify", model, "--data", held_out, *QUICK, *options, "--json")
+    candidates: list[Any] = run(*command).json["candidates"]
+    return candidates
+
+
 def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measured(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    model, text = planted
+    model, _ = planted
     outcome = plan(planted, tmp_path / "plan", "--max-bytes", 0.5, "--kv-tokens", 0)
     assert outcome.code == 0, outcome.err
     found = outcome.json
@@ -65,12 +83,7 @@ def test_the_recipe_gives_a_file_of_the_planned_size_that_loses_what_was_measure
     recipe_file = tmp_path / "plan" / "recipe.yaml"
     succeed("quantize", model, "--scheme", recipe_file, "--stats", stats, "--out", out)
     assert count_stored(out) == found["bytes"]["after"] <= 0.5 * found["bytes"]["before"]
-    rows = [json.loads(line) for line in text.read_text().splitlines()]
-    held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[-12:]))
-    verified = succeed("verify", model, "--scales", out, "--data", held_out, *QUICK, "--json").json[
-        "candidates"
-    ][0]
+    verified = verify(planted, "--scales", out)[0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
     assert verified["ppl_ratio"] == pytest.approx(found["ppl_ratio"], rel=1e-6)
 
@@ -185,9 +198,47 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
     plain = [str(layer) for layer, choice in caches.items() if choice == "16 bits"]
     assert 0 < len(plain) < 4
     assert found["serve"].endswith(f"--kv-cache-dtype-skip-layers {' '.join(plain)}")
+    recipe, stats, out = (tmp_path / "out" / n for n in ("recipe.yaml", "stats.safetensors", "fp8"))
+    succeed("quantize", planted[0], "--scheme", recipe, "--stats", stats, "--out", out)
+    skipped = ("--kv-cache-dtype-skip-layers", ",".join(plain))
+    verified = verify(planted, "--scales", out, *skipped)[0]
+    assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+    elements = 2 * 4 * 2 * 16  # K and V of four layers with two heads of 16
+    assert verified["kv_cache"]["bytes_per_token"] == elements * (1 + len(plain) / 4)
     joined = plan(planted, tmp_path / "both", "--max-bytes", 0.75, *options, "--engine", "sglang")
     names = [group["name"] for group in joined.json["groups"] if not group["linears"]]
     assert names == ["all KV caches"]
+
+
+def test_caches_of_another_type_lose_and_take_what_verify_says(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    name = "int8_per_token_head"
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 4000, "--kv-cache-dtype", name)
+    found = plan(planted, tmp_path / "out", "--max-bytes", 0.65, *options).json
+    (uniform,) = [point for point in found["frontier"] if point["name"] == f"cache {name}"]
+    candidates = {each["name"]: each for each in verify(planted, "--kv-cache-dtype", name)}
+    assert uniform["kld_mean"] == pytest.approx(candidates[name]["kld_mean"], rel=1e-5)
+    stored = 4 * 2 * 2 * (16 + 4) * 4000  # bytes of a value each, and an fp32 scale
+    plain = 2 * 4 * 2 * 2 * 16 * 4000
+    assert found["bytes"]["before"] - uniform["size_bytes"] == plain - stored
+    assert f"--kv-cache-dtype {name}" in found["serve"]
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert not recipe["observe"]["kv"]  # the type has no scales that are calibrated
+
+
+def test_a_plan_of_a_cache_with_global_scales_is_an_overlay(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 40000, "--max-bytes", 0.5)
+    named = ("--engine", "sglang", "--kv-cache-dtype", "nvfp4", "--passes", 1)
+    found = plan(planted, tmp_path / "out", *options, *named).json
+    (stored,) = (g for g in found["groups"] if not g["linears"])
+    assert {each["name"] for each in stored["choices"]} == {"nvfp4"}
+    elements = 2 * 4 * 2 * 16 * 40000
+    assert stored["choices"][0]["size_bytes"] == elements / 2 + elements / 16
+    assert "--format kv-overlay --kv-cache-dtype nvfp4 --model" in found["write"]
+    assert found["serve"].endswith("/kv-overlay --kv-cache-dtype nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -201,6 +252,11 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
         (("--max-bytes", 0.5, "--engine", "reference"), "--engine reference: "),
         (("--max-bytes", 0.5, "--samples", 1), "--samples 1: plan needs two sequences"),
         (("--max-bytes", 0.5, "--scheme", "w4a4"), "unknown scheme"),
+        (("--max-bytes", 0.5, "--kv-cache-dtype", "int9"), "--kv-cache-dtype int9: unknown type"),
+        (
+            ("--max-bytes", 0.5, "--engine", "sglang", "--kv-cache-dtype", "turboquant_4bit_nc"),
+            "--kv-cache-dtype turboquant_4bit_nc: SGLang 0.5.23 has no such type",
+        ),
     ],
 )
 def test_impossible_requests_are_refused(
@@ -238,6 +294,25 @@ def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path:
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "atom"])
+def test_any_two_schemes_that_are_choices_load_together(
+    planted: tuple[Path, Path], tmp_path: Path, engine: str
+) -> None:
+    """A scheme of which `check` cannot tell is no choice."""
+    path, text = planted
+    asked = PlanRequest(path, str(text), max_bytes=0.5, kv_tokens=0, engine=engine, seq_len=32)
+    names = ("--recipe", "w8a8-static", "--samples", 4, "--seq-len", 32, "--out", tmp_path / "out")
+    succeed("calibrate", path, "--data", text, *names)
+    stats = CalibrationStats.of(load_stats(tmp_path / "out" / "stats.safetensors"))
+    with open_plan(asked) as opened:
+        groups = GroupMaker(opened, stats).make(opened.model.prepared.model)
+        names = dict.fromkeys(c.name for group in groups for c in group.choices[1:])
+        assert ("mxfp8-a16" in names) == (engine == "vllm")
+        for one, other in itertools.combinations(names, 2):
+            plan = (group.find((one, other)[place % 2]) for place, group in enumerate(groups))
+            require_loaded(opened, make_planned_scheme(groups, tuple(plan), "nearest"), stats)
+
+
 def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) -> None:
     page = (measured / "plan.html").read_text()
     report = json.loads((measured / "report.json").read_text())
@@ -255,6 +330,7 @@ def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
 ) -> None:
     options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
     found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
+    assert "the losses are those of rounding to nearest" in found["warnings"][-1]
     recipe = tmp_path / "plan" / "recipe.yaml"
     command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
     text = ("--data", planted[1], "--seq-len", 32, "--samples", 16, "--dtype", "float32")

@@ -41,6 +41,20 @@ def test_layers_that_cost_eight_times_the_median_are_named_in_the_engines_flag(
     assert [row.kld_mean for row in found.layers] == sorted(klds, reverse=True)
 
 
+def test_the_flag_names_all_layers_that_share_a_cache() -> None:
+    """Layer 3 would read the cache of layer 1 as if it were quantized."""
+    layers = [
+        SensitivityResult(layer=index, kld_mean=kld, ppl_ratio=1.0)
+        for index, kld in enumerate([0.001, 0.02, 0.001, 0.0])
+    ]
+    attentions = [make_attention(index) for index in range(4)]
+    attentions[3] = attentions[3].model_copy(update={"producer": 1})
+    candidate = Candidate(name="it", description="", emulation=Emulation())
+    geometry = make_geometry(attentions)
+    found = find_skippable(candidate, geometry, layers, find_emulated("vllm")[1], sequences=8)
+    assert found.flag == "--kv-cache-dtype-skip-layers 1 3"
+
+
 @pytest.mark.parametrize(("error", "skipped"), [(0.0004, (2,)), (0.0006, ())])
 def test_a_layer_stands_out_by_more_than_its_error(error: float, skipped: tuple[int, ...]) -> None:
     """0.009 is 0.001 above eight times the median."""

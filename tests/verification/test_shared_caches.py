@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from transformers.models.gemma3n import modeling_gemma3n
 
 import fp8calib
 from fp8calib.dialects.read import read_scales
 from fp8calib.engines.numerics import Numerics
+from fp8calib.errors import UsageError
 from fp8calib.verification.candidates import build_kv_candidate
 from tests import zoo
 from tests.architectures.families import FAMILIES, build
@@ -68,6 +70,22 @@ def bare(overlay: Path) -> Path:
         path.unlink()
         save_file(kept, path, metadata)
     return folder
+
+
+def test_some_of_the_layers_that_share_a_cache_cannot_stay_in_16_bits(overlay: Path) -> None:
+    model = overlay.parents[1] / "model"
+    with pytest.raises(UsageError, match="layers 2 share a KV cache that would stay in 16 bits"):
+        fp8calib.verify(model, overlay, TEXT, kv_cache_dtype_skip_layers=[0])
+    with pytest.raises(UsageError, match="layers 1 share a KV cache"):
+        fp8calib.verify(model, overlay, TEXT, kv_cache_dtype_skip_layers=[3])
+    asked = {"seq_len": 64, "dtype": "float32"}
+    left = fp8calib.verify(model, overlay, TEXT, kv_cache_dtype_skip_layers=[0, 2], **asked)
+    (first, *_) = left.candidates
+    config = AutoConfig.from_pretrained(model)
+    values = int(config.num_key_value_heads) * int(config.head_dim)
+    assert first.kv_cache.bytes_per_token == 2 * values * (1 + 2)  # of layers 1 and 0
+    sites = {row.layer for row in left.layers if row.candidate == first.name}
+    assert sites == {1, 3}
 
 
 def list_scale_files(folder: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:

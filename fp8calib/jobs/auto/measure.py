@@ -37,8 +37,6 @@ from fp8calib.verification.candidates import (
     Target,
     build_kv_candidate,
     build_scheme,
-    leave_cache,
-    open_candidate,
 )
 from fp8calib.verification.report import CandidateResult, VerifyReport
 
@@ -65,16 +63,7 @@ class Measured:
 
     def read_back(self, path: Path, left: Sequence[int] = ()) -> CandidateResult:
         """Verify a checkpoint that was written, the KV cache of the layers `left` in 16 bits."""
-
-        def make(_: LoadedModel, target: Target) -> list[Candidate]:
-            found = open_candidate(str(path), target, self.numerics).found
-            assert found is not None  # noqa: S101 -- an overlay holds scales
-            candidate = build_kv_candidate(
-                str(path), found.table, self.numerics, origin=found.dialect
-            )
-            return [leave_cache(candidate, left, target.geometry)]
-
-        found = self.compare(make) if left else self.compare(scales=[str(path)])
+        found = self.compare(scales=[str(path)], left=left)
         return found.candidates[0].model_copy(update={"name": path.name})
 
     def compare(
@@ -82,6 +71,7 @@ class Measured:
         make: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None,
         *,
         scales: Sequence[str] = (),
+        left: Sequence[int] = (),
         with_types: bool = False,
         with_noise: bool = False,
     ) -> VerifyReport:
@@ -90,6 +80,7 @@ class Measured:
         Args:
             make: makes the candidates.
             scales: paths of others.
+            left: the layers whose KV cache stays in 16 bits in these.
             with_types: also compare the types of the KV cache that the GPU serves.
             with_noise: also compare the model with itself.
         """
@@ -99,6 +90,7 @@ class Measured:
             engine=self.task.engine,
             batch_size=self.task.batch_size,
             gpu=self.task.gpu,
+            kv_cache_dtype_skip_layers=left or None,
             kv_cache_dtype=("all",) if with_types else None,
         )
         options = replace(resolve_options(request), measures_noise=with_noise)

@@ -19,6 +19,7 @@ from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, replay_plan
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings, QuantizePlan
@@ -27,10 +28,15 @@ from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
-from fp8calib.verification.candidates import build_kv_candidate, build_scheme
+from fp8calib.verification.candidates import (
+    build_cache_type,
+    build_e5m2_cache,
+    build_kv_candidate,
+    build_scheme,
+)
+from fp8calib.verification.emulation.cache_types import count_layer_bytes, explain_misfit
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.planning.choices import IN_16_BITS, Choice, Group
-from fp8calib.verification.report import FP8_CACHE
 
 _UNSEEN = "its inputs cannot be emulated"
 _PARTIAL = f"its inputs are no multiple of {MX_BLOCK[1]}"
@@ -143,9 +149,12 @@ class GroupMaker:
             return error.message
         if unchecked:
             return unchecked
-        faults = {engine: find_load_fault(report) for engine, report in reports.items()}
-        named = (f"{engine} cannot load it: {why}" for engine, why in faults.items() if why)
-        why = next(named, "")
+        faults = {
+            f"{engine} {'cannot' if find_load_fault(report) else 'may not'} load it": fault
+            for engine, report in reports.items()
+            if (fault := find_fault(report))
+        }
+        why = next((f"{who}: {fault}" for who, fault in sorted(faults.items())), "")
         if not why and only is None:
             self._plans[name] = plan
         return why
@@ -214,10 +223,15 @@ class GroupMaker:
             return "the model has no KV cache"
         if not opened.request.kv_tokens:
             return "--kv-tokens 0"
+        name = opened.cache_type
+        if name in CACHE_TYPES and (why := explain_misfit(CACHE_TYPES[name], geometry)):
+            return why
         sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
         for engine in opened.engines:
-            if opened.gpu and (why := engine.explain_unserved(FP8_CACHE, opened.gpu, sizes)):
+            if opened.gpu and (why := engine.explain_unserved(name, opened.gpu, sizes)):
                 return why
+            if not opened.uses_kv_scales:
+                continue
             report = replay_overlay(engine, geometry, 1, open_folder(opened.folder))
             if why := find_fault(report):
                 return f"{engine.key} does not use KV scales of this model: {why}"
@@ -229,32 +243,47 @@ class GroupMaker:
             return
         opened = self._opened
         geometry = opened.target.geometry
-        table = compute_kv_scales(self._stats, E4M3FN)
-        whole = build_kv_candidate(FP8_CACHE, table, opened.numerics, origin="").emulation
-        whole = replace(whole, prompt_in_16_bits=False)
+        whole = replace(self._emulate_cache(), prompt_in_16_bits=False)
         can_skip = all(
             engine.numerics is not None and engine.numerics.kv_skip_flag
             for engine in opened.engines
         )
-        own = [(x.index, a) for x, a in geometry.attentions() if a.producer is None]
+        attentions = {layer.index: attention for layer, attention in geometry.attentions()}
+        changed = {site.module for site in whole.quantizers}
+        stored = [i for i, each in attentions.items() if each.module in changed]
+        own = [index for index in stored if attentions[index].producer is None]
         for part in [[each] for each in own] if can_skip else [own]:
-            indices = tuple(index for index, _ in part)
-            readers = {a.module for x, a in geometry.attentions() if a.producer in indices} | {
-                a.module for _, a in part
-            }
-            elements = sum(a.kv_elements_per_token for _, a in part) * opened.request.kv_tokens
+            layers = geometry.with_readers(part)
+            found = [attentions[index] for index in layers]
+            sizes = [
+                sum(count_layer_bytes(name, each, geometry) for each in found)
+                for name in ("", opened.cache_type)
+            ]
+            plain, size = (round(each * opened.request.kv_tokens) for each in sizes)
+            modules = frozenset(each.module for each in found)
             yield Group(
-                name=f"{part[0][1].checkpoint_module}.kv" if can_skip else "all KV caches",
-                layers=indices,
+                name=f"{found[0].checkpoint_module}.kv" if can_skip else "all KV caches",
+                layers=layers,
                 choices=(
-                    Choice(name=IN_16_BITS, size_bytes=2 * elements),
-                    Choice(
-                        name=FP8_CACHE,
-                        size_bytes=elements,
-                        emulation=whole.only(frozenset(readers)),
-                    ),
+                    Choice(name=IN_16_BITS, size_bytes=plain),
+                    Choice(name=opened.cache_type, size_bytes=size, emulation=whole.only(modules)),
                 ),
             )
+
+    def _emulate_cache(self) -> Emulation:
+        """Emulate the caches of all layers."""
+        opened = self._opened
+        name, geometry = opened.cache_type, opened.target.geometry
+        table = compute_kv_scales(self._stats, E4M3FN) if opened.uses_kv_scales else None
+        if name == E5M2_CACHE:
+            return build_e5m2_cache(geometry, opened.numerics, table).emulation
+        if name in CACHE_TYPES:
+            factor = opened.emulated.scale_factor
+            return build_cache_type(
+                name, CACHE_TYPES[name], geometry, table, factor=factor, gpu=opened.gpu
+            ).emulation
+        assert table is not None  # noqa: S101 -- of FP8
+        return build_kv_candidate(name, table, opened.numerics, origin="").emulation
 
 
 def replay_settings(

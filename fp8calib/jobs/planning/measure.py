@@ -121,11 +121,13 @@ def count_work(opened: OpenedPlan) -> float:
 
 
 def _count_sizes(opened: OpenedPlan, groups: Sequence[Group]) -> Sizes:
-    """Count what stays as it is; scales of the KV cache too, as one FP8 cache brings all."""
+    """Count what stays as it is; scales of the KV cache too, as one such cache brings all."""
     plain = sum(group.choices[0].size_bytes for group in groups)
     weights = sum(g.choices[0].size_bytes for g in groups if not g.is_cache)
     stored = sum(each.size_bytes for each in opened.target.checkpoint.tensors.values())
-    scales = 8 * sum(len(group.layers) for group in groups if group.is_cache)
+    brings = opened.uses_kv_scales and any(group.is_cache for group in groups)
+    owned = sum(a.producer is None for _, a in opened.target.geometry.attentions())
+    scales = 8 * owned * brings
     return Sizes(fixed=stored - weights + scales, unquantized=stored - weights + plain)
 
 
@@ -204,7 +206,7 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     """
     if planned.quantize is None:
         return
-    used = stats if planned.caches else drop_kv(stats)
+    used = stats if planned.caches and opened.uses_kv_scales else drop_kv(stats)
     _, reports, unchecked = replay_settings(opened, planned.settings(), used)
     for engine, report in reports.items():
         if why := find_fault(report):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,13 @@ from fp8calib.jobs.calibration import IF_QUANTIZED
 from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.text import plan_texts
-from fp8calib.jobs.verification.options import require_known
+from fp8calib.jobs.verification.options import choose_cache_types, require_known
+from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, FP8_CACHES
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target
+from fp8calib.verification.report import FP8_CACHE
 from fp8calib.verification.sensitivity import SEQUENCES
 
 _TAG = "fp8calib plan"
@@ -42,6 +44,8 @@ class OpenedPlan:
     """The first whose arithmetic is known."""
     numerics: Numerics
     gpu: Gpu | None
+    cache_type: str
+    """Of the caches that are quantized; `FP8_CACHE`, or another type."""
     calibration: DataPlan
     search: DataPlan
     """A bounded part of the text that is calibrated on."""
@@ -54,6 +58,14 @@ class OpenedPlan:
         """The output folder."""
         default = f"{Path(str(self.request.model)).resolve().name}-plan"
         return Path(self.request.out or default)
+
+    @property
+    def uses_kv_scales(self) -> bool:
+        """Whether the cache type stores by scales that are calibrated."""
+        if self.cache_type == E5M2_CACHE:
+            return self.numerics.kv_scales_e5m2
+        found = CACHE_TYPES.get(self.cache_type)
+        return found is None or found.has_global_scales
 
     @property
     def folder(self) -> Path:
@@ -73,6 +85,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     for engine in _list_engines(request):
         if request.gpu is not None:
             require_known(find_gpu(request.gpu), engine)
+        _name_type(request, engine)
     _check_budget(request)
     if request.samples < 2:
         hint = "some are held out from the search: use 2 or more"
@@ -106,6 +119,8 @@ def describe_opened(
     gpu = None if request.gpu is None else find_gpu(request.gpu)
     if gpu is not None:
         numerics = emulated.emulate_on(gpu, numerics)
+    engines = _list_engines(request)
+    own_type = next((name for e in engines for name in _name_type(request, e)), FP8_CACHE)
     parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
     settings = (emulated.key, request.gpu or "", str(request.batch_size), str(request.stats or ""))
     return OpenedPlan(
@@ -117,10 +132,11 @@ def describe_opened(
             geometry=model.prepared.geometry,
         ),
         recipe=recipe.model_copy(update={"data": data}),
-        engines=_list_engines(request),
+        engines=engines,
         emulated=emulated,
         numerics=numerics,
         gpu=gpu,
+        cache_type=own_type,
         calibration=calibration,
         search=replace_sequences(calibration, calibration.sequences[:SEQUENCES]),
         held_out=held_out,
@@ -132,6 +148,17 @@ def join_texts(opened: OpenedPlan) -> DataPlan:
     """Join the text of the search with the one that is held out."""
     sequences = (*opened.search.sequences, *opened.held_out.sequences)
     return replace(replace_sequences(opened.search, sequences), warnings=())
+
+
+def _name_type(request: PlanRequest, engine: Engine) -> Sequence[str]:
+    """Name the cache type where it is not FP8 with a scale for a tensor or a head.
+
+    Raises:
+        UsageError: the engine does not offer it, or it is not emulated.
+    """
+    if request.kv_cache_dtype in FP8_CACHES:
+        return ()
+    return choose_cache_types([request.kv_cache_dtype], engine)
 
 
 def _list_names(request: PlanRequest) -> list[str]:

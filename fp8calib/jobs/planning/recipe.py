@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import yaml
 
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import resolve_plan
 from fp8calib.options.keys import FORMATS
@@ -17,6 +18,7 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.recipe import Quantize
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import IN_16_BITS, Group
+from fp8calib.verification.report import FP8_CACHE
 
 RECIPE_NAME = "recipe.yaml"
 _HEAD = """\
@@ -33,7 +35,7 @@ class PlannedScheme:
     quantize: Quantize | None
     """None where all linears stay in 16 bits."""
     caches: tuple[int, ...] = ()
-    """The layers whose KV cache becomes FP8."""
+    """The layers whose KV cache is quantized."""
     plain_caches: tuple[int, ...] = field(default=())
     """Those whose cache stays in 16 bits."""
 
@@ -68,11 +70,11 @@ def make_planned_scheme(groups: Sequence[Group], plan: Plan, rounding: str) -> P
             ignore=tuple(p for p, name in folded.items() if name == IN_16_BITS),
             rounding=rounding,
         )
-    caches = [(group, name != IN_16_BITS) for group, name in pairs if group.is_cache]
+    layers: dict[bool, list[int]] = {True: [], False: []}
+    for group, name in pairs:
+        layers[name == IN_16_BITS] += group.layers if group.is_cache else ()
     return PlannedScheme(
-        quantize=made,
-        caches=tuple(i for group, is_fp8 in caches if is_fp8 for i in group.layers),
-        plain_caches=tuple(i for group, is_fp8 in caches if not is_fp8 for i in group.layers),
+        quantize=made, caches=tuple(layers[False]), plain_caches=tuple(sorted(layers[True]))
     )
 
 
@@ -98,7 +100,12 @@ def spell_recipe(opened: OpenedPlan, planned: PlannedScheme, command: str, budge
     document = {
         "name": "planned",
         "description": f"A plan for {', '.join(e.key for e in opened.engines)}: {budget}.",
-        "observe": {"kv": bool(planned.caches), "query": False, "inputs": True, "weights": True},
+        "observe": {
+            "kv": bool(planned.caches) and opened.uses_kv_scales,
+            "query": False,
+            "inputs": True,
+            "weights": True,
+        },
         "data": {"samples": request.samples},
         "formats": [] if planned.quantize else list(FORMATS.default),
         "quantize": None if planned.quantize is None else planned.quantize.model_dump(mode="json"),
@@ -113,9 +120,10 @@ def spell_write(opened: OpenedPlan, planned: PlannedScheme, stats: str) -> str:
     recipe, given = shlex.quote(str(opened.out / RECIPE_NAME)), shlex.quote(stats)
     if planned.quantize is not None:
         return f"fp8calib quantize {model} --scheme {recipe} --stats {given} --out {out}"
-    if not planned.caches:
+    if not planned.caches or not opened.uses_kv_scales:
         return ""
-    return f"fp8calib export {given} --format {_OVERLAY} --model {model} --out {out}"
+    own_type = f" --kv-cache-dtype {NVFP4_CACHE}" if opened.cache_type == NVFP4_CACHE else ""
+    return f"fp8calib export {given} --format {_OVERLAY}{own_type} --model {model} --out {out}"
 
 
 def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
@@ -123,8 +131,11 @@ def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
     engine = opened.engines[0]
     if engine.launch is None or (planned.quantize is None and not planned.caches):
         return ""
-    folder = f"{opened.out}-fp8" + ("" if planned.quantize else f"/{_OVERLAY}")
-    command = engine.launch.spell(folder, has_kv=bool(planned.caches))
+    folder = f"{opened.out}-fp8" if planned.quantize else f"{opened.out}-fp8/{_OVERLAY}"
+    if planned.quantize is None and not opened.uses_kv_scales:
+        folder = str(opened.request.model)
+    own_type = "" if opened.cache_type == FP8_CACHE else opened.cache_type
+    command = engine.launch.spell(folder, has_kv=bool(planned.caches), cache_type=own_type)
     if not planned.caches or not planned.plain_caches:
         return command
     flag = opened.numerics.kv_skip_flag

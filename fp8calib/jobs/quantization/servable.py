@@ -141,7 +141,10 @@ def find_load_fault(report: EngineReport) -> str:
 
 
 def find_fault(report: EngineReport) -> str:
-    """Say why an engine cannot load the weights or does not use the KV scales; empty if ok."""
+    """Say why an engine does not load the weights or use the KV scales for sure; empty if ok."""
+    if report.ok:
+        return ""
     verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
     unused = (verdict.why for verdict in verdicts if verdict.status is not Status.USED)
-    return "" if report.ok else find_load_fault(report) or shorten(next(unused, ""))
+    doubts = (*report.unknown, *report.suspicious, *unused)
+    return find_load_fault(report) or shorten(next(iter(doubts), ""))

@@ -71,6 +71,8 @@ class VerifyOptions:
     fmt: Fp8Format
     cache_types: Collection[str] = ()
     """Types of the KV cache to compare, beside FP8 with scales."""
+    plain_caches: Collection[int] = ()
+    """The layers whose KV cache stays in 16 bits."""
     has_all_types: bool = False
     """Whether all were asked for: one that does not fit the model is left out with a note."""
     gpu: Gpu | None = None

@@ -10,7 +10,7 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
-from fp8calib.engines.registry import find_emulated, list_offering
+from fp8calib.engines.registry import REFERENCE, find_emulated, list_offering
 from fp8calib.errors import UsageError, join_or, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import Scheme, find_scheme
@@ -22,7 +22,7 @@ from fp8calib.kv_types.cache_types import (
     explain_not_emulated,
 )
 from fp8calib.requests.shared import Stats
-from fp8calib.requests.verify import VerifyRequest
+from fp8calib.requests.verify import SKIP_LAYERS, VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.rules import AUTO, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -49,7 +49,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     scales = list_scales(request.scales)
     _check_task_options(request.tasks or (), request.limit)
     (engine, numerics), *others = map(find_emulated, list_engines(request))
-    cache_types = _choose_cache_types(request.kv_cache_dtype or (), engine)
+    cache_types = choose_cache_types(request.kv_cache_dtype or (), engine)
     paths = [str(i) for i in scales if not isinstance(i, CalibrationStats)]
     _check_candidate_names(paths, reserved={*_RESERVED_NAMES, *cache_types})
     if others:
@@ -71,6 +71,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
         cache_types=cache_types,
+        plain_caches=_list_plain_caches(request, engine),
         has_all_types="all" in (request.kv_cache_dtype or ()),
         gpu=gpu,
         kv_memory=kv_memory,
@@ -102,7 +103,7 @@ def list_engines(request: VerifyRequest) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def _choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
+def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
     """Choose the cache types to emulate: all that the engine offers, or those that are named.
 
     Raises:
@@ -133,6 +134,29 @@ def _choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]
                 hint=f"emulated: {', '.join(CACHE_TYPES)}",
             )
     return tuple(name for name in dict.fromkeys(names) if name not in FP8_CACHES)
+
+
+def _list_plain_caches(request: VerifyRequest, engine: Engine) -> Collection[int]:
+    """List the layers whose KV cache stays in 16 bits.
+
+    Raises:
+        UsageError: the engine has no option for it, or no KV cache is emulated.
+    """
+    layers = request.kv_cache_dtype_skip_layers or ()
+    others = {
+        "--scheme, which quantizes no KV cache": request.scheme is not None,
+        "--rules auto, which finds such layers": AUTO in _parse_rules(request.rules or ()),
+        "--sensitivity, which finds such layers": request.sensitivity,
+    }
+    if layers and (clash := next((name for name, given in others.items() if given), "")):
+        raise UsageError(f"{SKIP_LAYERS} and {clash}", hint="leave out one of the two")
+    numerics = engine.numerics
+    if layers and engine is not REFERENCE and not (numerics and numerics.kv_skip_flag):
+        raise UsageError(
+            f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
+            hint="use --engine vllm, or reference",
+        )
+    return layers
 
 
 def require_known(gpu: Gpu, engine: Engine) -> None:
@@ -176,6 +200,7 @@ def _require_one_engine(request: VerifyRequest) -> None:
         "--sensitivity": request.sensitivity,
         "--server": request.server,
         "--kv-cache-dtype": request.kv_cache_dtype,
+        SKIP_LAYERS: request.kv_cache_dtype_skip_layers,
         "--gpu": request.gpu,
     }
     if found := [option for option, value in of_one_engine.items() if value]:
@@ -236,6 +261,7 @@ def _check_server_options(request: VerifyRequest) -> None:
         "--sensitivity": request.sensitivity,
         "--rules": request.rules,
         "--kv-cache-dtype": request.kv_cache_dtype,
+        SKIP_LAYERS: request.kv_cache_dtype_skip_layers,
         "--gpu": request.gpu,
         "--dry-run": request.dry_run,
         "--sampled": request.sampled,

@@ -35,6 +35,8 @@ from fp8calib.verification.candidates import (
     build_scheme,
     build_unscaled,
     check_sites,
+    drop_layers,
+    leave_cache,
 )
 from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
 from fp8calib.verification.emulation.cache_types import explain_misfit
@@ -177,12 +179,17 @@ def _list_candidates(
         asked = [each for each in found if each.name != SCALE_ONE]
         for candidate in asked if asked and len(groups) > 1 else found:
             yield replace(
-                candidate,
+                _leave_caches(group[0], candidate),
                 name=_name_in(candidate.name, group[0], groups),
                 subject=candidate.name,
                 engines=tuple(each.options.engine.key for each in group),
-                kv_cache=_add_service(candidate.kv_cache, group[0]),
             )
+
+
+def _leave_caches(job: VerifyJob, candidate: Candidate) -> Candidate:
+    """Leave the caches of the layers that are named; say how the rest is served."""
+    left = leave_cache(candidate, job.options.plain_caches, job.target.geometry)
+    return replace(left, kv_cache=_add_service(left.kv_cache, job))
 
 
 def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult | None:
@@ -372,7 +379,8 @@ def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str,
         query = opened.with_query
         table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule, query=query)
         name = str(rule)
-        yield name, build_kv_candidate(name, table, job.options.numerics, origin=name)
+        found = build_kv_candidate(name, table, job.options.numerics, origin=name)
+        yield name, leave_cache(found, job.options.plain_caches, job.target.geometry)
 
 
 def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
@@ -389,9 +397,12 @@ def _build_per_head(job: VerifyJob, first: OpenedCandidate | None) -> Mapping[Si
         return {}
     if first.stats is None:
         table = _read_table(job, first)
-        return emulate_kv(table, options.numerics) if table.per_head else {}
-    table = compute_kv_scales(first.stats, options.fmt, per_head=True, query=first.with_query)
-    return emulate_kv(table, options.numerics)
+        if not table.per_head:
+            return {}
+    else:
+        table = compute_kv_scales(first.stats, options.fmt, per_head=True, query=first.with_query)
+    found = emulate_kv(table, options.numerics)
+    return drop_layers(found, options.plain_caches, job.target.geometry)
 
 
 def _find_calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:

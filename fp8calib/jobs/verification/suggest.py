@@ -11,7 +11,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E5M2, NVFP4_CACHE
 from fp8calib.jobs.verification.options import list_engines, list_scales
 from fp8calib.kv_types.cache_types import E5M2_CACHE
-from fp8calib.requests.verify import VerifyRequest
+from fp8calib.requests.verify import SKIP_LAYERS, VerifyRequest
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.judge.decide import has_kv_only
 from fp8calib.verification.report import CandidateResult, Remedy, VerifyReport
@@ -65,9 +65,10 @@ def _serve_type(report: VerifyReport, request: VerifyRequest, own: CandidateResu
     """Spell the command that serves the model with a type, or writes the scales that it takes."""
     assert own.kv_cache is not None  # noqa: S101 -- it has a type
     launch, dtype = find_emulated(list_engines(request)[0])[0].launch, own.kv_cache.dtype
+    plain = _spell_plain_caches(request)
     scales = own.name.removeprefix(f"{dtype} with ")
     if scales == own.name:
-        return "" if launch is None else launch.spell(report.model, cache_type=dtype)
+        return "" if launch is None else launch.spell(report.model, cache_type=dtype) + plain
     stats = _find_stats(Path(scales))
     if is_stats_file(stats) and dtype != E5M2_CACHE:
         model, out = shlex.quote(report.model), shlex.quote(f"{Path(report.model).name}-{dtype}")
@@ -76,7 +77,7 @@ def _serve_type(report: VerifyReport, request: VerifyRequest, own: CandidateResu
     folder = _find_folder(Path(scales))
     if launch is None or folder is None:
         return ""
-    return launch.spell(str(folder), cache_type=dtype)
+    return launch.spell(str(folder), cache_type=dtype) + plain
 
 
 def _find_stats(candidate: Path) -> Path:
@@ -116,11 +117,19 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
     if launch is not None and request.fp8_dtype == E5M2.name:
         launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} {E5M2_CACHE}")
     if report.decision.remedy is Remedy.SERVE:
-        return "" if launch is None else launch.spell(report.model)
+        spelled = "" if launch is None else launch.spell(report.model)
+        return spelled and spelled + _spell_plain_caches(request)
     found = _find_folder(Path(report.decision.candidate))
     roles = {row.role for row in report.layers if row.candidate == report.decision.candidate}
     if launch is None or found is None:
         return ""
     own = _find_own_type(report)
     cache_type = "" if own is None or own.kv_cache is None else own.kv_cache.dtype
-    return launch.spell(str(found), has_kv=bool(own) or "k" in roles, cache_type=cache_type)
+    has_kv = bool(own) or "k" in roles
+    command = launch.spell(str(found), has_kv=has_kv, cache_type=cache_type)
+    return command + _spell_plain_caches(request)
+
+
+def _spell_plain_caches(request: VerifyRequest) -> str:
+    layers = request.kv_cache_dtype_skip_layers
+    return f" {SKIP_LAYERS} {' '.join(map(str, layers))}" if layers else ""

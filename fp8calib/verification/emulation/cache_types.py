@@ -9,7 +9,7 @@ import torch
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.kv_types.cache_types import CacheType, RoundTrip
+from fp8calib.kv_types.cache_types import CACHE_TYPES, CacheType, RoundTrip
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
@@ -60,20 +60,21 @@ def emulate_cache_type(
     }
 
 
-def count_cache_bytes(cache_type: CacheType, geometry: ModelGeometry) -> float:
-    """Count the bytes of a token in all layers and on all ranks."""
-    stored = list_stored(cache_type, geometry)
-    total = 0.0
-    for _, attention in geometry.attentions():
-        if attention.producer is not None:
-            continue
-        if attention not in stored:
-            total += 2 * attention.kv_elements_per_token
-            continue
-        one = cache_type.count_key_bytes(attention.k_head_dim)
-        one += cache_type.count_value_bytes(attention.v_head_dim)
-        total += attention.num_kv_heads * one
-    return total
+def count_cache_bytes(name: str, geometry: ModelGeometry) -> float:
+    """Count the bytes of a token in all layers and on all ranks, in a type or in FP8."""
+    return sum(count_layer_bytes(name, each, geometry) for _, each in geometry.attentions())
+
+
+def count_layer_bytes(name: str, attention: Attention, geometry: ModelGeometry) -> float:
+    """Count the bytes of a token in a layer, in a type or in FP8; without a name in 16 bits."""
+    cache_type = CACHE_TYPES.get(name)
+    if not name or (cache_type and attention not in list_stored(cache_type, geometry)):
+        return 2.0 * attention.kv_elements_per_token
+    if cache_type is None or attention.producer is not None:
+        return float(attention.kv_elements_per_token)
+    one = cache_type.count_key_bytes(attention.k_head_dim)
+    one += cache_type.count_value_bytes(attention.v_head_dim)
+    return attention.num_kv_heads * one
 
 
 def list_stored(cache_type: CacheType, geometry: ModelGeometry) -> list[Attention]:

@@ -15,7 +15,8 @@ from fp8calib.verification.report import (
 )
 
 _SAME_BYTES = 1.1
-"""Caches whose sizes differ by less are said to have the same: a scale for a token adds 6 %."""
+"""Caches whose sizes differ by less are compared in percent, and none is called smaller: a scale
+for a token adds 6 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,11 @@ def _explain(
         change = _find_pair(chosen.name, base.name, paired)
         times = f"which {describe_pair(change)} against"
     ratio = count_bytes(chosen) / count_bytes(base)
-    is_same = 1 / _SAME_BYTES < ratio < _SAME_BYTES
-    size = "about the same bytes" if is_same else f"{ratio:.2g} times its bytes"
+    size = f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'fewer'} bytes"
+    if not 1 / _SAME_BYTES < ratio < _SAME_BYTES:
+        size = f"{ratio:.2g} times its bytes"
+    elif size.startswith("0%"):
+        size = "the same bytes"
     fp8_name = "FP8 at scale 1.0" if base.name == SCALE_ONE else f"FP8 with {base.name}"
     return f"{text}, {times} {fp8_name} ({format_mean_kld(base.kld_mean, base.kld_se)}), {size}"
 
