@@ -115,17 +115,17 @@ def run(
     for note in verified.report.warnings:
         if note not in told:
             reporter.warn(note)
-        receipt = None
-        if request.receipt is not None:
-            reporter.say("hashing the files for the receipt")
-            report = verified.report
-            receipt = make_receipt(
-                report,
-                report.candidates,
-                request,
-                model.source.folder,
-                part="verify" if held_out is None else "auto",
-            )
+    receipt = None
+    if request.receipt is not None:
+        reporter.say("hashing the files for the receipt")
+        report = verified.report
+        receipt = make_receipt(
+            report,
+            report.candidates,
+            request,
+            model.source.folder,
+            part="verify" if held_out is None else "auto",
+        )
     return _finish(request, verified, reporter, receipt)
 
 

@@ -247,7 +247,8 @@ def verify(
     return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
 
 
-_NOISE_SEQUENCES = 4
+_NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
+"""Batches end with a quarter of the text, so there are four times as many sequences."""
 
 
 def _measure_noise(
@@ -261,7 +262,7 @@ def _measure_noise(
     few = replace(plan, sequences=plan.sequences[:_NOISE_SEQUENCES])
     tokens = few.num_tokens * max(comparison.num_layers, 1)
     progress.stage("noise floor", tokens, unit="tokens", layers=comparison.num_layers)
-    size = 1 if batch_size > 1 else _NOISE_SEQUENCES
+    size = 1 if batch_size > 1 else _NOISE_BATCH
     again = comparison.run(batches(few, size), {}, advance=advance_by_share(1, progress.advance))
     found = again.reference.logprobs.double()
     changes = found - compared.reference.logprobs[: len(found)].double()

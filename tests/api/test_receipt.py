@@ -7,21 +7,27 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 import rfc8785
+import torch
 
+from fp8calib.data.plan import Batch, build_plan
+from fp8calib.data.rows import Row
 from fp8calib.jobs.receipt.check import (
     compare_again,
     compare_files,
     compare_versions,
     read_receipt,
 )
+from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.results.receipt import Receipt
+from fp8calib.verification.verify import _measure_noise
 from tests.cli.program import fail, run, succeed
 from tests.docs.test_schemas import close, load
 
@@ -272,3 +278,41 @@ def test_minisign_signs_too(place: Path) -> None:
     succeed("receipt", "verify", path, "--key", public)
     path.write_bytes(reseal(change(json.loads(path.read_text()), ("date",))))
     assert run("receipt", "verify", path, "--key", public).code == 8
+
+
+def test_a_run_without_warnings_has_a_receipt_too(model: Path, tmp_path: Path) -> None:
+    long = (
+        "--data",
+        "builtin",
+        "--samples",
+        40,
+        "--seq-len",
+        128,
+        "--dtype",
+        "float32",
+        "--batch-size",
+        8,
+    )
+    outcome = succeed("verify", model, *long, "--receipt", tmp_path / "r.json", "--json")
+    assert outcome.json["warnings"] == []
+    assert outcome.err.count("hashing the files") == 1
+    assert read_receipt(tmp_path / "r.json")[1] == []
+
+
+def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
+    rows = [Row("x:1", input_ids=(3, 4, 5))] * 20
+    plan = build_plan((), tokenizer=str, vocab_size=9, samples=20, seq_len=3, rows=rows)
+    sizes: list[int] = []
+
+    def run_again(batches: Iterable[Batch], *_: Any, **__: Any) -> SimpleNamespace:
+        sizes.extend(len(batch.lengths) for batch in batches)
+        return SimpleNamespace(reference=SimpleNamespace(logprobs=torch.full((32,), -1.1)))
+
+    comparison: Any = SimpleNamespace(run=run_again, num_layers=0)
+    before: Any = SimpleNamespace(reference=SimpleNamespace(logprobs=torch.full((40,), -1.0)))
+    for batch_size, expected in ((1, [4] * 4), (8, [1] * 16)):
+        sizes.clear()
+        found = _measure_noise(comparison, before, plan, batch_size, CallbackProgress(None))
+        assert sizes == expected
+        assert found.tokens == 32
+        assert found.kld == pytest.approx(0.1**2 / 2, rel=1e-5)
