@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fp8calib.commands.merge import merge
     from fp8calib.commands.plan import plan
     from fp8calib.commands.quantize import quantize
+    from fp8calib.commands.receipt import receipt
     from fp8calib.commands.recipes import recipes
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fp8calib.results.merge import MergeResult
     from fp8calib.results.plan import PlanResult
     from fp8calib.results.quantize import QuantizeResult
+    from fp8calib.results.receipt import ReceiptResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
 
@@ -67,6 +69,7 @@ _PLACES = {
     "MergeResult": "results.merge",
     "PlanResult": "results.plan",
     "QuantizeResult": "results.quantize",
+    "ReceiptResult": "results.receipt",
     "RunPlan": "results.run_plan",
     "VerifyResult": "results.verify",
 }
@@ -88,6 +91,7 @@ __all__ = [
     "ModelError",
     "PlanResult",
     "QuantizeResult",
+    "ReceiptResult",
     "RecipeError",
     "RunPlan",
     "ServerError",
@@ -107,6 +111,7 @@ __all__ = [
     "merge",
     "plan",
     "quantize",
+    "receipt",
     "recipes",
     "show",
     "verify",

@@ -15,6 +15,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.requests import find_implementation, list_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
+from fp8calib.results.receipt import Receipt
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.rules import AMAX
 
@@ -28,7 +29,8 @@ def make_schemas() -> dict[str, dict[str, Any]]:
     results = {name.replace("_", "-"): _find_result(name) for name in list_commands()}
     kinds = {**results, "run-plan": RunPlan, "error": ErrorResult}
     schemas = {name: _describe(name, kind) for name, kind in kinds.items()}
-    return schemas | {"recipe": _describe_recipe()}
+    receipt = {"$schema": DIALECT, **Receipt.model_json_schema(mode="serialization")}
+    return schemas | {"recipe": _describe_recipe(), "receipt-file": receipt}
 
 
 def _find_result(command: str) -> Any:

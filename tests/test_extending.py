@@ -206,7 +206,7 @@ def test_a_registered_dialect_is_in_the_help(acme: Path) -> None:
     shown = show_help("acme", acme, "calibrate", "export", "extract-kv-scales")
     _, *helps = shown.split("Usage:")
     assert len(helps) == 3
-    assert all("|rfc|acme" in each for each in helps)
+    assert all("|lightllm-head|acme" in each for each in helps)
 
 
 @pytest.mark.usefixtures("acme")
@@ -275,7 +275,7 @@ def quill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_registered_engine_is_in_the_help(quill: Path) -> None:
     _, check, verify = show_help("quill", quill, "check", "verify").split("Usage:")
-    assert "lmdeploy,atom,quill;defaultvllm,sglang," in check
+    assert "atom,lightllm,quill;defaultvllm,sglang," in check
     assert "sglang,tgi,quill;" in verify
 
 

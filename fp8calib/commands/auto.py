@@ -11,6 +11,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
+from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
 from fp8calib.checkpoint.json_files import encode_json, load_json_object
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.commands.auto_writing import write_combination
@@ -45,14 +46,17 @@ from fp8calib.jobs.calibration import (
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.planning.runs import MEASURED_NAME
+from fp8calib.jobs.receipt.make import encode_receipt, make_receipt
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
 from fp8calib.jobs.text import plan_texts, warn_of_few
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
+from fp8calib.model.load import find_folder
 from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.auto import AnsweredQuestion, AutoResult, Outcome
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.compute import list_unfit_queries
@@ -90,6 +94,7 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
     if request.resume and not request.force and (_find_out(task) / REPORT_NAME).exists():
         finished = _read_finished(task)
         reporter.say(f"{out} is finished already")
+        _write_receipt(task, finished, reporter)
         return finished
     with (
         _open_auto(task) as opened,
@@ -124,7 +129,41 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
         (folder / REPORT_NAME).write_bytes(encode_json(report.to_json()))
     for text in report.warnings:
         reporter.warn(text)
+    _write_receipt(task, report, reporter)
     return report
+
+
+def _write_receipt(task: AutoRequest, report: AutoResult, reporter: Reporter) -> None:
+    """Write the receipt of what was written, if it is asked for.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    if task.receipt is None:
+        return
+    if report.written is None or report.verified is None:
+        reporter.warn("no receipt: nothing passed, so nothing is written")
+        return
+    place = str(_find_out(task) / report.written.name)
+    request = VerifyRequest(
+        task.model,
+        [place],
+        task.data,
+        text_column=task.text_column,
+        engine=task.engine,
+        gpu=task.gpu,
+        samples=task.samples,
+        seq_len=task.seq_len,
+        batch_size=task.batch_size,
+        pack=task.pack,
+    )
+    row = report.verified.model_copy(update={"name": place})
+    folder = find_folder(str(task.model), task.revision)
+    left = report.written.unquantized_layers
+    reporter.say("hashing the files for the receipt")
+    receipt = make_receipt(report, [row], request, folder, part="auto", unquantized_layers=left)
+    write_file_atomic(Path(task.receipt), encode_receipt(receipt))
+    reporter.say(f"receipt written to {task.receipt}")
 
 
 def _find_out(task: AutoRequest) -> Path:
@@ -287,6 +326,8 @@ def _check_task(task: AutoRequest) -> None:
             f"--engine {task.engine}: auto needs one whose loading and arithmetic are both known",
             hint=f"choose one of {', '.join(known)}",
         )
+    if task.receipt is not None:
+        check_output_file(Path(task.receipt), force=task.force)
     engine, _ = find_emulated(task.engine)
     find_replayed(task.engine)
     if task.gpu is not None:
@@ -314,6 +355,7 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     found = measured.compare(
         lambda *both: list(list_candidates(measured, *both, schemes=compared)),
         with_types=task.gpu is not None,
+        with_noise=task.receipt is not None,
     )
     decisions: list[AnsweredQuestion] = []
 
@@ -452,6 +494,7 @@ def _make_report(
         gpu=task.gpu or "",
         dtype=found.dtype,
         device=found.device,
+        noise=found.noise,
         seq_len=found.seq_len,
         tokens=found.tokens,
         sequences=found.sequences,

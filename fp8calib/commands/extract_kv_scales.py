@@ -39,7 +39,12 @@ from fp8calib.options.keys import split_names
 from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.results.extract_kv_scales import ExtractedLayer, ExtractResult
 from fp8calib.results.record import BeforeAfter
-from fp8calib.scales.convert import convert_table, explain_fit, explain_joint
+from fp8calib.scales.convert import (
+    convert_table,
+    explain_fit,
+    explain_joint,
+    explain_no_query,
+)
 from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -238,6 +243,8 @@ def _extract(
 def _explain_table(found: FoundScales, table: ScaleTable, dialect: Dialect) -> Iterable[str]:
     yield from explain_fit(found.table, table)
     yield from explain_joint(table) if dialect.joins_kv else ()
+    if not dialect.joins_kv and not dialect.has_query:
+        yield from explain_no_query(table)
     yield from _advise_heads(found.table, table)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
     check_rounding,
@@ -42,8 +44,9 @@ def run(
         DataError: the data cannot be read.
         CalibrationError: a forward pass of `gptq` failed, or gave NaN or infinity.
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
-            cannot hold it.
+            cannot hold it, or the Hub refuses the upload.
     """
+    check_push(request.push, uploads=request.upload)
     observes_kv = True
     if request.names_recipe:
         request, observes_kv = apply_quantize_recipe(request)
@@ -78,7 +81,14 @@ def run(
     files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *files):
         reporter.warn(text)
-    return result
+    if request.push is None:
+        return result
+    try:
+        pushed = push_folder(Path(request.out), request.push, reporter, uploads=request.upload)
+    except ExportError as error:  # the checkpoint is written
+        error.result = result  # type: ignore[attr-defined]
+        raise
+    return result.model_copy(update={"push": pushed})
 
 
 def _list_of_text(request: QuantizeRequest) -> list[str]:

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import cast
 
 from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.output_files import output_files, probe_output_files
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import open_run_model, place
+from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_files
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
+from fp8calib.jobs.text import plan_texts
+from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.comparison import (
     VerificationText,
     open_verify_job,
@@ -33,7 +37,9 @@ from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.options.keys import Specs
 from fp8calib.render.page.page import is_page, write_page
+from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
+from fp8calib.results.receipt import Receipt
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
@@ -41,8 +47,12 @@ from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 
 
-def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
+def run(
+    request: VerifyRequest, reporter: Reporter, *, held_out: AutoRequest | None = None
+) -> VerifyResult | RunPlan:
     """Verify a model, and write the files that are asked for.
+
+    `held_out` is a request of `auto`, whose text that it holds out is used.
 
     A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
     weights, they are replaced while it runs, and copied before that to the memory of the host.
@@ -57,6 +67,10 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         ExportError: a file cannot be written.
     """
     _check_outputs(request, reporter)
+    if request.receipt is not None:
+        require_files(request)
+    if request.log is not None:
+        check_tracker(request.log)
     options = resolve_options(request)
     if options.tasks:
         reporter.say(f"loading tasks: {', '.join(options.tasks)}")
@@ -77,7 +91,8 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         trust_remote_code=request.trust_remote_code,
         if_quantized=if_quantized(str(request.model)),
     ) as model:
-        job = open_verify_job(model, options, text, server=_make_request(request, reporter))
+        planned = text if held_out is None else plan_texts(held_out, model.source)[1]
+        job = open_verify_job(model, options, planned, server=_make_request(request, reporter))
         told = (*job.plan.warnings, *job.warnings)
         for note in told:
             reporter.warn(note)
@@ -90,7 +105,7 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         if mode is None:
             dump = request.reference_dump
             evidence = gather_alone(job.plan, None if dump is None else Path(dump))
-            return _finish(request, run_alone(job, evidence, reporter), reporter)
+            return _finish(request, run_alone(job, evidence, reporter), reporter, None)
         if request.dry_run:
             return _describe_plan(job, mode)
         for note in mode.describe():
@@ -100,7 +115,18 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
     for note in verified.report.warnings:
         if note not in told:
             reporter.warn(note)
-    return _finish(request, verified, reporter)
+    receipt = None
+    if request.receipt is not None:
+        reporter.say("hashing the files for the receipt")
+        report = verified.report
+        receipt = make_receipt(
+            report,
+            report.candidates,
+            request,
+            model.source.folder,
+            part="verify" if held_out is None else "auto",
+        )
+    return _finish(request, verified, reporter, receipt)
 
 
 def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest | None:
@@ -158,9 +184,12 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
 
 
 def _finish(
-    request: VerifyRequest, verified: VerificationResult, reporter: Reporter
+    request: VerifyRequest,
+    verified: VerificationResult,
+    reporter: Reporter,
+    receipt: Receipt | None,
 ) -> VerifyResult:
-    """Write both output files, or neither; an error carries the result, which may have cost hours.
+    """Write all output files, or none; an error carries the result, which may have cost hours.
 
     Raises:
         ExportError: a file cannot be written.
@@ -177,6 +206,8 @@ def _finish(
                 write_dump(places[Path(request.dump)], verified)
             if request.report is not None:
                 write_page(result, places[Path(request.report)], command=result.next)
+            if request.receipt is not None and receipt is not None:
+                places[Path(request.receipt)].write_bytes(encode_receipt(receipt))
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]
         raise
@@ -185,6 +216,10 @@ def _finish(
         reporter.say(f"log-probabilities of {count} models written to {request.dump}")
     if request.report is not None:
         reporter.say(f"report written to {request.report}")
+    if request.receipt is not None:
+        reporter.say(f"receipt written to {request.receipt}")
+    if request.log is not None:
+        log_and_say(request.log, result, reporter)
     return result
 
 
@@ -197,10 +232,11 @@ def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
     kinds = (
         *([(Path(request.report), is_page, "no page")] if request.report else []),
         *([(Path(request.dump), is_dump, "no dump")] if request.dump else []),
+        *([(Path(request.receipt), is_result, "no receipt")] if request.receipt else []),
     )
     outputs = [path for path, _, _ in kinds]
     if request.force and not outputs:
-        reporter.warn("--force has no effect without --report or --dump")
+        reporter.warn("--force has no effect without --report, --dump or --receipt")
     for path in outputs:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")
@@ -212,8 +248,8 @@ def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
             raise UsageError(
                 f"{output}: exists, and is {other} of verify", hint="name another file"
             )
-    if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
-        raise UsageError(f"--report and --dump are both {outputs[0]}")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UsageError(f"--report, --dump and --receipt: two of them are {outputs[0]}")
     probe_output_files(outputs)
 
 

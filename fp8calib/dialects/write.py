@@ -81,6 +81,8 @@ def check_export(
         if fmt not in dialect.formats:
             fault = f"--format {dialect.name}: it has no scales for {fmt.name}"
             raise UsageError(fault, hint="leave --fp8-dtype out")
+        if dialect.find_misfit is not None and (misfit := dialect.find_misfit(geometry)):
+            raise UsageError(f"--format {dialect.name}: {misfit}", hint="choose another format")
     has_linears = any(find_dialect(name).has_linears for name in formats)
     for tp in tps:
         check_heads(geometry, tp)

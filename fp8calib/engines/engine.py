@@ -135,6 +135,8 @@ class Engine:
     no_folder: str = ""
     """Why no replay says what it does with a checkpoint folder."""
     replay_json: ReplayJson | None = None
+    find_cache_type: Callable[[Path], str] | None = None
+    """Gives the type of the KV cache that a JSON file is for; None where there is one type."""
     no_json: str = ""
     """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
     tensor_file_condition: str = ""

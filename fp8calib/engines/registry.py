@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.release import parse_version
+from fp8calib.engines.lightllm import LIGHTLLM
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.read_engines import (
     ATOM,
@@ -49,7 +50,7 @@ def register_engine(engine: Engine) -> None:
 
 for _engine in (
     *(REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7),
-    *(TENSORRT_LLM, VLLM_TPU, VLLM_GAUDI, LMDEPLOY, ATOM),
+    *(TENSORRT_LLM, VLLM_TPU, VLLM_GAUDI, LMDEPLOY, ATOM, LIGHTLLM),
 ):
     register_engine(_engine)
 

@@ -78,13 +78,18 @@ def find_scale_serving(
         flag = find_cache_flag(folder)
         return _collect(
             _replay_folder(folder, geometry, tp),
-            lambda launch: launch.spell(str(target), cache_type=flag, tp=tp),
+            lambda _, launch: launch.spell(str(target), cache_type=flag, tp=tp),
         )
     if written.suffix == ".safetensors":
         limitations = _limit_tensor_file(written, geometry, tp, model)
         return Serving(commands=(), limitations=tuple(limitations), others=())
     reports = _replay_file(written, geometry, tp, model)
-    return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
+
+    def spell(engine: Engine, launch: Launch) -> str:
+        flag = "" if engine.find_cache_type is None else engine.find_cache_type(written)
+        return launch.spell(model_name, scales=str(target), tp=tp, cache_type=flag)
+
+    return _collect(reports, spell)
 
 
 def list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, str]:
@@ -124,7 +129,7 @@ def find_checkpoint_serving(
     """
     return _collect(
         _replay_folder(folder, geometry, 1, is_foreign=is_foreign),
-        lambda launch: launch.spell(str(target), has_kv=has_kv),
+        lambda _, launch: launch.spell(str(target), has_kv=has_kv),
         has_fp8_weights=True,
         has_kv=has_kv,
     )
@@ -182,7 +187,7 @@ def _limit_tensor_file(
 
 def _collect(
     reports: Reports,
-    spell: Callable[[Launch], str],
+    spell: Callable[[Engine, Launch], str],
     *,
     has_fp8_weights: bool = False,
     has_kv: bool = True,
@@ -196,7 +201,7 @@ def _collect(
         )
         is_unknown = bool(report.unknown)
         is_blocked = is_unknown or any(item.is_blocking for item in found)
-        command = "" if is_blocked or engine.launch is None else spell(engine.launch)
+        command = "" if is_blocked or engine.launch is None else spell(engine, engine.launch)
         if engine.is_brief and is_unknown:
             continue
         if engine.is_brief:

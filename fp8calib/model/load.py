@@ -12,6 +12,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
+from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -129,9 +130,20 @@ def fetch_hub_id(path: Path) -> Path:
     return find_folder(str(path), None) if may_be_on_hub(path) else path
 
 
+class _DownloadBar(tqdm):  # type: ignore[misc]
+    """The bar of a download, in a terminal alone; the libraries' other bars stay off."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": None, "leave": False})
+
+
 def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=list(files), tqdm_class=_DownloadBar
+            )
+        )
     except (HfHubHTTPError, OSError, ValueError) as error:
         why = _explain_load_error(error)
         near = suggest_path(Path(model))

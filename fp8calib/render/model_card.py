@@ -25,7 +25,13 @@ from fp8calib.verification.report import SCALE_ONE, SERVER, CandidateResult, can
 
 
 def render_card(
-    facts: CardFacts, base: str, repo: str, report: CheckResult | None, fields: Mapping[str, Any]
+    facts: CardFacts,
+    base: str,
+    repo: str,
+    report: CheckResult | None,
+    fields: Mapping[str, Any],
+    *,
+    receipt: str = "",
 ) -> str:
     """Write what is recorded about a folder as Markdown.
 
@@ -35,6 +41,7 @@ def render_card(
         repo: the Hub id that the folder is published under.
         report: what the engines do with it; None if they were not asked.
         fields: the first keys of the front matter.
+        receipt: the block of a receipt; empty without one.
     """
     pack = KV_SCALES.path_pattern in (each.name for each in facts.files)
     runs = (facts.calibration, *facts.losses)
@@ -46,6 +53,7 @@ def render_card(
         title=repo.rpartition("/")[2],
         summary=_summarize(facts, base),
         losses=[(loss, _tabulate(loss), _tabulate_caches(loss)) for loss in facts.losses],
+        receipt=receipt,
         is_pack=pack,
         repo=repo,
         engines=None if report is None else _tabulate_engines(facts, repo, report),

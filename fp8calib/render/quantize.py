@@ -8,6 +8,7 @@ from statistics import median
 
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
+from fp8calib.render.push import describe_push
 from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.serving import describe_serving, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
@@ -23,6 +24,7 @@ def describe(result: QuantizeResult | RunPlan, request: QuantizeRequest) -> Iter
         yield from describe_plan(result, "plan (nothing was run or written)")
     else:
         yield from map(Line, _describe(result))
+        yield from describe_push(result.push) if result.push else ()
 
 
 def _describe(result: QuantizeResult) -> Iterator[str]:

@@ -59,6 +59,7 @@ class AutoRequest:
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-fp8."),
     ] = None
+    receipt: shared.ReceiptOption = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from fp8calib.checkpoint.locations import find_local_model
+from fp8calib.checkpoint.locations import find_local_model, require_path
 from fp8calib.options.option import Option
+from fp8calib.requests import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +67,37 @@ class CardRequest:
             help="The unquantized model, whose layers are checked; files of scales need it.",
         ),
     ] = None
-    force: Annotated[bool, Option("--force", help="Replace DIR/README.md.")] = False
+    receipt: Annotated[
+        str | Path | None,
+        Option(
+            "--receipt",
+            metavar="FILE.json",
+            reads=Path,
+            check=partial(require_path, option="--receipt"),
+            help="A receipt of DIR, which is copied there with its badge, and shown in the card.",
+        ),
+    ] = None
+    vllm_recipe: Annotated[
+        str | Path | None,
+        Option(
+            "--vllm-recipe",
+            metavar="FILE.yaml",
+            reads=Path,
+            help="Write the entry of vLLM's collection of recipes: the model, with DIR as a "
+            "variant.",
+        ),
+    ] = None
+    sglang_cookbook: Annotated[
+        str | Path | None,
+        Option(
+            "--sglang-cookbook",
+            metavar="FILE.yaml",
+            reads=Path,
+            help="Write the entry of SGLang's cookbook for DIR.",
+        ),
+    ] = None
+    push: shared.PushOption = None
+    upload: shared.UploadOption = False
+    force: Annotated[
+        bool, Option("--force", help="Replace DIR/README.md, the receipt there, and entries.")
+    ] = False

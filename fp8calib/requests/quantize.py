@@ -173,6 +173,8 @@ class QuantizeRequest:
             "--resume", help="Continue an interrupted run after its last finished shard or layer."
         ),
     ] = False
+    push: shared.PushOption = None
+    upload: shared.UploadOption = False
     revision: shared.RevisionOption = None
     trust_remote_code: shared.TrustOption = False
     force: shared.ForceOption = False

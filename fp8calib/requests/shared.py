@@ -188,6 +188,40 @@ MemoryOption = Annotated[
 ]
 
 
+ReceiptOption = Annotated[
+    str | Path | None,
+    Option(
+        "--receipt",
+        metavar="FILE.json",
+        reads=Path,
+        help="Write what was measured on what, with hashes, for others to check.",
+    ),
+]
+PushOption = Annotated[
+    str | None,
+    Option(
+        "--push",
+        metavar="ORG/NAME",
+        help="List what would be uploaded to this repository of the Hub; --upload does so.",
+    ),
+]
+UploadOption = Annotated[
+    bool,
+    Option(
+        "--upload",
+        help="With --push, upload by huggingface_hub with your token; a repository that it "
+        "creates is private.",
+    ),
+]
+LogOption = Annotated[
+    str | None,
+    Option(
+        "--log",
+        choices=("mlflow", "wandb"),
+        help="Log parameters and figures to MLflow or Weights & Biases (extras of these names); "
+        "wandb is offline unless WANDB_MODE says otherwise.",
+    ),
+]
 GpuOption = Annotated[
     str | None,
     Option(

@@ -52,7 +52,8 @@ def _read_kv_memory(text: str) -> float:
     return shared.read_gib(text, "--kv-memory")
 
 
-def _check_scales(path: str) -> None:
+def check_scales(path: str) -> None:
+    """Refuse a path that does not exist."""
     require_path(Path(path), option="--scales")
 
 
@@ -70,7 +71,7 @@ class VerifyRequest:
             "--scales",
             metavar="PATH",
             reads=list[str],
-            check=_check_scales,
+            check=check_scales,
             help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = ()
@@ -190,9 +191,11 @@ class VerifyRequest:
             help="Write every token's log-probability (safetensors).",
         ),
     ] = None
-    force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
-        False
-    )
+    receipt: shared.ReceiptOption = None
+    log: shared.LogOption = None
+    force: Annotated[
+        bool, Option("--force", help="Replace the files of --report, --dump and --receipt.")
+    ] = False
     tasks: Annotated[
         Sequence[str] | None,
         Option(

@@ -10,6 +10,7 @@ from fp8calib.overview import Overview
 from fp8calib.results.record import Record, Result
 from fp8calib.verification.report import (
     CandidateResult,
+    NoiseResult,
     ReferenceResult,
     RunProvenance,
     format_mean_kld,
@@ -98,6 +99,8 @@ class AutoResult(Outcome, Result):
     """Scored tokens of the text that was held out."""
     sequences: int
     reference: ReferenceResult
+    noise: NoiseResult | None = None
+    """As in the report of `verify`, with `--receipt`."""
     candidates: tuple[CandidateResult, ...]
     """Emulated before anything was written."""
     decisions: tuple[AnsweredQuestion, ...]

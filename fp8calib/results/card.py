@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from fp8calib.overview import Overview
+from fp8calib.results.push import PushResult
 from fp8calib.results.record import Result
 
 
@@ -19,6 +20,10 @@ class CardResult(Result):
     warnings: tuple[str, ...] = ()
     """That no licence is known; why reports that were found have no loss of the folder, if no other
     report has one; and where no engine uses what the folder holds."""
+    entries: tuple[Path, ...] = ()
+    """The entries of the engines' collections that were written."""
+    push: PushResult | None = None
+    """What is or would be uploaded; None without --push."""
     text: str = Field(exclude=True)
     """The card itself, which `--json` leaves out."""
 

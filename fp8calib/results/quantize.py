@@ -11,6 +11,7 @@ from fp8calib.overview import Overview
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.weight_scales import AllZeroWeight
+from fp8calib.results.push import PushResult
 from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
 
 
@@ -44,6 +45,8 @@ class QuantizeResult(Result):
     serving: tuple[ServingCommand, ...]
     limitations: tuple[Limitation, ...]
     other_engines: tuple[BriefServing, ...]
+    push: PushResult | None = None
+    """What is or would be uploaded; None without --push."""
 
     @property
     def by_gptq(self) -> tuple[RoundedLinear, ...]:

@@ -78,9 +78,13 @@ def explain_joint(table: ScaleTable) -> tuple[str, ...]:
             "k and v of a layer share one scale here, the larger of the two: in "
             f"{len(unequal)} of {len(attentions)} layers they differ"
         )
+    return (*notes, *explain_no_query(table))
+
+
+def explain_no_query(table: ScaleTable) -> Iterator[str]:
+    """Explain what is lost in a dialect without q."""
     if any(site.role is Role.Q for site in table.scales):
-        notes.append("q_scale is left out: this dialect cannot store it")
-    return tuple(notes)
+        yield "q_scale is left out: this dialect cannot store it"
 
 
 def _convert_format(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:

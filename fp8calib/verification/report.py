@@ -71,6 +71,14 @@ class ReferenceResult(_Model):
     ppl: float
 
 
+class NoiseResult(_Model):
+    """How far figures are from those of the same model, run again."""
+
+    tokens: int
+    kld: float
+    """Half of the mean squared change of a token's log-probability, in nats."""
+
+
 class PairedResult(_Model):
     """The mean KL divergence of a candidate minus that of another, on the same tokens."""
 
@@ -407,6 +415,8 @@ class VerifyReport(WithOverview, _Model):
     decision: Decision
     kv: KvNeed | None = None
     """Whether KV scales are needed; None where no KV cache is compared with scale 1.0."""
+    noise: NoiseResult | None = None
+    """Of the unquantized model in batches of another size; with `--receipt`."""
     comparisons: tuple[PairedResult, ...] = ()
     """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
     other engine."""

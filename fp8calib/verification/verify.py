@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -65,6 +65,7 @@ from fp8calib.verification.report import (
     HistogramResult,
     KvNeed,
     LayerResult,
+    NoiseResult,
     PairedResult,
     ReferenceResult,
     RuleResult,
@@ -126,6 +127,8 @@ class VerificationRequest:
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
     rule_search: RuleSearch | None = None
+    measures_noise: bool = False
+    """Whether the unquantized model runs again, in batches of another size."""
     scores_decoding: bool = False
     """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
     histograms: tuple[HistogramResult, ...] = ()
@@ -229,7 +232,10 @@ def verify(
         sensitivity,
         time.monotonic() - started,
     )
-    report = report.model_copy(update={"rule_choice": rule_choice})
+    noise = None
+    if request.measures_noise:
+        noise = _measure_noise(comparison, compared, plan, batch_size, progress)
+    report = report.model_copy(update={"rule_choice": rule_choice, "noise": noise})
     logprobs = {
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
@@ -239,6 +245,28 @@ def verify(
         report = add_server(report, assessment, gate, plan)
         logprobs[SERVER] = assessment.logprobs
     return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
+
+
+_NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
+"""Batches end with a quarter of the text, so there are four times as many sequences."""
+
+
+def _measure_noise(
+    comparison: Comparison,
+    compared: ComparisonResult,
+    plan: DataPlan,
+    batch_size: int,
+    progress: Progress,
+) -> NoiseResult:
+    """Run the first sequences again in batches of another size, and compare the scores."""
+    few = replace(plan, sequences=plan.sequences[:_NOISE_SEQUENCES])
+    tokens = few.num_tokens * max(comparison.num_layers, 1)
+    progress.stage("noise floor", tokens, unit="tokens", layers=comparison.num_layers)
+    size = 1 if batch_size > 1 else _NOISE_BATCH
+    again = comparison.run(batches(few, size), {}, advance=advance_by_share(1, progress.advance))
+    found = again.reference.logprobs.double()
+    changes = found - compared.reference.logprobs[: len(found)].double()
+    return NoiseResult(tokens=len(found), kld=float(changes.square().mean()) / 2)
 
 
 def _gather(

@@ -270,7 +270,7 @@ def test_scales_per_head_that_become_one_name_the_form_that_keeps_them(
 ) -> None:
     report = extract(sources.save_per_head(tmp_path / "q"))
     assert _written(tmp_path / "out", "kv-overlay") == ([[0.5], [2.0]], [[0.75], [0.25]])
-    assert "--format kv-overlay-head keeps" in " | ".join(report["notes"])
+    assert "--format kv-overlay-head or lightllm-head keeps" in " | ".join(report["notes"])
 
 
 def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ from tests.dialects.handmade import (
     shared_stats,
 )
 
-ALL = ("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc")
+ALL = (
+    *("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc"),
+    *("lightllm", "lightllm-head"),
+)
+LIGHTLLM_FILES = ("kv_cache_calib.json", "kv_cache_calib_per_head.json")
 OVERLAY_FILES = (
     "config.json",
     "model-00001-of-00002.safetensors",
@@ -84,7 +88,9 @@ def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> N
 
     overlays = [f"{name}/{file}" for name in ALL[:3] for file in OVERLAY_FILES]
     files = ["kv_cache_scales.tp1.json", "kv_cache_scales.tp2.json", "kv_scales.safetensors"]
-    assert list(written.files) == sorted([*overlays, *files, "rfc.tp1.json", "rfc.tp2.json"])
+    assert list(written.files) == sorted(
+        [*overlays, *files, *LIGHTLLM_FILES, "rfc.tp1.json", "rfc.tp2.json"]
+    )
     assert {path.name for path in out.iterdir()} == list_outputs(ALL, (1, 2))
     assert set(written.notes) == {
         Note("model.gguf", f"left out of {name}: belongs to weights in another format")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.dialects.write import write_table
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.convert import convert_table
@@ -32,8 +33,12 @@ FILES: Mapping[str, str] = {
     "kv-scales": "kv_scales.safetensors",
     "vllm-json": "scales.json",
     "rfc": "rfc.json",
+    "lightllm": "kv_cache_calib.json",
+    "lightllm-head": "kv_cache_calib.json",
 }
-PER_HEAD = {"kv-overlay-head"}
+PER_HEAD = {"kv-overlay-head", "lightllm-head"}
+LIGHTLLM = {"lightllm", "lightllm-head"}
+"""Only for e4m3fn, without shared caches, and with one scale of q for the heads of a group."""
 JOINT = {"tgi", "vllm-json", "rfc"}
 RANKED = {"vllm-json", "rfc"}
 
@@ -94,6 +99,13 @@ def _expect(table: ScaleTable, name: str, fmt: Fp8Format, tp: int) -> dict[Site,
                 max(spread[int(rank * step) : max(int((rank + 1) * step), int(rank * step) + 1)])
                 for rank in range(tp)
             ]
+    if name == "lightllm":
+        kept = {site: numbers for site, numbers in kept.items() if site.role is not Role.Q}
+    if name == "lightllm-head":
+        group = HEADS // KV_HEADS
+        for site in (site for site in kept if site.role is Role.Q):
+            numbers = kept[site]
+            kept[site] = [max(numbers[i // group * group :][:group]) for i in range(HEADS)]
     if name in JOINT:
         kept = {site: numbers for site, numbers in kept.items() if site.role is not Role.Q}
         for module in {site.module for site in kept}:
@@ -120,6 +132,12 @@ def test_every_dialect_reads_back_what_it_can_hold(
     data: st.DataObject, table: ScaleTable, fmt: Fp8Format, name: str
 ) -> None:
     tp = data.draw(st.sampled_from([1, 2, 4, 8])) if name in RANKED else 1
+    if name in LIGHTLLM:
+        fmt = E4M3FN
+        if table.geometry == SHARED:
+            with pytest.raises(UsageError, match="counts layers that read another layer's cache"):
+                _round_trip(convert_table(table, fmt=fmt, per_head=False), name)
+            return
     fitted = convert_table(table, fmt=fmt, tp=tp, per_head=name in PER_HEAD)
 
     back = _round_trip(fitted, name)

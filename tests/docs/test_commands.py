@@ -11,6 +11,7 @@ import os
 import pkgutil
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ NOT_RUN = (
     "python -m scripts.benchmarks.served",
     "python3 -m venv .venv",
     "scripts/",
+    "RAY_ADDRESS=",
+    "export MODEL=",
+    "fp8calib plan MODEL --max-bytes 0.6 --log",
+    "fp8calib verify MODEL --scales MODEL-FP8 --log",
+    "job=$(sbatch",
+    "kubectl apply",
+    "sbatch --dependency",
+    "sky jobs launch",
     "torchrun --nproc-per-node 4 -m fp8calib",
     "vllm serve",
 )
@@ -95,7 +104,9 @@ def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_run(command: Command) -> bool:
-    return command.words[0] == "fp8calib" and not _spell(command).startswith(NOT_RUN)
+    return command.words[0] in {"fp8calib", "ssh-keygen"} and not _spell(command).startswith(
+        NOT_RUN
+    )
 
 
 def _spell(command: Command) -> str:
@@ -106,6 +117,11 @@ def _spell(command: Command) -> str:
 def test_every_command_of_a_page_runs(page: Path, workspace: Path) -> None:
     for command in filter(is_run, list_commands(page)):
         words = list(command.words[1:])
+        if command.words[0] == "ssh-keygen":
+            if shutil.which("ssh-keygen") is None:
+                pytest.skip("ssh-keygen is not installed")
+            subprocess.run(command.words, check=True)
+            continue
         _make_room(workspace, words)
         outcome = run(*words, *_quicken(words))
         wanted = GATE_CODES if "--gate" in words else {0}

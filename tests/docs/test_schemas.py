@@ -22,7 +22,7 @@ from tests.docs.pages import DOCS, compare_generated
 
 FOLDER = DOCS / "schemas"
 QUICK = ("--samples", 8, "--seq-len", 16, "--dtype", "float32")
-NO_COMMANDS = {"error", "run-plan", "recipe"}
+NO_COMMANDS = {"error", "run-plan", "recipe", "receipt-file"}
 """Schemas of what is no command's result: errors, --dry-run, and the YAML of recipes."""
 
 

@@ -29,7 +29,7 @@ HEADS = spell("k_scale", "v_scale", value=[[[0.25]], [[0.5]]])
 PROJECTIONS = spell("k_proj.k_scale", "v_proj.v_scale")
 BEFORE = {**PER_TENSOR, "ignore": ["re:.*"]}
 """The config of overlays that fp8calib wrote before it knew of TPUs."""
-BRIEF = ("tensorrt-llm", "vllm-tpu", "vllm-gaudi", "lmdeploy", "atom")
+BRIEF = ("tensorrt-llm", "vllm-tpu", "vllm-gaudi", "lmdeploy", "atom", "lightllm")
 
 
 def test_they_are_asked_only_by_name() -> None:

@@ -73,6 +73,7 @@ class Measured:
         scales: Sequence[str] = (),
         left: Sequence[int] = (),
         with_types: bool = False,
+        with_noise: bool = False,
     ) -> VerifyReport:
         """Compare candidates with the model on the text that is held out, each by its own gate.
 
@@ -81,6 +82,7 @@ class Measured:
             scales: paths of others.
             left: the layers whose KV cache stays in 16 bits in these.
             with_types: also compare the types of the KV cache that the GPU serves.
+            with_noise: also compare the model with itself.
         """
         request = VerifyRequest(
             self.task.model,
@@ -91,7 +93,7 @@ class Measured:
             kv_cache_dtype_skip_layers=left or None,
             kv_cache_dtype=("all",) if with_types else None,
         )
-        options = resolve_options(request)
+        options = replace(resolve_options(request), measures_noise=with_noise)
         job = open_verify_job(self.model, options, self.held_out)
         tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
         job = replace(job, make_candidates=make, tables=tables)

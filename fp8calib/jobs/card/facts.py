@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.hashes import FileHash, hash_folder
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -23,6 +22,7 @@ from fp8calib.dialects.metadata import find_origin, read_file_origin
 from fp8calib.dialects.read import has_kv_scales
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.jobs.published import publish_command
 from fp8calib.results.auto import AutoResult
 from fp8calib.results.verify import VerifyResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -30,7 +30,6 @@ from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
 from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
 
 CARD_NAME = "README.md"
-_HEX_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +76,6 @@ class Calibration(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedFile:
-    """A file of the folder."""
-
-    name: str
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
     """Everything that a card says."""
 
@@ -101,7 +91,7 @@ class CardFacts:
     losses: tuple[Loss, ...]
     other_reports: tuple[str, ...]
     """Why reports in the folder and above it were not used."""
-    files: tuple[PublishedFile, ...]
+    files: tuple[FileHash, ...]
 
 
 def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
@@ -155,7 +145,7 @@ def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         other_reports=tuple(
             filter(None, (_explain_other(path, folder) for path in _list_reports(folder)))
         ),
-        files=tuple(_list_files(folder)),
+        files=tuple(hash_folder(folder, frozenset({CARD_NAME}))),
     )
 
 
@@ -200,7 +190,7 @@ def _find_calibration(folder: Path) -> Calibration | None:
         found = Calibration.model_validate(load_json_object(place.parent / REPORT_NAME))
     except (ModelError, ValidationError):  # there is none, or one of another kind
         return None
-    found = found.model_copy(update={"command": _publish(found.command)})
+    found = found.model_copy(update={"command": publish_command(found.command)})
     return found if any(name.partition("/")[0] == place.name for name in found.files) else None
 
 
@@ -274,7 +264,7 @@ def _from_auto(report: AutoResult) -> Loss:
         ppl=report.reference.ppl,
         own=report.verified,
         others=report.candidates,
-        command=_publish(report.command),
+        command=publish_command(report.command),
         provenance=report.provenance,
         gpu=report.gpu,
         warnings=report.warnings,
@@ -303,7 +293,7 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
         ppl=report.reference.ppl,
         own=own[0],
         others=tuple(each for each in report.candidates if each not in own),
-        command=_publish("" if report.provenance is None else report.provenance.command),
+        command=publish_command("" if report.provenance is None else report.provenance.command),
         provenance=report.provenance,
         gpu=report.gpu,
         warnings=report.warnings,
@@ -313,37 +303,6 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
 def _is_at(candidate: Path, place: Path) -> bool:
     """Whether a candidate is the folder, or a file in it."""
     return place in (candidate.resolve(), candidate.resolve().parent)
-
-
-def _publish(command: str) -> str:
-    """Keep only the last component of absolute paths, as files of scales do, and no address."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # a quote that does not end: somebody has edited the report
-        words = command.split()
-    return shlex.join(map(_publish_word, words))
-
-
-def _publish_word(word: str) -> str:
-    option, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    if value.startswith(("http://", "https://")):
-        value = "URL"
-    return f"{option}{sign}{Path(value).name if value.startswith('/') else value}"
-
-
-def _list_files(folder: Path) -> Iterator[PublishedFile]:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != CARD_NAME and not name.startswith("."):
-            yield PublishedFile(name=name, size_bytes=path.stat().st_size, sha256=_hash(path))
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HEX_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def find_version(facts: CardFacts) -> str:

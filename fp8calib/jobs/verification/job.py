@@ -92,6 +92,8 @@ class VerifyOptions:
     """Whether the model writes the text."""
     scores_decoding: bool = False
     """Whether text is also scored as it is served."""
+    measures_noise: bool = False
+    """Whether the unquantized model is compared with itself."""
     with_histograms: bool = False
     """Whether the report gets the histograms of the statistics."""
     scratch: Path

@@ -84,6 +84,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         with_faults=request.server is not None,
         writes_text=request.sampled and request.reference_server is None,
         scores_decoding=request.decode,
+        measures_noise=request.receipt is not None,
         with_histograms=request.report is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
@@ -210,8 +211,9 @@ def _require_one_engine(request: VerifyRequest) -> None:
 
 
 def list_output_files(request: VerifyRequest) -> list[Path]:
-    """List the files to write: those of --dump and --report."""
-    return [Path(path) for path in (request.dump, request.report) if path is not None]
+    """List the files to write: those of --dump, --report and --receipt."""
+    files = (request.dump, request.report, request.receipt)
+    return [Path(path) for path in files if path is not None]
 
 
 def list_scales(scales: Stats | Iterable[Stats]) -> tuple[Scales, ...]:

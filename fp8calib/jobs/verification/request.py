@@ -85,6 +85,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         has_all_types=job.options.has_all_types,
         faults=list_faults(candidates) if job.options.with_faults else {},
         sensitivity_of=candidates[0] if job.options.sensitivity else None,
+        measures_noise=job.options.measures_noise,
         scores_decoding=job.options.scores_decoding,
         histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
         refused=tuple(

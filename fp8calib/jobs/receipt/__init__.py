@@ -1,0 +1,1 @@
+"""Receipts: made of a verification, read, checked and signed."""

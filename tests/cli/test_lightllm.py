@@ -1,0 +1,54 @@
+"""Files for LightLLM: written by `calibrate`, and what `check` says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.program import run, succeed
+
+KINDS = {
+    "lightllm": ("fp8kv_spt", "kv_cache_calib.json"),
+    "lightllm-head": ("fp8kv_sph", "kv_cache_calib_per_head.json"),
+}
+FAULTS = (
+    ({"qmax": 240.0}, "qmin or qmax"),
+    ({"architectures": "Other"}, "architectures is 'Other', the model's LlamaForCausalLM"),
+    ({"num_layers": 3}, "num_layers is 3, the model has 2"),
+    ({"scales_shape": [1, 2]}, "scales or scales_shape"),
+    ({"quant_type": "other"}, "is of no type of its cache"),
+)
+
+
+def test_check_says_what_lightllm_does_with_a_file(tmp_path: Path, model: Path, data: Path) -> None:
+    quick = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "out")
+    formats = ("--format", "lightllm", "lightllm-head", "--query-scale", "yes")
+    report = succeed("calibrate", model, "--data", data, *quick, *formats, "--json").json
+    commands = {
+        item["format"]: item["command"]
+        for item in report["other_engines"]
+        if item["name"] == "lightllm"
+    }
+    asked = ("--model", model, "--engine", "lightllm")
+    for name, (kind, file) in KINDS.items():
+        path = tmp_path / "out" / file
+        assert commands[name] == (
+            f"python -m lightllm.server.api_server --model_dir {model} --llm_kv_type {kind} "
+            f"--kv_quant_calibration_config_path {path}"
+        )
+        assert "2 of 2 layers served" in succeed("check", path, *asked).out
+        for change, fault in FAULTS:
+            changed = tmp_path / "changed.json"
+            changed.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+            outcome = run("check", changed, *asked)
+            assert outcome.code == 8
+            assert fault in " ".join(outcome.out.split())
+    document = json.loads(path.read_text())
+    assert len(document.pop("q_calibration")["scales"][0]) == document["num_head"]
+    path.write_text(json.dumps(document))
+    assert "later commits need q_calibration" in succeed("check", path, *asked).err
+    path.write_text('{"kv_cache": {}}')
+    assert "KeyError: quant_type" in run("check", path, *asked).out
+    outcome = run("check", model, "--engine", "lightllm")
+    assert outcome.code == 2
+    assert "its own file alone" in outcome.err

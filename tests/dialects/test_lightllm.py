@@ -1,0 +1,133 @@
+"""LightLLM's `kv_cache_calib.json`: every number typed by hand from the rows in `handmade`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.dialects.read import read_scales
+from fp8calib.dialects.write import check_export
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role
+from fp8calib.scales.compute import compute_kv_scales
+from tests.dialects.handmade import (
+    MEASURED,
+    hybrid_stats,
+    latent_stats,
+    make_attention,
+    make_geometry,
+    plain_stats,
+    shared_stats,
+    write_scales,
+)
+
+PER_TENSOR = {
+    "version": "1.0",
+    "architectures": "Handmade",
+    "quant_type": "per_tensor",
+    "qmin": -448.0,
+    "qmax": 448.0,
+    "num_layers": 2,
+    "num_head": 2,
+    "scales_shape": [2, 2],
+    "scales": [[0.5, 0.75], [2.0, 0.03125]],
+}
+HEADS = [[0.25, 0.5, 0.125, 0.75], [2.0, 0.0625, 0.03125, 0.015625]]
+PER_HEAD = {**PER_TENSOR, "quant_type": "per_head", "scales_shape": [2, 4], "scales": HEADS}
+QUERY = {"num_head": 2, "scales_shape": [2, 2], "scales": [[4.0, 2.0], [8.0, 1.0]]}
+"""The larger of two query heads for each KV head."""
+GEOMETRY = make_geometry([make_attention(0), make_attention(1)])
+
+
+def ship(path: Path, document: dict[str, Any]) -> Path:
+    """Write a file as LightLLM's exporter does."""
+    path.write_text(json.dumps(document, indent=4))
+    return path
+
+
+def read(path: Path, role: Role, geometry: ModelGeometry = GEOMETRY) -> list[list[float]]:
+    table = read_scales(path, geometry).table
+    sites = [attention.site(role) for _, attention in geometry.attentions()]
+    return [table.scales[site].values.flatten().tolist() for site in sites]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("lightllm", PER_TENSOR), ("lightllm-head", {**PER_HEAD, "q_calibration": QUERY})],
+)
+def test_what_is_written_is_what_its_exporter_writes(
+    tmp_path: Path, name: str, expected: dict[str, Any]
+) -> None:
+    per_head = name == "lightllm-head"
+    table = compute_kv_scales(plain_stats(), E4M3FN, per_head=per_head, query=True)
+    write_scales(name, table, tmp_path / "f.json")
+    written = json.loads((tmp_path / "f.json").read_text())
+    assert written.pop("_fp8calib") == json.loads(MEASURED)
+    assert written == expected
+    assert list(written) == list(expected)
+
+
+def test_what_its_exporter_writes_is_read(tmp_path: Path) -> None:
+    whole = ship(tmp_path / "a.json", PER_TENSOR)
+    assert read(whole, Role.K) == [[0.5], [2.0]]
+    assert read(whole, Role.V) == [[0.75], [0.03125]]
+    heads = ship(tmp_path / "b.json", {**PER_HEAD, "q_calibration": QUERY})
+    assert read(heads, Role.K) == [[0.25, 0.5], [2.0, 0.0625]]
+    assert read(heads, Role.V) == [[0.125, 0.75], [0.03125, 0.015625]]
+    assert read(heads, Role.Q) == [[4.0, 4.0, 2.0, 2.0], [8.0, 8.0, 1.0, 1.0]]
+    joint = {**PER_HEAD, "num_layers": 3, "num_target_layers": 2, "num_draft_layers": 1}
+    joint |= {"scales_shape": [3, 4], "scales": [*HEADS, [9.0] * 4]}
+    drafted = ship(tmp_path / "c.json", joint)
+    assert read(drafted, Role.K) == [[0.25, 0.5], [2.0, 0.0625]]
+    assert read_scales(drafted, GEOMETRY).notes == ("the scales of a draft (1) are left out",)
+
+
+def test_layers_without_a_cache_have_no_row(tmp_path: Path) -> None:
+    stats = hybrid_stats()
+    table = compute_kv_scales(stats, E4M3FN)
+    write_scales("lightllm", table, tmp_path / "f.json")
+    written = json.loads((tmp_path / "f.json").read_text())
+    attentions = [attention for _, attention in stats.geometry.attentions()]
+    assert len(attentions) < len(stats.geometry.layers)
+    assert written["num_layers"] == len(written["scales"]) == len(attentions)
+    expected = [table.scales[each.site(Role.K)].values.tolist() for each in attentions]
+    assert read(tmp_path / "f.json", Role.K, stats.geometry) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"qmax": 240.0}, "qmin and qmax"),
+        ({"quant_type": "per_token"}, "neither per_head nor per_tensor"),
+        ({"num_head": 4}, "the model has 2 KV heads"),
+        ({"scales_shape": [2, 4]}, "scales_shape is"),
+        ({"scales": [[0.5, 0.75]]}, "not a table"),
+        ({"scales": [[0.5, 0.75], [2.0, True]]}, "not all are numbers"),
+        ({"scales": [[0.5, 0.75], [2.0, 0.0]]}, "is not a scale"),
+        ({"scales": [[0.5, 0.75], [2.0, 1e-40]]}, "too small"),
+        ({"scales": [[0.5, 0.75], [2.0, 1e39]]}, "not a scale"),
+        ({"scales": [[0.5, 0.75], [2.0, 10**400]]}, "too large"),
+        ({"layouts": []}, "`layouts`"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ModelError, match=fault):
+        read_scales(ship(tmp_path / "f.json", {**PER_TENSOR, **change}), GEOMETRY)
+
+
+def test_models_that_the_file_has_no_place_for_are_refused_before_they_run() -> None:
+    uneven = make_geometry([make_attention(0), make_attention(1, num_kv_heads=4)])
+    for geometry, why in (
+        (shared_stats().geometry, "another layer's cache"),
+        (latent_stats().geometry, "latents"),
+        (uneven, "different numbers of KV heads"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            check_export(geometry, ["lightllm"], [1], E4M3FN)
+    with pytest.raises(UsageError, match="no scales for e4m3fnuz"):
+        check_export(GEOMETRY, ["lightllm-head"], [1], E4M3FNUZ)
