@@ -156,12 +156,12 @@ def _write_receipt(task: AutoRequest, report: AutoResult, reporter: Reporter) ->
         seq_len=task.seq_len,
         batch_size=task.batch_size,
         pack=task.pack,
+        kv_cache_dtype_skip_layers=report.written.unquantized_layers,
     )
     row = report.verified.model_copy(update={"name": place})
     folder = find_folder(str(task.model), task.revision)
-    left = report.written.unquantized_layers
     reporter.say("hashing the files for the receipt")
-    receipt = make_receipt(report, [row], request, folder, part="auto", unquantized_layers=left)
+    receipt = make_receipt(report, [row], request, folder, part="auto")
     write_file_atomic(Path(task.receipt), encode_receipt(receipt))
     reporter.say(f"receipt written to {task.receipt}")
 

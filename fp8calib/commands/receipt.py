@@ -155,8 +155,6 @@ def _measure_again(
     if any(row.how != "emulated" for row in receipt.rows):
         raise UsageError("--rerun: a server was scored", hint="run verify --server again")
     settings, text = receipt.settings, receipt.text
-    if settings.unquantized_layers:
-        raise UsageError("--rerun: `auto` left layers in 16 bits", hint="run auto again")
     data = request.data if request.data is not None else Specs(text.specs)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "again.json"
@@ -168,6 +166,7 @@ def _measure_again(
             engine=settings.engine,
             scheme=settings.scheme,
             kv_cache_dtype=settings.kv_cache_dtype or None,
+            kv_cache_dtype_skip_layers=settings.kv_cache_dtype_skip_layers,
             gpu=settings.gpu,
             fp8_dtype=settings.fp8_dtype,
             samples=text.samples,

@@ -76,7 +76,7 @@ class ReceiptSettings(Record):
     """The one that was computed in."""
     gate: Gate | None
     """None: each candidate's own."""
-    unquantized_layers: tuple[int, ...]
+    kv_cache_dtype_skip_layers: tuple[int, ...]
     """Those whose KV cache stays in 16 bits by an option of the engine."""
 
 

@@ -82,7 +82,7 @@ def change(document: Any, path: tuple[str | int, ...]) -> Any:
     elif value is None:
         new = 0.5 if path[-1] == "kld_fail_above" else 5 if path[-1] == "seq_len" else "x"
     else:
-        new = [7] if path[-1] == "unquantized_layers" else ["x"]
+        new = [7] if path[-1] == "kv_cache_dtype_skip_layers" else ["x"]
     parent[path[-1]] = new
     return changed
 
@@ -229,6 +229,20 @@ def test_a_gate_of_a_file_is_measured_again_by_its_thresholds(
     (tmp_path / "r.json").write_bytes(reseal(document))
     assert run("receipt", "verify", tmp_path / "r.json", *files).code == 8
     assert not outside.with_suffix(".yaml").exists()
+
+
+def test_layers_left_in_16_bits_are_left_again(model: Path, data: Path, tmp_path: Path) -> None:
+    place = tmp_path / "r.json"
+    left = ("--kv-cache-dtype-skip-layers", "1")
+    succeed("verify", model, "--data", data, *QUICK, *left, "--receipt", place)
+    files = ("--model", model, "--data", data, "--rerun")
+    succeed("receipt", "verify", place, *files)
+    document = json.loads(place.read_text())
+    assert document["settings"].pop("kv_cache_dtype_skip_layers") == [1]
+    document["settings"]["kv_cache_dtype_skip_layers"] = []
+    place.write_bytes(reseal(document))
+    outcome = run("receipt", "verify", place, *files, "--json")
+    assert "rows.0.kld_mean" in {each.partition(":")[0] for each in outcome.json["faults"]}
 
 
 def test_auto_gives_a_receipt_of_what_it_wrote_and_card_shows_it(

@@ -70,7 +70,6 @@ def make_receipt(
     folder: Path,
     *,
     part: Literal["verify", "auto"] = "verify",
-    unquantized_layers: tuple[int, ...] = (),
 ) -> Receipt:
     """Make the receipt of a report.
 
@@ -80,7 +79,6 @@ def make_receipt(
         request: the options of `verify` that measure the same.
         folder: the files of the unquantized model.
         part: which part of the text was used.
-        unquantized_layers: those whose KV cache an option of the engine leaves in 16 bits.
     """
     assert report.provenance is not None  # noqa: S101 -- a model was run
     options = resolve_options(request)
@@ -117,7 +115,7 @@ def make_receipt(
             batch_size=request.batch_size,
             dtype=report.dtype,
             gate=options.gate,
-            unquantized_layers=unquantized_layers,
+            kv_cache_dtype_skip_layers=tuple(request.kv_cache_dtype_skip_layers or ()),
         ),
         device=report.device,
         reference_ppl=report.reference.ppl,
