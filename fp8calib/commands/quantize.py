@@ -47,9 +47,9 @@ def run(
             cannot hold it, or the Hub refuses the upload.
     """
     check_push(request.push, uploads=request.upload)
-    observes_kv = True
+    recipe = None
     if request.names_recipe:
-        request, observes_kv = apply_quantize_recipe(request)
+        request, recipe = apply_quantize_recipe(request)
     check_rounding(request.rounding, _list_of_text(request), dequantize=request.dequantize)
     asked = resolve_plan(
         request.scheme,
@@ -62,7 +62,7 @@ def run(
         rounding=request.rounding,
     )
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
-    if stats is not None and not observes_kv:
+    if stats is not None and recipe is not None and not recipe.observe.kv:
         stats = drop_kv(stats)
     with saved_model(request.model, Path(request.out), request.tokenizer) as model:
         task = QuantizeTask(
@@ -77,7 +77,8 @@ def run(
         outcome = _round(task)
         if not isinstance(outcome, QuantizationOutcome):
             return outcome
-        result = make_quantize_result(outcome)
+        served = None if recipe is None else recipe.quantize
+        result = make_quantize_result(outcome, served)
     files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *files):
         reporter.warn(text)

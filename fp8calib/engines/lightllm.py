@@ -123,6 +123,7 @@ LIGHTLLM = Engine(
     ),
     no_numerics="its arithmetic has not been read",
     replay_json=_replay_json,
-    no_folder="it takes KV scales from its own file alone: `export --format lightllm` writes it",
+    no_folder="it takes KV scales from a file alone: name the kv_cache_calib.json that "
+    "`export --format lightllm` writes",
     find_cache_type=find_kv_type,
 )

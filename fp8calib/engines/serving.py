@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.checkpoint.model_config import find_quantization_configs
@@ -14,7 +14,7 @@ from fp8calib.engines.replay.folder import ScaleFolder, open_folder, place_tenso
 from fp8calib.engines.replay.recorded_dtype import find_cache_flag
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.status import Status
-from fp8calib.errors import shorten
+from fp8calib.errors import format_ranges, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -116,7 +116,14 @@ def list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, st
 
 
 def find_checkpoint_serving(
-    folder: ScaleFolder, target: Path, geometry: ModelGeometry, *, has_kv: bool, is_foreign: bool
+    folder: ScaleFolder,
+    target: Path,
+    geometry: ModelGeometry,
+    *,
+    has_kv: bool,
+    is_foreign: bool,
+    cache_type: str = "",
+    plain_caches: Sequence[int] = (),
 ) -> Serving:
     """Find who serves a checkpoint with FP8 weights.
 
@@ -126,13 +133,41 @@ def find_checkpoint_serving(
         geometry: the shape of the model.
         has_kv: whether it holds KV scales; otherwise its KV cache is served in 16 bits.
         is_foreign: the type of the model is unknown to this tool.
+        cache_type: the type of the KV cache; empty for FP8, where there are scales.
+        plain_caches: the layers whose KV cache stays in 16 bits.
     """
-    return _collect(
+
+    def spell(engine: Engine, launch: Launch) -> str:
+        if _explain_cache(engine, cache_type, plain_caches):
+            return ""
+        is_quantized = has_kv or bool(cache_type)
+        command = launch.spell(str(target), has_kv=is_quantized, cache_type=cache_type)
+        skip = engine.numerics.kv_skip_flag if engine.numerics and plain_caches else ""
+        return " ".join([command, *([skip, *map(str, plain_caches)] if skip else [])])
+
+    found = _collect(
         _replay_folder(folder, geometry, 1, is_foreign=is_foreign),
-        lambda _, launch: launch.spell(str(target), has_kv=has_kv),
+        spell,
         has_fp8_weights=True,
         has_kv=has_kv,
     )
+    refused = (
+        Limitation(engine=engine.title, why=why, is_blocking=True)
+        for engine in _list_engines()
+        if engine.launch and not engine.is_brief
+        if (why := _explain_cache(engine, cache_type, plain_caches))
+    )
+    return replace(found, limitations=(*found.limitations, *refused))
+
+
+def _explain_cache(engine: Engine, cache_type: str, plain_caches: Sequence[int]) -> str:
+    """Say why an engine cannot serve a KV cache as it is wanted; empty if it can."""
+    if cache_type and cache_type not in engine.cache_types:
+        return f"it has no --kv-cache-dtype {cache_type}"
+    can_skip = engine.numerics is not None and engine.numerics.kv_skip_flag
+    if plain_caches and not can_skip:
+        return f"it cannot leave the KV cache of layers {format_ranges(plain_caches)} in 16 bits"
+    return ""
 
 
 def _list_engines() -> Iterator[Engine]:

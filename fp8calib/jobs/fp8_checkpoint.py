@@ -152,4 +152,4 @@ def _quantize(
         ),
         rounded=rounded,
     )
-    return make_quantize_result(outcome)
+    return make_quantize_result(outcome, job.recipe.quantize)

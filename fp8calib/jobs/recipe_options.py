@@ -88,8 +88,8 @@ def apply_request(made: Recipe, request: object) -> Recipe:
     return _validate(Recipe, recipe, request)
 
 
-def apply_quantize_recipe(request: QuantizeRequest) -> tuple[QuantizeRequest, bool]:
-    """Give a request the schemes of the recipe that it names, and tell if scales of K and V belong.
+def apply_quantize_recipe(request: QuantizeRequest) -> tuple[QuantizeRequest, Recipe]:
+    """Give a request the schemes of the recipe that it names, and the recipe.
 
     Raises:
         RecipeError: the recipe is invalid, or has no section `quantize`.
@@ -112,7 +112,7 @@ def apply_quantize_recipe(request: QuantizeRequest) -> tuple[QuantizeRequest, bo
         ignore=asked.ignore,
         rounding=asked.rounding if request.rounding == NEAREST else request.rounding,
     )
-    return changed, recipe.observe.kv
+    return changed, recipe
 
 
 def resolve_text(recipe: Recipe, data: TextData | None) -> tuple[Recipe, Iterator[Row] | None]:

@@ -43,6 +43,8 @@ as in JSONL."""
 ProgressCallback: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the name of a stage, the steps done, and all steps (None: unknown)."""
 
+SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
+"""vLLM's option for layers whose KV cache stays in 16 bits."""
 GATE_NAMES = ("kv", "w8a8")
 """The gates of `fp8calib.verification.judge.gates`, which imports torch."""
 
@@ -235,10 +237,16 @@ GpuOption = Annotated[
 
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:
-    """Allow several names after one --format: `--format a b` becomes `--format a --format b`."""
+    """Allow several names after one --format: `--format a b` becomes `--format a --format b`.
+
+    Layers after `SKIP_LAYERS`, as vLLM takes them, are joined: `0 29` becomes `0,29`.
+    """
     spread: list[str] = []
     in_formats = is_value = False
     for argument in arguments:
+        if argument.isdecimal() and SKIP_LAYERS in spread[-2:-1]:
+            spread[-1] += f",{argument}"
+            continue
         if is_value:
             is_value = False
         elif in_formats and set(argument.split(",")) <= set(list_format_names()):

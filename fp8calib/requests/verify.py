@@ -17,8 +17,6 @@ from fp8calib.options.option import Option
 from fp8calib.requests import shared
 from fp8calib.scales.rules import parse_rule
 
-SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
-
 
 def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
@@ -44,7 +42,7 @@ def _split_layers(names: str) -> tuple[int, ...]:
         return tuple(int(name) for name in _split(names))
     except ValueError:
         raise UsageError(
-            f"{SKIP_LAYERS} {names}: not a list of layers", hint="such as 0,29, from 0"
+            f"{shared.SKIP_LAYERS} {names}: not a list of layers", hint="such as 0,29, from 0"
         ) from None
 
 
@@ -125,7 +123,7 @@ class VerifyRequest:
     kv_cache_dtype_skip_layers: Annotated[
         Sequence[int] | None,
         Option(
-            SKIP_LAYERS,
+            shared.SKIP_LAYERS,
             metavar="N,...",
             reads=str,
             collect=_split_layers,

@@ -199,8 +199,15 @@ def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
     assert 0 < len(plain) < 4
     assert found["serve"].endswith(f"--kv-cache-dtype-skip-layers {' '.join(plain)}")
     recipe, stats, out = (tmp_path / "out" / n for n in ("recipe.yaml", "stats.safetensors", "fp8"))
-    succeed("quantize", planted[0], "--scheme", recipe, "--stats", stats, "--out", out)
-    skipped = ("--kv-cache-dtype-skip-layers", ",".join(plain))
+    command = ("quantize", planted[0], "--scheme", recipe, "--stats", stats, "--out", out)
+    written = succeed(*command, "--json").json
+    served = {each["engine"]: each["command"] for each in written["serving"]}
+    flag = f"--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(plain)}"
+    assert set(served) <= {"vLLM", "transformers"}
+    assert served["vLLM"] == f"vllm serve {out} {flag}"
+    refused = {each["engine"] for each in written["limitations"] if "cannot leave" in each["why"]}
+    assert "SGLang" in refused
+    skipped = ("--kv-cache-dtype-skip-layers", *plain)
     verified = verify(planted, "--scales", out, *skipped)[0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
     elements = 2 * 4 * 2 * 16  # K and V of four layers with two heads of 16

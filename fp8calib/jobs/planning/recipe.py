@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
@@ -30,7 +31,7 @@ _OVERLAY = "kv-overlay"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedScheme:
-    """What `quantize` is asked."""
+    """What `quantize` is asked, and how the KV cache is served."""
 
     quantize: Quantize | None
     """None where all linears stay in 16 bits."""
@@ -108,10 +109,20 @@ def spell_recipe(opened: OpenedPlan, planned: PlannedScheme, command: str, budge
         },
         "data": {"samples": request.samples},
         "formats": [] if planned.quantize else list(FORMATS.default),
-        "quantize": None if planned.quantize is None else planned.quantize.model_dump(mode="json"),
+        "quantize": None if planned.quantize is None else _spell_quantize(opened, planned),
     }
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     return _HEAD.format(command=command) + text
+
+
+def _spell_quantize(opened: OpenedPlan, planned: PlannedScheme) -> dict[str, Any]:
+    """Spell the section of the schemes, with the cache to serve with."""
+    assert planned.quantize is not None  # noqa: S101 -- the caller looked
+    served: dict[str, Any] = {}
+    if planned.caches:
+        served["kv_cache_dtype_skip_layers"] = list(planned.plain_caches)
+        served["kv_cache_dtype"] = "" if opened.cache_type == FP8_CACHE else opened.cache_type
+    return planned.quantize.model_dump(mode="json") | served
 
 
 def spell_write(opened: OpenedPlan, planned: PlannedScheme, stats: str) -> str:

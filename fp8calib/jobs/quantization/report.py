@@ -16,6 +16,7 @@ from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.rounded_codes import RoundedLinear
+from fp8calib.recipe import Quantize
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
 from fp8calib.results.record import BeforeAfter, LayerScheme
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -39,10 +40,12 @@ class QuantizationOutcome:
     """How each linear was rounded, if not all to nearest."""
 
 
-def make_quantize_result(outcome: QuantizationOutcome) -> QuantizeResult:
-    """Make the result of a written checkpoint."""
+def make_quantize_result(
+    outcome: QuantizationOutcome, served: Quantize | None = None
+) -> QuantizeResult:
+    """Make the result of a written checkpoint; `served` is how a recipe wants it to be served."""
     plan = outcome.plan
-    serving, why_none = _find_serving(outcome)
+    serving, why_none = _find_serving(outcome, served)
     stats = outcome.stats if plan.has_kv else None
     size = (
         kv_bytes_per_token(stats.geometry)
@@ -74,7 +77,7 @@ def make_quantize_result(outcome: QuantizationOutcome) -> QuantizeResult:
             *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
         ),
         kv_bytes_per_token=None
-        if size is None or why_none
+        if size is None or why_none or (served and served.kv_cache_dtype_skip_layers)
         else BeforeAfter(before=size[0], after=size[1]),
         serving=serving.commands,
         limitations=serving.limitations,
@@ -92,7 +95,7 @@ def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
     )
 
 
-def _find_serving(outcome: QuantizationOutcome) -> tuple[Serving, str]:
+def _find_serving(outcome: QuantizationOutcome, served: Quantize | None) -> tuple[Serving, str]:
     """Find who serves the checkpoint, or say why that is not known."""
     try:
         folder = open_folder(outcome.folder)
@@ -101,6 +104,12 @@ def _find_serving(outcome: QuantizationOutcome) -> tuple[Serving, str]:
         return Serving(commands=(), limitations=(), others=()), error.message
     has_kv = outcome.plan.has_kv
     serving = find_checkpoint_serving(
-        folder, outcome.out, geometry, has_kv=has_kv, is_foreign=is_foreign
+        folder,
+        outcome.out,
+        geometry,
+        has_kv=has_kv,
+        is_foreign=is_foreign,
+        cache_type="" if served is None else served.kv_cache_dtype,
+        plain_caches=() if served is None else served.kv_cache_dtype_skip_layers,
     )
     return serving, ""

@@ -21,8 +21,8 @@ from fp8calib.kv_types.cache_types import (
     FP8_CACHES,
     explain_not_emulated,
 )
-from fp8calib.requests.shared import Stats
-from fp8calib.requests.verify import SKIP_LAYERS, VerifyRequest
+from fp8calib.requests.shared import SKIP_LAYERS, Stats
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.rules import AUTO, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
