@@ -114,7 +114,7 @@ def _fill(text: str, given: dict[str, str]) -> str:
 def test_a_checkpoint_that_loads_and_costs_little_passes(
     place: Path, model: Path, tmp_path: Path
 ) -> None:
-    gate = {"model": model, "gate": "w8a8", "options": QUICK}
+    gate = {"model": model, "gate": "w8a8", "options": QUICK.replace(" --", "\n--", 1)}
     job = use(place, tmp_path, path=place / "fp8", engines="vllm sglang", **gate)
     assert job.code == 0, job
     assert job.outputs == {"verdict": "pass", "receipt": "fp8calib-receipt.json"}
@@ -126,6 +126,8 @@ def test_a_checkpoint_that_loads_and_costs_little_passes(
     assert job.installed.split() == ["-m", "pip", "install", "--quiet", str(ROOT)]
     receipt = tmp_path / "fp8calib-receipt.json"
     succeed("receipt", "verify", receipt, "--model", model, "--scales", place / "fp8")
+    text = json.loads(receipt.read_text())["text"]
+    assert (text["samples"], text["seq_len"]) == (8, 32)  # options of two lines
 
 
 def test_what_an_engine_refuses_fails_and_is_annotated(place: Path, tmp_path: Path) -> None:
