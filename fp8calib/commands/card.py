@@ -22,7 +22,7 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hub import HUB_ID, check_push, push_folder
 from fp8calib.jobs.receipt.check import compare_files, read_receipt
 from fp8calib.jobs.receipt.make import hash_model
-from fp8calib.jobs.receipt.signature import find_signature
+from fp8calib.jobs.receipt.signature import SUFFIXES
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.render.badge import draw_badge, write_block
 from fp8calib.render.model_card import render_card
@@ -194,8 +194,12 @@ def _copy_receipt(path: Path, receipt: Receipt, folder: Path, *, force: bool) ->
     if place.resolve() != path.resolve():
         check_output_file(place, force=force)
         write_file_atomic(place, path.read_bytes())
-        if (signature := find_signature(path)) is not None:
-            write_file_atomic(Path(f"{place}{signature.suffix}"), signature.read_bytes())
+        for suffix in SUFFIXES:  # those of another receipt do not stay
+            signature = Path(f"{path}{suffix}")
+            if signature.is_file():
+                write_file_atomic(Path(f"{place}{suffix}"), signature.read_bytes())
+            else:
+                Path(f"{place}{suffix}").unlink(missing_ok=True)
     write_file_atomic(badge, draw_badge(receipt).encode())
 
 

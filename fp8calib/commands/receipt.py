@@ -47,24 +47,20 @@ def run(request: ReceiptRequest, reporter: Reporter) -> ReceiptResult:
     receipt, faults = read_receipt(path)
     if request.action != "verify" and request.rerun:
         raise UsageError(f"--rerun has no effect with {request.action}")
+    if request.action == "sign" and request.key is None:
+        raise UsageError("receipt sign needs your key", hint="add --key FILE")
+    if request.action != "verify" and faults:
+        return ReceiptResult(action=request.action, receipt=receipt, faults=tuple(faults))
     if request.action == "sign":
-        if request.key is None:
-            raise UsageError("receipt sign needs your key", hint="add --key FILE")
-        if faults:
-            return ReceiptResult(action="sign", receipt=receipt, faults=tuple(faults))
-        place = sign(path, Path(request.key))
+        place = sign(path, Path(request.key or ""))
         return ReceiptResult(action="sign", receipt=receipt, written=str(place))
     if request.action == "badge":
         place = path.with_suffix(".svg")
+        if place == path:
+            raise UsageError(f"{path}: its badge would replace it", hint="rename the receipt")
         write_file_atomic(place, draw_badge(receipt).encode())
         block = write_block(receipt, badge=place.name, file=path.name)
-        return ReceiptResult(
-            action="badge",
-            receipt=receipt,
-            written=str(place),
-            markdown=block,
-            faults=tuple(faults),
-        )
+        return ReceiptResult(action="badge", receipt=receipt, written=str(place), markdown=block)
     checked = [] if faults else ["form and seal"]
     unchecked: list[str] = []
     for name, is_checked, found in _check(request, path, receipt, reporter):
@@ -86,17 +82,18 @@ def _check(
     request: ReceiptRequest, path: Path, receipt: Receipt, reporter: Reporter
 ) -> Iterator[tuple[str, bool, list[str]]]:
     """Give the name of each check, whether it was made, and what it found."""
-    signature = find_signature(path)
-    if request.key is None:
+    key = None if request.key is None else Path(request.key)
+    signature = find_signature(path, key)
+    if key is None:
         why = "no signature beside it" if signature is None else f"{signature.name}: add --key FILE"
         yield f"signature ({why})", False, []
     else:
         wrong = (
             "there is none beside it"
             if signature is None
-            else check_signature(path, signature, Path(request.key))
+            else check_signature(path, signature, key)
         )
-        yield f"signature by {request.key}", True, [f"signature: {wrong}"] if wrong else []
+        yield f"signature by {key}", True, [f"signature: {wrong}"] if wrong else []
     scales = _find_scales(request, receipt, path)
     if request.model is None:
         yield f"{len(receipt.model.files)} files of {receipt.model.name} (--model)", False, []

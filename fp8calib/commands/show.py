@@ -130,15 +130,27 @@ def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:
 
 def _list_numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
     """List all numbers of a document; without recursion, as it may be deeply nested."""
-    waiting: list[tuple[str, object]] = list(document.items())
+    has_tables = "scales_shape" in document
+    waiting = list(_list_tables(document) if has_tables else document.items())
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "scales_shape" in value:
+            waiting += _list_tables(value, f"{name}.")
+        elif isinstance(value, dict):
             waiting += ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            waiting += ((f"{name}.{index}", inner) for index, inner in enumerate(value))
         elif isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64):
             yield name, [float(value)]
         elif type(value) is int:
             yield name, shorten(str(value))
+
+
+def _list_tables(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
+    """List the tables of a file with `scales_shape`, whose other numbers are no scales."""
+    for name, value in document.items():
+        if name == "scales" or isinstance(value, dict):
+            yield f"{before}{name}", value
 
 
 def _make_json(values: list[float] | str) -> tuple[float | str, ...] | str:

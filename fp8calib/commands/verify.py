@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import is_result
@@ -39,7 +39,6 @@ from fp8calib.options.keys import Specs
 from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.receipt import Receipt
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
@@ -115,18 +114,13 @@ def run(
     for note in verified.report.warnings:
         if note not in told:
             reporter.warn(note)
-    receipt = None
-    if request.receipt is not None:
-        reporter.say("hashing the files for the receipt")
-        report = verified.report
-        receipt = make_receipt(
-            report,
-            report.candidates,
-            request,
-            model.source.folder,
-            part="verify" if held_out is None else "auto",
-        )
-    return _finish(request, verified, reporter, receipt)
+    part: Literal["verify", "auto"] = "verify" if held_out is None else "auto"
+    folder = model.source.folder
+
+    def encode(found: VerifyResult) -> bytes:
+        return encode_receipt(make_receipt(found, found.candidates, request, folder, part=part))
+
+    return _finish(request, verified, reporter, encode)
 
 
 def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest | None:
@@ -187,7 +181,7 @@ def _finish(
     request: VerifyRequest,
     verified: VerificationResult,
     reporter: Reporter,
-    receipt: Receipt | None,
+    encode: Callable[[VerifyResult], bytes] | None,
 ) -> VerifyResult:
     """Write all output files, or none; an error carries the result, which may have cost hours.
 
@@ -206,8 +200,9 @@ def _finish(
                 write_dump(places[Path(request.dump)], verified)
             if request.report is not None:
                 write_page(result, places[Path(request.report)], command=result.next)
-            if request.receipt is not None and receipt is not None:
-                places[Path(request.receipt)].write_bytes(encode_receipt(receipt))
+            if request.receipt is not None and encode is not None:
+                reporter.say("hashing the files for the receipt")
+                places[Path(request.receipt)].write_bytes(encode(result))
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]
         raise

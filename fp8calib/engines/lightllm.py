@@ -44,6 +44,7 @@ def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolde
         EngineReport,
         LayerVerdict,
         Refusal,
+        is_scale,
         judge_number,
     )
 
@@ -54,11 +55,15 @@ def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolde
     attentions = list(geometry.attentions())
     if fault := _find_fault(document, geometry, model):
         raise Refusal(f"LightLLM does not start with it: {fault}", fix=_FIX)
-    width = document["scales_shape"][1] // 2
     layers = []
-    for (layer, _), row in zip(attentions, document["scales"], strict=False):
+    for (layer, _), row in zip(attentions, document["scales"], strict=True):
+        width = len(row) // 2
         why = "the largest of its heads" if width > 1 else "its scale"
-        k, v = (judge_number(float(max(part)), why) for part in (row[:width], row[width:]))
+        parts = (list(map(float, part)) for part in (row[:width], row[width:]))
+        bad_first = (
+            next((each for each in part if not is_scale(each)), max(part)) for part in parts
+        )
+        k, v = (judge_number(each, why) for each in bad_first)
         layers.append(LayerVerdict(layer=layer.index, k=k, v=v))
     needs_query = document["quant_type"] == PER_HEAD and not document.get(QUERY)
     problems = (_UNREAD, *([_NO_QUERY] if needs_query else []))
@@ -101,12 +106,17 @@ _KEYS = (
 )
 
 
+_LARGEST = 2**63
+"""Torch takes no larger integer into a tensor."""
+
+
 def _is_table(rows: object, count: int, width: int) -> bool:
     return (
         isinstance(rows, list)
         and len(rows) == count
         and all(isinstance(row, list) and len(row) == width for row in rows)
         and all(isinstance(each, int | float) for row in rows for each in row)
+        and not any(isinstance(each, int) and abs(each) > _LARGEST for r in rows for each in r)
     )
 
 

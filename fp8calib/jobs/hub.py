@@ -24,7 +24,15 @@ def check_push(repo: str | None, *, uploads: bool) -> None:
         if uploads:
             raise UsageError("--upload has no effect without --push", hint="add --push ORG/NAME")
         return
-    if not HUB_ID.fullmatch(repo):
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    try:
+        validate_repo_id(repo)
+        is_id = HUB_ID.fullmatch(repo) is not None
+    except HFValidationError:
+        is_id = False
+    if not is_id:
         raise UsageError(f"--push {repo}: no Hub id, such as org/name")
     if uploads:
         from huggingface_hub import get_token  # noqa: PLC0415

@@ -26,7 +26,7 @@ if [ -n "$GATE" ]; then
     [ -n "$MODEL" ] || { echo "::error::a gate needs the unquantized model" && exit 2; }
     data=()
     if [ -n "$DATA" ]; then data=(--data "$DATA"); fi
-    read -r -a options <<<"$OPTIONS"
+    read -r -d "" -a options <<<"$OPTIONS" || true  # of all lines; the end is no zero byte
     rm -f "$RECEIPT"
     keep verify fp8calib verify "$MODEL" --scales "$SUBJECT" --gate "$GATE" "${data[@]}" \
         --receipt "$RECEIPT" "${options[@]}"

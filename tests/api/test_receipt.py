@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -266,6 +267,83 @@ def test_auto_gives_a_receipt_of_what_it_wrote_and_card_shows_it(
     succeed("check", folder)
     message = fail(4, "card", folder, *base, "--receipt", place / "receipt.json")
     assert "another file" in message or "is missing" in message
+
+
+def test_other_folders_measure_again_whatever_their_names_are(
+    place: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """A name is that of a path, and not a part of keys and figures."""
+    for name in ("model", "a/rows", "b/rows"):
+        source = model if name == "model" else place / "fp8"
+        shutil.copytree(source, tmp_path / name)
+    receipt = tmp_path / "two.json"
+    both = ("--scales", tmp_path / "a/rows", "--scales", tmp_path / "b/rows", "--data", data)
+    engines = ("--engine", "vllm", "--engine", "sglang")
+    succeed("verify", model, *both, *QUICK, *engines, "--receipt", receipt)
+    succeed("receipt", "verify", receipt, "--model", tmp_path / "model", *both, "--rerun")
+    document = json.loads(receipt.read_text())
+    names = ("a/rows", "b/rows")
+    for each, name in zip(document["scales"], names, strict=True):
+        each["name"] = name
+    for index, row in enumerate(document["rows"]):
+        row["candidate"] = row["candidate"].replace("rows", names[index % 2])
+    receipt.write_bytes(reseal(document))
+    succeed("receipt", "verify", receipt, "--model", tmp_path / "model", *both, "--rerun")
+
+
+def test_what_has_no_canonical_form_costs_no_result(
+    place: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "fp8", tmp_path / "fp8")
+    (tmp_path / os.fsdecode(b"fp8/more\xff.json")).write_text("{}")
+    command = ("verify", model, "--scales", tmp_path / "fp8", "--data", data, *QUICK)
+    outcome = run(*command, "--receipt", tmp_path / "r.json")
+    assert outcome.code == 7
+    assert "r.json: no receipt" in outcome.err
+    assert "scale-1.0" in outcome.out
+    assert not (tmp_path / "r.json").exists()
+    ignored = ("--sensitivity", "--decode")
+    for option in ignored:
+        assert option in fail(2, *command, option, "--receipt", tmp_path / "r.json")
+
+
+def test_a_signature_stays_if_a_key_is_wrong(place: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    shutil.copy(place / "receipt.json", path)
+    succeed("receipt", "sign", path, "--key", place / "key")
+    (tmp_path / "binary").write_bytes(b"\xff\0")
+    (tmp_path / "text").write_text("no key")
+    for key, code in (("binary", 2), (".", 2), ("text", 8)):
+        assert run("receipt", "sign", path, "--key", tmp_path / key).code == code
+        assert run("receipt", "verify", path, "--key", tmp_path / key).code == code
+    # beside a signature of the other program
+    (tmp_path / "r.json.minisig").write_text("untrusted comment: another\n")
+    succeed("receipt", "verify", path, "--key", place / "key.pub")
+
+
+def test_a_badge_shows_no_changed_figures_and_replaces_no_receipt(
+    place: Path, tmp_path: Path
+) -> None:
+    document = json.loads((place / "receipt.json").read_text())
+    path = tmp_path / "changed.json"
+    path.write_bytes(rfc8785.dumps(change(document, ("rows", 0, "kld_mean"))))
+    assert run("receipt", "badge", path).code == 8
+    assert not path.with_suffix(".svg").exists()
+    shutil.copy(place / "receipt.json", tmp_path / "r.svg")
+    fail(2, "receipt", "badge", tmp_path / "r.svg")
+    assert read_receipt(tmp_path / "r.svg")[1] == []
+
+
+def test_a_card_keeps_no_signature_of_another_receipt(place: Path, tmp_path: Path) -> None:
+    folder, path = tmp_path / "fp8", tmp_path / "r.json"
+    shutil.copytree(place / "fp8", folder)
+    shutil.copy(place / "receipt.json", path)
+    (folder / "receipt.json.sig").write_text("of another")
+    succeed("card", folder, "--base-model", "org/tiny", "--receipt", path)
+    assert not (folder / "receipt.json.sig").exists()
+    succeed("receipt", "sign", path, "--key", place / "key")
+    succeed("card", folder, "--base-model", "org/tiny", "--receipt", path, "--force")
+    succeed("receipt", "verify", folder / "receipt.json", "--key", place / "key.pub")
 
 
 def test_a_badge_is_well_formed_and_says_what_the_receipt_says(place: Path) -> None:

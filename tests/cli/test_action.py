@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT
@@ -46,7 +48,7 @@ def place(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write an FP8 checkpoint, and statistics with files of scales."""
     folder = tmp_path_factory.mktemp("action")
     succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", folder / "fp8")
-    quick = (*QUICK.split(), "--format", "kv-scales", "vllm-json")
+    quick = (*QUICK.split(), "--format", "kv-scales", "vllm-json", "rfc", "lightllm")
     succeed("calibrate", model, *quick, "--out", folder / "scales")
     for name, text in (("python", PYTHON), ("fp8calib", PROGRAM)):
         path = folder / "bin" / name
@@ -114,7 +116,7 @@ def _fill(text: str, given: dict[str, str]) -> str:
 def test_a_checkpoint_that_loads_and_costs_little_passes(
     place: Path, model: Path, tmp_path: Path
 ) -> None:
-    gate = {"model": model, "gate": "w8a8", "options": QUICK}
+    gate = {"model": model, "gate": "w8a8", "options": QUICK.replace(" --", "\n--", 1)}
     job = use(place, tmp_path, path=place / "fp8", engines="vllm sglang", **gate)
     assert job.code == 0, job
     assert job.outputs == {"verdict": "pass", "receipt": "fp8calib-receipt.json"}
@@ -126,6 +128,8 @@ def test_a_checkpoint_that_loads_and_costs_little_passes(
     assert job.installed.split() == ["-m", "pip", "install", "--quiet", str(ROOT)]
     receipt = tmp_path / "fp8calib-receipt.json"
     succeed("receipt", "verify", receipt, "--model", model, "--scales", place / "fp8")
+    text = json.loads(receipt.read_text())["text"]
+    assert (text["samples"], text["seq_len"]) == (8, 32)  # options of two lines
 
 
 def test_what_an_engine_refuses_fails_and_is_annotated(place: Path, tmp_path: Path) -> None:
@@ -192,10 +196,17 @@ def test_the_hooks_accept_what_is_valid_and_name_what_is_not(place: Path, tmp_pa
     assert (found.returncode, "scale" in found.stderr) == (3, True)
     scales = place / "scales"
     names = ("kv_scales.safetensors", "kv_cache_scales.tp1.json", "stats.safetensors")
+    names += ("rfc.tp1.json", "kv_cache_calib.json")
     assert _hook("fp8calib-scales", *(scales / name for name in names)).returncode == 0
     damaged = tmp_path / "kv_scales.safetensors"
     damaged.write_bytes((scales / "kv_scales.safetensors").read_bytes()[:-3])
     assert _hook("fp8calib-scales", damaged).returncode == 4
+    tensors = load_file(scales / "kv_scales.safetensors")
+    name = min(tensors)
+    for number in (0.0, -1.0, float("nan"), float("inf")):
+        save_file({**tensors, name: torch.full_like(tensors[name], number)}, damaged)
+        found = _hook("fp8calib-scales", damaged, scales / "kv_scales.safetensors")
+        assert (found.returncode, name in found.stderr) == (8, True)
     receipt = tmp_path / "receipt.json"
     receipt.write_text("{}")
     found = _hook("fp8calib-receipts", receipt)

@@ -86,6 +86,12 @@ def test_card_uploads_the_folder_to_a_private_repository(
     assert spawn(hub, tmp_path, *command, "--push", "me/tiny", "--upload").returncode == 0
 
 
+@pytest.mark.parametrize("name", ["org", "org/a.git", "org/a--b", "örg/a", "org/a/b"])
+def test_a_name_that_the_hub_refuses_is_refused_before(checkpoint: Path, name: str) -> None:
+    command = ("card", checkpoint, "--base-model", "org/base", "--force")
+    assert "no Hub id" in fail(2, *command, "--push", name)
+
+
 def test_an_upload_without_a_token_or_with_a_wrong_one_says_so(
     hub: FakeHub, model: Path, tmp_path: Path
 ) -> None:

@@ -108,8 +108,10 @@ def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         for attention, row in zip(attentions, rows, strict=True)
         for part, role in enumerate((Role.K, Role.V))
     }
-    query = document.get(QUERY)
-    if isinstance(query, dict) and per_head:
+    query = document.get(QUERY) if per_head else None
+    if query is not None:
+        if not isinstance(query, dict):
+            raise refusal(path, f"{QUERY} is no object")
         groups = _read_rows(path, query, f"{QUERY}.scales", len(attentions), heads, more=drafts)
         for attention, row in zip(attentions, groups, strict=True):
             each = row.repeat_interleave(attention.num_heads // heads)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,23 @@ def compare_versions(recorded: Receipt, again: Receipt) -> Iterator[str]:
 
 def _rename(again: Receipt, recorded: Receipt) -> dict[str, Any]:
     """Give a second receipt the names of the first, and its rows alone."""
-    names = zip((again.model, *again.scales), (recorded.model, *recorded.scales), strict=True)
-    text = again.model_dump_json()
-    for one, other in sorted(names, key=lambda pair: -len(pair[0].name)):
-        text = text.replace(json.dumps(one.name)[1:-1], json.dumps(other.name)[1:-1])
-    found: dict[str, Any] = json.loads(text)
+    found = again.model_dump(mode="json")
+    found["model"]["name"] = recorded.model.name
+    seen: Counter[str] = Counter()
+    for row in found["rows"]:
+        name = row["candidate"]
+        # "x", or "x in vllm"; two paths can have one name, and come in order
+        pairs = [
+            (one.name, other.name)
+            for one, other in zip(again.scales, recorded.scales, strict=True)
+            if name == one.name or name.startswith(f"{one.name} in ")
+        ]
+        if pairs:
+            one, other = pairs[min(seen[name], len(pairs) - 1)]
+            row["candidate"] = other + name.removeprefix(one)
+            seen[name] += 1
+    for each, before in zip(found["scales"], recorded.scales, strict=True):
+        each["name"] = before.name
     asked = {row.candidate for row in recorded.rows}
     found["rows"] = [row for row in found["rows"] if row["candidate"] in asked]
     found["text"]["specs"] = list(recorded.text.specs)  # the fingerprint tells

@@ -18,7 +18,7 @@ from fp8calib.checkpoint.json_files import is_result
 from fp8calib.data.specs import FileSource, parse_spec
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import UsageError
+from fp8calib.errors import ExportError, UsageError, first_line
 from fp8calib.jobs.published import publish_command
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.verification.options import list_engines, list_scales, resolve_options
@@ -58,6 +58,10 @@ def require_files(request: VerifyRequest) -> None:
         "--reference-dump": request.reference_dump,
         "--tasks": request.tasks,
         "--rules": request.rules,
+        "--sensitivity": request.sensitivity,
+        "--decode": request.decode,
+        "--sampled": request.sampled,
+        "--reference-server": request.reference_server,
     }
     if found := [option for option, value in ignored.items() if value]:
         raise UsageError(f"--receipt: it has no place for what {found[0]} measures")
@@ -79,6 +83,9 @@ def make_receipt(
         request: the options of `verify` that measure the same.
         folder: the files of the unquantized model.
         part: which part of the text was used.
+
+    Raises:
+        ExportError: a name or a number has no canonical form.
     """
     assert report.provenance is not None  # noqa: S101 -- a model was run
     options = resolve_options(request)
@@ -123,7 +130,10 @@ def make_receipt(
         warnings=report.warnings,
         seal="",
     )
-    return seal(Receipt.model_validate(_rename(receipt.model_dump(mode="json"), published)))
+    try:
+        return seal(Receipt.model_validate(_rename(receipt.model_dump(mode="json"), published)))
+    except ValueError as error:  # such as the name of a file that is no UTF-8
+        raise ExportError(f"{request.receipt}: no receipt: {first_line(error)}") from error
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
