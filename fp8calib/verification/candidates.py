@@ -364,8 +364,8 @@ def leave_cache(
         )
     if shared := sorted(set(geometry.with_readers(layers)) - set(layers)):
         raise UsageError(
-            f"layers {format_ranges(shared)} share a KV cache that would stay in 16 bits, and would"
-            " read it as if it were quantized",
+            f"{'layers' if shared[1:] else 'layer'} {format_ranges(shared)}: of the same KV cache "
+            "as a layer in 16 bits, which would be read as if it were quantized",
             hint="name all layers that share a cache, or none",
         )
     left = [known[index] for index in set(layers)]

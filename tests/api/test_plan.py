@@ -275,6 +275,14 @@ def test_impossible_requests_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_cache_type_that_does_not_fit_is_refused(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, text = planted
+    options = ("--max-bytes", 0.5, "--kv-cache-dtype", "fp8_ds_mla", "--out", tmp_path / "out")
+    assert "it stores the latents of" in fail(4, "plan", model, "--data", text, *QUICK, *options)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen3_next"])
 def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path: Path) -> None:
     """What is written loses what was measured, and passes `check`."""

@@ -34,7 +34,7 @@ from fp8calib.verification.candidates import (
     build_kv_candidate,
     build_scheme,
 )
-from fp8calib.verification.emulation.cache_types import count_layer_bytes, explain_misfit
+from fp8calib.verification.emulation.cache_types import count_layer_bytes
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.planning.choices import IN_16_BITS, Choice, Group
 
@@ -224,8 +224,6 @@ class GroupMaker:
         if not opened.request.kv_tokens:
             return "--kv-tokens 0"
         name = opened.cache_type
-        if name in CACHE_TYPES and (why := explain_misfit(CACHE_TYPES[name], geometry)):
-            return why
         sizes = {attention.k_head_dim for _, attention in geometry.attentions()}
         for engine in opened.engines:
             if opened.gpu and (why := engine.explain_unserved(name, opened.gpu, sizes)):

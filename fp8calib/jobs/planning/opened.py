@@ -23,6 +23,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target
+from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.report import FP8_CACHE
 from fp8calib.verification.sensitivity import SEQUENCES
 
@@ -121,6 +122,9 @@ def describe_opened(
         numerics = emulated.emulate_on(gpu, numerics)
     engines = _list_engines(request)
     own_type = next((name for e in engines for name in _name_type(request, e)), FP8_CACHE)
+    own = CACHE_TYPES.get(own_type)
+    if own is not None and (why := explain_misfit(own, model.prepared.geometry)):
+        raise ModelError(f"--kv-cache-dtype {own_type}: {why}", hint="choose another type")
     parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
     settings = (emulated.key, request.gpu or "", str(request.batch_size), str(request.stats or ""))
     return OpenedPlan(
