@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from fp8calib.commands.check import run as check
@@ -84,18 +84,13 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
             unquantized_layers=choice.left,
             unquantized=() if choice.planned is None else choice.planned.ignore,
             layer_schemes={} if choice.planned is None else choice.planned.layer_schemes,
-            serve_options=(options := _spell_left(measured, left)),
+            serve_options=(options := measured.numerics.spell_skip(left)),
         ),
         tried=(attempt,),
         verified=verified,
         checked=checked,
         serve=_spell_serve(measured.task, name, options, has_kv=choice.kv is not None),
     )
-
-
-def _spell_left(measured: Measured, left: Sequence[int]) -> str:
-    """Spell the option that leaves the KV cache of some layers in 16 bits."""
-    return " ".join([measured.numerics.kv_skip_flag, *map(str, left)]) if left else ""
 
 
 def _check_written(measured: Measured, path: Path) -> Iterator[tuple[str, Checked]]:

@@ -219,6 +219,11 @@ class Engine:
         return f"{self.release} leaves inputs in 16 bits on {gpu.title}, which has no {kind}"
 
     @property
+    def can_skip_caches(self) -> bool:
+        """Whether an option leaves the KV cache of some layers unquantized."""
+        return self.numerics is not None and bool(self.numerics.kv_skip_flag)
+
+    @property
     def name(self) -> str:
         """Its name on the command line without the version."""
         return self.key.partition("==")[0]

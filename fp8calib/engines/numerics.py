@@ -11,7 +11,7 @@ engine's repository and a commit, the newest one at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from fp8calib.fp8.formats import E4M3FN, Rounding
@@ -127,6 +127,10 @@ class Numerics:
         """Give how many keys share a running maximum; 0: all."""
         fitting = (tile for largest, tile in self.probability_tiles if head_size <= largest)
         return next(fitting, self.probability_tiles[-1][1] if self.probability_tiles else 0)
+
+    def spell_skip(self, layers: Collection[int]) -> str:
+        """Spell the option that leaves the KV cache of layers unquantized; empty without layers."""
+        return " ".join([self.kv_skip_flag, *map(str, layers)]) if layers else ""
 
     def find_joint_dtype(self, model_type: str) -> str:
         """Name the dtype to which a scale for k and v together is rounded; empty if to none."""

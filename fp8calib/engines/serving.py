@@ -142,8 +142,8 @@ def find_checkpoint_serving(
             return ""
         is_quantized = has_kv or bool(cache_type)
         command = launch.spell(str(target), has_kv=is_quantized, cache_type=cache_type)
-        skip = engine.numerics.kv_skip_flag if engine.numerics and plain_caches else ""
-        return " ".join([command, *([skip, *map(str, plain_caches)] if skip else [])])
+        skip = engine.numerics.spell_skip(plain_caches) if engine.numerics else ""
+        return f"{command} {skip}".rstrip()
 
     found = _collect(
         _replay_folder(folder, geometry, 1, is_foreign=is_foreign),
@@ -164,8 +164,7 @@ def _explain_cache(engine: Engine, cache_type: str, plain_caches: Sequence[int])
     """Say why an engine cannot serve a KV cache as it is wanted; empty if it can."""
     if cache_type and cache_type not in engine.cache_types:
         return f"it has no --kv-cache-dtype {cache_type}"
-    can_skip = engine.numerics is not None and engine.numerics.kv_skip_flag
-    if plain_caches and not can_skip:
+    if plain_caches and not engine.can_skip_caches:
         return f"it cannot leave the KV cache of layers {format_ranges(plain_caches)} in 16 bits"
     return ""
 

@@ -19,6 +19,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.scales.rules import AMAX
+from fp8calib.verification.candidates import drop_layers
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult, advance_once
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import standard_error, summarize
@@ -78,12 +79,8 @@ class _Chosen:
     ) -> dict[Site, Quantizer]:
         """Take the quantizers of the sites with a rule, and of `others` those without one."""
         rules = {site: found.rule for found in self.sites for site in found.sites if found.rule}
-        left = {a.module for layer, a in geometry.attentions() if layer.index in self.left}
-        return {
-            site: options[rules.get(str(site), others)][site]
-            for site in options[others]
-            if site.module not in left
-        }
+        mixed = {site: options[rules.get(str(site), others)][site] for site in options[others]}
+        return drop_layers(mixed, self.left, geometry)
 
 
 def split_text(plan: DataPlan) -> tuple[DataPlan, DataPlan]:
@@ -292,9 +289,7 @@ def _report(
     beaten = next((one.against_best for one in judged if one.rule == _AMAX), None)
     is_gained = beaten is not None and beaten.answer is PairedAnswer.WORSE
     named = [s for s in chosen.sites if s.rule and s.layer not in chosen.left]
-    flag = ""
-    if is_gained and chosen.left:
-        flag = f"{search.numerics.kv_skip_flag} {' '.join(map(str, chosen.left))}"
+    flag = search.numerics.spell_skip(chosen.left if is_gained else ())
     if beaten is None:
         sentence = "nothing is gained over amax: no other rule is better outside the noise."
     elif is_gained:

@@ -99,7 +99,7 @@ def find_skippable(
         flag = spell_options(names) if len(names) == len(chosen) else ""
     elif chosen and numerics.kv_skip_flag:
         chosen = geometry.with_readers(chosen)
-        flag = f"{numerics.kv_skip_flag} {' '.join(map(str, chosen))}"
+        flag = numerics.spell_skip(chosen)
     return Sensitivity(
         candidate=candidate.name,
         sequences=sequences,

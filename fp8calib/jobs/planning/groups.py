@@ -242,10 +242,7 @@ class GroupMaker:
         opened = self._opened
         geometry = opened.target.geometry
         whole = replace(self._emulate_cache(), prompt_in_16_bits=False)
-        can_skip = all(
-            engine.numerics is not None and engine.numerics.kv_skip_flag
-            for engine in opened.engines
-        )
+        can_skip = all(engine.can_skip_caches for engine in opened.engines)
         attentions = {layer.index: attention for layer, attention in geometry.attentions()}
         changed = {site.module for site in whole.quantizers}
         stored = [i for i, each in attentions.items() if each.module in changed]

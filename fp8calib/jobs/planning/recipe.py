@@ -147,7 +147,5 @@ def spell_serve(opened: OpenedPlan, planned: PlannedScheme) -> str:
         folder = str(opened.request.model)
     own_type = "" if opened.cache_type == FP8_CACHE else opened.cache_type
     command = engine.launch.spell(folder, has_kv=bool(planned.caches), cache_type=own_type)
-    if not planned.caches or not planned.plain_caches:
-        return command
-    flag = opened.numerics.kv_skip_flag
-    return f"{command} {flag} {' '.join(map(str, planned.plain_caches))}"
+    left = planned.plain_caches if planned.caches else ()
+    return f"{command} {opened.numerics.spell_skip(left)}".rstrip()

@@ -150,8 +150,7 @@ def _list_plain_caches(request: VerifyRequest, engine: Engine) -> Collection[int
     }
     if layers and (clash := next((name for name, given in others.items() if given), "")):
         raise UsageError(f"{SKIP_LAYERS} and {clash}", hint="leave out one of the two")
-    numerics = engine.numerics
-    if layers and engine is not REFERENCE and not (numerics and numerics.kv_skip_flag):
+    if layers and engine is not REFERENCE and not engine.can_skip_caches:
         raise UsageError(
             f"{SKIP_LAYERS}: {engine.release} quantizes the KV cache of all layers or of none",
             hint="use --engine vllm, or reference",
