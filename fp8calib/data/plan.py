@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 
+from fp8calib.data.media import MODALITIES, Modality
+from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import Row
 from fp8calib.data.rows_used import ConversationCounter, RowsUsed, summarize_rows
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
@@ -36,7 +38,8 @@ class DataPlan:
     packed: bool
     seq_len: int
     fingerprint: str
-    """sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited."""
+    """sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited; and the
+    digests of rows with media."""
     text: TextHashes
     """Hashes of the rows that are in a sequence (see `PackedRows.text`)."""
     sources: tuple[str, ...]
@@ -46,11 +49,33 @@ class DataPlan:
     """Longer sequences are never padded: only equally long ones share a batch. None: no limit."""
     rows: RowsUsed | None = None
     """The rows of the text; each part of a split plan has the rows of the whole."""
+    media: Mapping[int, MediaRow] = field(default_factory=dict)
+    """The sequences that are rows with media, by their index; each is a batch of its own."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, without padding."""
         return sum(map(len, self.sequences))
+
+    @property
+    def tokens_by_modality(self) -> dict[Modality, int]:
+        """Tokens of all sequences by what they stand for; empty for a plan of text."""
+        if not self.media:
+            return {}
+        counts = [0] * len(MODALITIES)
+        for row in self.media.values():
+            for code, count in enumerate(row.kinds.bincount(minlength=len(MODALITIES)).tolist()):
+                counts[code] += count
+        counts[0] += self.num_tokens - sum(counts)
+        return {kind: count for kind, count in zip(MODALITIES, counts, strict=True) if count}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each sequence: one more than its tokens that are scored, which are text."""
+        return [
+            len(sequence) if row is None else int((row.kinds[1:] == 0).sum()) + 1
+            for sequence, row in ((s, self.media.get(i)) for i, s in enumerate(self.sequences))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +90,10 @@ class Batch:
     """Tokens of each sequence, without padding."""
     quarter: int
     """The quarter of the data that holds the batch, from 0."""
+    kinds: torch.Tensor | None = None
+    """int8 [B, L]: the index in `MODALITIES` of each token; None in a plan of text."""
+    media: MediaRow | None = None
+    """The row with media that is the only sequence; None where all is text."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,10 +122,12 @@ def build_plan(
     longest_padded: int | None = None,
     rows: Iterable[Row] | None = None,
     text_column: str | None = None,
+    encoder: Callable[[], MediaEncoder] | None = None,
 ) -> DataPlan:
     """Read the first `samples` sequences of at most `seq_len` tokens.
 
-    `tokenizer` loads the tokenizer; it is called at most once, when the first row needs it. Without
+    `tokenizer` loads the tokenizer, and `encoder` the processor of media; each is called at most
+    once, when the first row needs it. Without `encoder` the model takes text alone. Without
     specs, the built-in text is used; `part` selects which part of it. `seed` affects only the
     order of weighted specs. Sequences longer than `longest_padded` are never padded. `rows` are
     read instead of specs. Rows of specs are read from `text_column` if given (see `parse_row`).
@@ -115,7 +146,12 @@ def build_plan(
         )
     load = functools.cache(tokenizer)
     counted = ConversationCounter(rows)
-    encoded = tokenize_rows(counted, tokenizer=load, vocab_size=vocab_size)
+    encoded = tokenize_rows(
+        counted,
+        tokenizer=load,
+        encoder=None if encoder is None else functools.cache(encoder),
+        vocab_size=vocab_size,
+    )
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     if not found.sequences:
@@ -127,12 +163,15 @@ def build_plan(
         sequences=found.sequences,
         packed=pack,
         seq_len=seq_len,
-        fingerprint=_compute_fingerprint(found.sequences, packed=pack, seq_len=seq_len),
+        fingerprint=_compute_fingerprint(
+            found.sequences, found.media, packed=pack, seq_len=seq_len
+        ),
         text=found.text,
         sources=sources,
         warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
         longest_padded=longest_padded,
         rows=summarize_rows(found, counted.count, load() if load.cache_info().currsize else None),
+        media=found.media,
     )
 
 
@@ -153,15 +192,27 @@ def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
 
 
 def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
-    sequences = plan.sequences[start:stop]
-    text = hash_text(sequence.tolist() for sequence in sequences)
-    return replace(replace_sequences(plan, sequences), text=text)
+    found = take_sequences(plan, start, stop)
+    rows = (
+        found.media[index].text_ids if index in found.media else sequence.tolist()
+        for index, sequence in enumerate(found.sequences)
+    )
+    return replace(found, text=hash_text(rows))
 
 
-def replace_sequences(plan: DataPlan, sequences: Sequence[torch.Tensor]) -> DataPlan:
-    """Give a plan with other sequences, from some or all of the same rows."""
-    fingerprint = _compute_fingerprint(sequences, packed=plan.packed, seq_len=plan.seq_len)
-    return replace(plan, sequences=tuple(sequences), fingerprint=fingerprint)
+def take_sequences(plan: DataPlan, start: int, stop: int | None) -> DataPlan:
+    """Give a plan of the sequences `start:stop`."""
+    media = {index - start: row for index, row in plan.media.items() if index >= start}
+    return replace_sequences(plan, plan.sequences[start:stop], media)
+
+
+def replace_sequences(
+    plan: DataPlan, sequences: Sequence[torch.Tensor], media: Mapping[int, MediaRow] | None = None
+) -> DataPlan:
+    """Give a plan with other sequences; those with media by their index."""
+    kept = {index: row for index, row in (media or {}).items() if index < len(sequences)}
+    fingerprint = _compute_fingerprint(sequences, kept, packed=plan.packed, seq_len=plan.seq_len)
+    return replace(plan, sequences=tuple(sequences), media=kept, fingerprint=fingerprint)
 
 
 def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
@@ -169,25 +220,36 @@ def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
 
     Sequence i of n belongs to quarter `4 * i // n`; a batch holds sequences of one quarter only.
     Packed sequences of different lengths never share a batch, so packed data is never padded; nor
-    are sequences longer than `plan.longest_padded`. The batches depend only on the plan
-    and `batch_size`.
+    are sequences longer than `plan.longest_padded`. A row with media is a batch of its own:
+    towers pad images of several rows, and their results then depend on the other rows. The batches
+    depend only on the plan and `batch_size`.
     """
     sequences = plan.sequences
 
-    def place(index: int) -> tuple[int, int]:
+    def place(index: int) -> tuple[int, int, int]:
         length, limit = len(sequences[index]), plan.longest_padded
         is_alike = not plan.packed and (limit is None or length <= limit)
-        return _QUARTERS * index // len(sequences), 0 if is_alike else length
+        alone = index if index in plan.media else -1
+        return _QUARTERS * index // len(sequences), 0 if is_alike else length, alone
 
-    for (quarter, _), found in groupby(range(len(sequences)), place):
+    for (quarter, _, alone), found in groupby(range(len(sequences)), place):
         indices = list(found)
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
+            ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+            media = plan.media.get(alone)
+            kinds = None
+            if plan.media:
+                kinds = torch.zeros_like(ids, dtype=torch.int8)
+                if media is not None:
+                    kinds[0] = media.kinds
             yield Batch(
                 first=indices[start],
-                input_ids=torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True),
+                input_ids=ids,
                 lengths=tuple(map(len, chosen)),
                 quarter=quarter,
+                kinds=kinds,
+                media=media,
             )
 
 
@@ -211,6 +273,7 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
         first=batch.first + start,
         input_ids=batch.input_ids[start:stop, : max(lengths)],
         lengths=lengths,
+        kinds=None if batch.kinds is None else batch.kinds[start:stop, : max(lengths)],
     )
 
 
@@ -222,11 +285,19 @@ def _check_columns(parsed: Sequence[DataSpec], text_column: str | None) -> None:
         )
 
 
-def _compute_fingerprint(sequences: Sequence[torch.Tensor], *, packed: bool, seq_len: int) -> str:
+def _compute_fingerprint(
+    sequences: Sequence[torch.Tensor],
+    media: Mapping[int, MediaRow],
+    *,
+    packed: bool,
+    seq_len: int,
+) -> str:
     digest = hashlib.sha256(np.array([packed, seq_len], dtype="<i8").tobytes())
     for sequence in sequences:
         digest.update(np.array([len(sequence)], dtype="<i8").tobytes())
         digest.update(sequence.numpy().astype("<i8").tobytes())
+    for index in sorted(media):
+        digest.update(f"{index}:{media[index].digest};".encode())
     return digest.hexdigest()
 
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+from fp8calib.data.media import (
+    COLUMNS as MEDIA_COLUMNS,
+)
+from fp8calib.data.media import (
+    MARKS,
+    MEDIA,
+    Medium,
+    Modality,
+    iter_media,
+    parse_media,
+    parse_media_part,
+)
 from fp8calib.errors import DataError, shorten
 
 Message = dict[str, Any]
-"""A chat message: `role`, `content` as text, and any other keys of the row's message."""
+"""A chat message: `role`, `content` and any other keys of the row's message.
+
+The content is text; in a row with media it is a list of parts, `{"type": "text", "text": str}` or
+such as `{"type": "image", "image": Medium}`."""
 
 FORMS = (
     ("input_ids",),
@@ -25,7 +43,7 @@ MASK = "attention_mask"
 """A field of rows with `input_ids`, where 0 marks padding, which is left out."""
 CONTEXT = "input"
 """A field of rows with `instruction` and `output`: the input of the task, if any."""
-COLUMNS = frozenset({field for form in FORMS for field in form} | {MASK, CONTEXT})
+COLUMNS = frozenset({field for form in FORMS for field in form} | {MASK, CONTEXT, *MEDIA_COLUMNS})
 """All fields that a row is read from."""
 
 _ROW_HINT = (
@@ -53,14 +71,26 @@ class Row:
     messages: tuple[Message, ...] | None = None
     input_ids: tuple[int, ...] | None = None
 
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """The images, videos and sounds of its messages, in order."""
+        return tuple(iter_media(self.messages or ()))
+
 
 def parse_row(
-    value: object, origin: str, *, allow_blank: bool = False, text_column: str | None = None
+    value: object,
+    origin: str,
+    *,
+    allow_blank: bool = False,
+    text_column: str | None = None,
+    folder: Path = Path(),
 ) -> Row:
     """Parse a row from a decoded JSON object.
 
     `allow_blank` accepts text that is only white space, for datasets the user cannot edit. The
     content is that of `text_column` if given: text, a list of messages, or a list of token ids.
+    Media are parts of messages, or stand in columns (`image`, `images`, ...) that are read unless
+    `text_column` is given; relative paths of files start at `folder`.
 
     Raises:
         DataError: no field is usable, or the one used has the wrong type or is empty.
@@ -68,6 +98,14 @@ def parse_row(
     """
     if not isinstance(value, dict):
         raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")
+    row = _parse_content_of(value, origin, folder, allow_blank, text_column)
+    columns = {} if text_column is not None else _find_media(value, origin, folder)
+    return _place_media(row, columns)
+
+
+def _parse_content_of(
+    value: dict[Any, Any], origin: str, folder: Path, allow_blank: bool, text_column: str | None
+) -> Row:
     form: tuple[str, ...]
     if text_column is not None:
         form, field = (text_column,), _name_kind(value, text_column, origin)
@@ -84,9 +122,10 @@ def parse_row(
             text = _parse_text(value[form[0]], f"{origin}: {form[0]}", allow_blank=allow_blank)
             return Row(origin, text=text)
         case "messages" | "conversations":
-            return Row(origin, messages=_parse_messages(value[form[0]], f"{origin}: {form[0]}"))
+            messages = _parse_messages(value[form[0]], f"{origin}: {form[0]}", folder)
+            return Row(origin, messages=messages)
         case "prompt":
-            return _parse_completion(value, origin)
+            return _parse_completion(value, origin, folder)
         case "instruction":
             return _parse_instruction(value, origin)
     raise _row_error(f"{origin}: no usable field; {_list_keys(value)}")
@@ -111,12 +150,13 @@ def _name_kind(value: dict[Any, Any], column: str, origin: str) -> str:
     return "messages" if content and isinstance(content[0], dict) else "input_ids"
 
 
-def _parse_completion(value: dict[Any, Any], origin: str) -> Row:
+def _parse_completion(value: dict[Any, Any], origin: str, folder: Path) -> Row:
     """Parse a prompt and its completion: two texts that are joined, or two lists of messages."""
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, list):
-        messages = _parse_messages(prompt, f"{origin}: prompt")
-        return Row(origin, messages=messages + _parse_messages(completion, f"{origin}: completion"))
+        messages = _parse_messages(prompt, f"{origin}: prompt", folder)
+        more = _parse_messages(completion, f"{origin}: completion", folder)
+        return Row(origin, messages=messages + more)
     parts = (
         _parse_text(each, f"{origin}: {name}", allow_blank=True)
         for name, each in (("prompt", prompt), ("completion", completion))
@@ -183,17 +223,17 @@ def _parse_text(value: object, where: str, *, allow_blank: bool) -> str:
     return require_unicode(value, where)
 
 
-def _parse_messages(value: object, where: str) -> tuple[Message, ...]:
+def _parse_messages(value: object, where: str, folder: Path) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise _row_error(f"{where} must be a list of messages, found {_name_type(value)}")
     if not value:
         raise DataError(f"{where} is empty", hint="remove the row from the file")
     return tuple(
-        _parse_message(message, f"{where}[{index}]") for index, message in enumerate(value)
+        _parse_message(message, f"{where}[{index}]", folder) for index, message in enumerate(value)
     )
 
 
-def _parse_message(value: object, where: str) -> Message:
+def _parse_message(value: object, where: str, folder: Path) -> Message:
     if not isinstance(value, dict):
         raise _row_error(f"{where} must be an object, found {_name_type(value)}")
     present = {key: item for key, item in value.items() if item is not None}
@@ -202,13 +242,14 @@ def _parse_message(value: object, where: str) -> Message:
         return {
             **present,
             "role": _parse_role(present["role"], where),
-            "content": _parse_content(content, f"{where}.content"),
+            "content": _parse_content(content, f"{where}.content", folder),
         }
     if "from" in present:
         role = _SHAREGPT_ROLES.get(_parse_role(present["from"], where))
         if role is None:
             raise _row_error(f"{where} is from {present['from']!r:.40}, an unknown role")
-        return {"role": role, "content": _parse_content(present.get("value"), f"{where}.value")}
+        content = _parse_content(present.get("value"), f"{where}.value", folder)
+        return {"role": role, "content": content}
     raise _row_error(f"{where} has neither `role` nor `from`; {_list_keys(value)}")
 
 
@@ -218,19 +259,102 @@ def _parse_role(value: object, where: str) -> str:
     return value
 
 
-def _parse_content(value: object, where: str) -> str:
+def _parse_content(value: object, where: str, folder: Path) -> str | list[Message]:
     if isinstance(value, str):
         return require_unicode(value, where)
     if not isinstance(value, list):
         raise _row_error(f"{where} must be text or a list of parts, found {_name_type(value)}")
-    return "".join(_parse_part(part, f"{where}[{index}]") for index, part in enumerate(value))
+    parts = [_parse_part(part, f"{where}[{index}]", folder) for index, part in enumerate(value)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
-def _parse_part(part: object, where: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+def _parse_part(part: object, where: str, folder: Path) -> Message:
+    present = part if isinstance(part, dict) else {}
+    found = parse_media_part(present, where, folder)
+    if isinstance(found, Medium):
+        return {"type": str(found.kind), str(found.kind): found}
+    if found is not None:
+        return {"type": str(found)}
+    text = present.get("text") if present.get("type") in {"text", "input_text"} else None
     if not isinstance(text, str):
-        raise _row_error(f"{where} is not a text part: {part!r:.60}")
-    return require_unicode(text, where)
+        raise _row_error(f"{where} is a part of no known type: {part!r:.60}")
+    return {"type": "text", "text": require_unicode(text, where)}
+
+
+# --- media of columns ----------------------------------------------------------------------------
+
+
+def _find_media(
+    value: Mapping[str, Any], origin: str, folder: Path
+) -> dict[Modality, tuple[Medium, ...]]:
+    """Find the media in columns, by their kind."""
+    found: dict[Modality, tuple[Medium, ...]] = {}
+    for name, kind in MEDIA_COLUMNS.items():
+        if value.get(name) is not None:
+            media = parse_media(kind, value[name], f"{origin}: {name}", folder)
+            found[kind] = found.get(kind, ()) + media
+    return {kind: media for kind, media in found.items() if media}
+
+
+def _place_media(row: Row, columns: Mapping[Modality, Sequence[Medium]]) -> Row:
+    """Put the media of columns where a row has marks or empty parts; else before its first text.
+
+    Raises:
+        DataError: there are more media than places, or fewer.
+    """
+    messages = row.messages
+    if columns and messages is None:
+        if row.text is None:
+            raise _row_error(f"{row.origin}: input_ids stand beside {next(iter(columns))}s")
+        messages = ({"role": "user", "content": row.text},)
+    if messages is None or not (columns or any(isinstance(m["content"], list) for m in messages)):
+        return row
+    pattern = "|".join(re.escape(MARKS[kind]) for kind in columns)
+    parts = [list(_split_content(message["content"], pattern)) for message in messages]
+    first = next((place for place, m in enumerate(messages) if m["role"] == "user"), 0)
+    for kind in MEDIA:
+        _fill(parts, kind, columns.get(kind, ()), row.origin, first)
+    placed = (
+        {**message, "content": content} for message, content in zip(messages, parts, strict=True)
+    )
+    return replace(row, text=None, messages=tuple(placed))
+
+
+def _split_content(content: str | list[Message], pattern: str) -> Iterator[Message]:
+    """Split a content into parts, its text at the marks of media."""
+    kinds = {mark: kind for kind, mark in MARKS.items()}
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if part["type"] != "text" or not pattern:
+            yield part
+            continue
+        for piece in re.split(f"({pattern})", part["text"]):
+            if piece in kinds:
+                yield {"type": str(kinds[piece])}
+            elif piece:
+                yield {"type": "text", "text": piece}
+
+
+def _fill(
+    messages: Sequence[list[Message]],
+    kind: Modality,
+    media: Sequence[Medium],
+    origin: str,
+    first: int,
+) -> None:
+    """Fill the empty parts of one kind; without any, put the media before message `first`."""
+    places = [part for parts in messages for part in parts if part == {"type": str(kind)}]
+    if media and not places:
+        messages[first][:0] = [{"type": str(kind), str(kind): medium} for medium in media]
+        return
+    if len(places) != len(media):
+        raise DataError(
+            f"{origin}: {len(media)} {kind}s beside {len(places)} places for them",
+            hint=f"write {MARKS[kind]} in the text, or a part of type {kind}, once for each",
+        )
+    for place, medium in zip(places, media, strict=True):
+        place[str(kind)] = medium
 
 
 def _row_error(message: str) -> DataError:

@@ -63,7 +63,9 @@ def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[Ro
     suffix = path.suffix.lower()
     column = None if suffix == ".txt" else text_column
     values = _iter_parquet(path, column) if suffix == ".parquet" else _READERS[suffix](path)
-    rows = (parse_row(value, origin, text_column=column) for origin, value in values)
+    rows = (
+        parse_row(value, origin, text_column=column, folder=path.parent) for origin, value in values
+    )
     try:
         yield from _require_rows(rows, path.name)
     except OSError as error:
@@ -198,7 +200,7 @@ def _iter_parquet(path: Path, text_column: str | None) -> _Values:
 
 
 def _choose_columns(names: Sequence[str], text_column: str | None) -> list[str]:
-    """List the columns that rows are read from; others may hold images, and are not decoded."""
+    """List the columns that rows are read from."""
     wanted = {text_column, MASK} if text_column is not None else COLUMNS
     return [name for name in names if name in wanted]
 
@@ -207,7 +209,7 @@ def _iter_saved_values(folder: Path, label: str, text_column: str | None) -> Ite
     try:
         from datasets import load_from_disk  # noqa: PLC0415  takes seconds to import
 
-        dataset = load_from_disk(str(folder))
+        dataset = _keep_encoded(load_from_disk(str(folder)))
         names = dataset.column_names
         columns = _choose_columns(names, text_column)
         if not columns and len(dataset):
@@ -225,7 +227,8 @@ def _iter_hub_values(source: HubSource) -> Iterator[Any]:
     try:
         from datasets import load_dataset  # noqa: PLC0415  takes seconds to import
 
-        yield from load_dataset(source.name, source.config, split=source.split, streaming=True)
+        dataset = load_dataset(source.name, source.config, split=source.split, streaming=True)
+        yield from _keep_encoded(dataset)
     except Exception as error:  # the hub's failures share no base class
         raise DataError(
             f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
@@ -233,6 +236,18 @@ def _iter_hub_values(source: HubSource) -> Iterator[Any]:
             f"({type(error).__name__}: {first_line(error)})",
             hint="check name, configuration and split, or name a local file with --data",
         ) from error
+
+
+def _keep_encoded(dataset: Any) -> Any:
+    """Leave the images and sounds of a dataset as bytes or paths: few rows are decoded."""
+    for name, feature in (getattr(dataset, "features", None) or {}).items():
+        held = getattr(feature, "feature", feature)  # a list has its items' feature
+        if type(held).__name__ in {"Image", "Audio"}:
+            encoded = type(held)(decode=False)
+            dataset = dataset.cast_column(
+                name, encoded if held is feature else type(feature)(encoded)
+            )
+    return dataset
 
 
 def _find_rows(value: object, where: str) -> list[Any]:

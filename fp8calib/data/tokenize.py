@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
 
+from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import Message, Row, require_unicode
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_text
 from fp8calib.errors import DataError
@@ -26,6 +27,8 @@ class PackedRows:
 
     sequences: tuple[torch.Tensor, ...]
     """1-D int64, each of at least two tokens."""
+    media: Mapping[int, MediaRow]
+    """The sequences that are rows with media, by their index."""
     text: TextHashes
     """Hashes of every used row: of its tokens in sequences, or of its first 32 if that is more."""
     num_rows: int
@@ -40,77 +43,142 @@ class PackedRows:
     """The token ids of the first rows used, as far as they are in a sequence."""
 
 
+EncodedRow = Sequence[int] | MediaRow
+"""The token ids of a row, or the row with its media."""
+
+
 def tokenize_rows(
-    rows: Iterable[Row], *, tokenizer: Callable[[], Any], vocab_size: int
-) -> Iterator[Sequence[int]]:
-    """Yield the token ids of each row; `tokenizer` is called only when a row needs one.
+    rows: Iterable[Row],
+    *,
+    tokenizer: Callable[[], Any],
+    encoder: Callable[[], MediaEncoder] | None = None,
+    vocab_size: int,
+) -> Iterator[EncodedRow]:
+    """Yield each row encoded; `tokenizer` and `encoder` are called only when a row needs one.
+
+    Without `encoder` the model takes text alone.
 
     The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
     gives no tokens.
 
     Raises:
-        DataError: a token id is outside the vocabulary, or a conversation cannot be rendered.
+        DataError: a token id is outside the vocabulary, a conversation cannot be rendered, or a
+            medium cannot be read.
 
     """
     for row in rows:
+        if row.media:
+            if encoder is None:
+                raise DataError(
+                    f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
+                    hint="use --text-column to read the text alone, or other data",
+                )
+            encoded = encoder().encode(row)
+            _check_ids(encoded.ids.tolist(), row, vocab_size)
+            yield encoded
+            continue
         ids = _tokenize(row, tokenizer) if row.input_ids is None else row.input_ids
         _check_ids(ids, row, vocab_size)
         yield ids
 
 
-def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
+def pack_rows(rows: Iterable[EncodedRow], *, samples: int, seq_len: int) -> PackedRows:
     """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
 
-    The last sequence may be shorter, but has at least two tokens. Rows are read only as needed.
+    The last sequence may be shorter, but has at least two tokens. A row with media is a sequence of
+    its own. Rows are read only as needed.
+
+    Raises:
+        DataError: `seq_len` would cut a medium.
     """
     stream, starts, num_rows, num_dropped = array("q"), [], 0, 0
+    whole: list[tuple[int, MediaRow]] = []
+    num_cut = 0
     for ids in rows:
         num_rows += 1
-        if ids:
+        if isinstance(ids, MediaRow):
+            num_cut += len(ids.ids) > seq_len
+            whole.append((len(stream) // seq_len, ids.cut(seq_len)))
+        elif ids:
             starts.append(len(stream))
             stream.extend(ids)
         else:
             num_dropped += 1
-        if len(stream) >= samples * seq_len:
+        if len(stream) // seq_len + len(whole) >= samples:
             break
-    sequences = _cut(stream, samples=samples, seq_len=seq_len)
-    num_kept = sum(map(len, sequences))
+    packed = _cut(stream, samples=samples - len(whole), seq_len=seq_len)
+    num_kept = sum(map(len, packed))
     ranges = [(start, stop) for start, stop in pairwise((*starts, len(stream))) if start < num_kept]
+    sequences, media = _insert_rows(packed, whole)
+    examples = [tuple(stream[start : min(stop, num_kept)]) for start, stop in ranges[:NUM_SHOWN]]
     return PackedRows(
         sequences=sequences,
+        media=media,
         text=hash_text(
-            stream[start : max(min(stop, num_kept), min(stop, start + TOKENS_PER_HASH))]
-            for start, stop in ranges
+            chain(
+                (
+                    stream[start : max(min(stop, num_kept), min(stop, start + TOKENS_PER_HASH))]
+                    for start, stop in ranges
+                ),
+                (row.text_ids for row in media.values()),
+            )
         ),
         num_rows=num_rows,
         num_dropped=num_dropped,
-        num_used=len(ranges),
-        num_cut=sum(stop > num_kept for _, stop in ranges),
-        first=tuple(
-            tuple(stream[start : min(stop, num_kept)]) for start, stop in ranges[:NUM_SHOWN]
-        ),
+        num_used=len(ranges) + len(media),
+        num_cut=sum(stop > num_kept for _, stop in ranges) + num_cut,
+        first=tuple([*examples, *(tuple(row.ids.tolist()) for row in media.values())][:NUM_SHOWN]),
     )
 
 
-def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
+def _insert_rows(
+    packed: Sequence[torch.Tensor], whole: Sequence[tuple[int, MediaRow]]
+) -> tuple[tuple[torch.Tensor, ...], dict[int, MediaRow]]:
+    """Put rows with media between packed sequences; each comes after a number of those."""
+    sequences: list[torch.Tensor] = []
+    media: dict[int, MediaRow] = {}
+    waiting = iter(packed)
+    taken = 0
+    for place, row in whole:
+        sequences += islice(waiting, place - taken)
+        taken = place
+        media[len(sequences)] = row
+        sequences.append(row.ids)
+    return (*sequences, *waiting), media
+
+
+def keep_rows(rows: Iterable[EncodedRow], *, samples: int, seq_len: int) -> PackedRows:
     """Turn each of the first `samples` rows of two or more tokens into one sequence.
 
     A row longer than `seq_len` is truncated.
+
+    Raises:
+        DataError: `seq_len` would cut a medium.
     """
     sequences: list[torch.Tensor] = []
     used: list[Sequence[int]] = []
+    media: dict[int, MediaRow] = {}
+    hashed: list[Sequence[int]] = []
     num_rows = num_cut = 0
     for ids in rows:
         num_rows += 1
-        if len(ids) >= MIN_TOKENS:
+        if isinstance(ids, MediaRow):
+            num_cut += len(ids.ids) > seq_len
+            row = media[len(sequences)] = ids.cut(seq_len)
+            sequences.append(row.ids)
+            used.append(row.ids.tolist())
+            hashed.append(row.text_ids)
+        elif len(ids) >= MIN_TOKENS:
             num_cut += len(ids) > seq_len
             sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
             used.append(ids[: max(seq_len, TOKENS_PER_HASH)])
+            hashed.append(used[-1])
         if len(sequences) == samples:
             break
     return PackedRows(
         sequences=tuple(sequences),
-        text=hash_text(used),
+        media=media,
+        text=hash_text(hashed),
         num_rows=num_rows,
         num_dropped=num_rows - len(sequences),
         num_used=len(sequences),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from fp8calib.data.plan import (
@@ -14,11 +15,12 @@ from fp8calib.data.plan import (
     split_plan,
     warn_of_scales,
 )
+from fp8calib.data.processor import MediaEncoder, list_modalities
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.jobs.rows import list_specs
-from fp8calib.model.load import ModelSource, load_tokenizer
+from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
 from fp8calib.options.keys import DEFAULT_SEQ_LEN
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest
@@ -51,7 +53,7 @@ def plan_text(
     if tokenizer is not None and not callable(tokenizer):
         raise UsageError(
             f"tokenizer: {type(tokenizer).__name__} is not a tokenizer",
-            hint="pass what AutoTokenizer.from_pretrained returns",
+            hint="pass what AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained returns",
         )
     vocab_size = int(source.text_config.vocab_size)
     longest = source.max_positions
@@ -61,9 +63,14 @@ def plan_text(
             f"--seq-len {length} is above the model's maximum of {longest} positions",
             hint=f"use --seq-len {longest} or less",
         )
-    return build_plan(
+    processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
+    modalities = list_modalities(source.config)
+    plan = build_plan(
         specs,
-        tokenizer=lambda: tokenizer or load_tokenizer(source, vocab_size),
+        tokenizer=lambda: (
+            getattr(processor, "tokenizer", tokenizer) or load_tokenizer(source, vocab_size)
+        ),
+        encoder=partial(_make_encoder, source, processor) if modalities else None,
         vocab_size=vocab_size,
         samples=samples,
         seq_len=length,
@@ -74,6 +81,19 @@ def plan_text(
         rows=rows,
         text_column=text_column,
     )
+    if modalities and not plan.media:
+        taken = " and ".join(modalities)
+        note = (
+            f"the model takes {taken}, and all rows are text: no scale is set by them; give rows "
+            "with media (docs/media.md)"
+        )
+        plan = replace(plan, warnings=(*plan.warnings, note))
+    return plan
+
+
+def _make_encoder(source: ModelSource, processor: Any) -> MediaEncoder:
+    found = load_processor(source) if processor is None else processor
+    return MediaEncoder(found, source.config, source.folder.name)
 
 
 def plan_texts(task: AutoRequest | PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:

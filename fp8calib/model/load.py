@@ -13,10 +13,17 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
@@ -30,8 +37,15 @@ HUB_FILES = [
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("LICEN[CS]E*", "NOTICE*", "*.md"),
 ]
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
+
+_MODEL_CLASSES = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 LoadedModel = PreTrainedModel
 """The type of a model, for modules that do not import transformers."""
@@ -206,7 +220,7 @@ def _model_class(source: ModelSource) -> Any:
     auto_map = source.raw_config.get("auto_map")
     if source.trust_remote_code and isinstance(auto_map, dict):
         return transformers.AutoModelForCausalLM
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+    for mapping in _MODEL_CLASSES:
         if type(config) in mapping:
             found = mapping[type(config)]
             found = found[0] if isinstance(found, tuple) else found
@@ -291,6 +305,34 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
             hint="the tokenizer belongs to another model, or the embedding was not resized",
         )
     return tokenizer
+
+
+def load_processor(source: ModelSource) -> Any:
+    """Load the processor of images, video and audio.
+
+    Raises:
+        ModelError: it is missing, or cannot be loaded.
+    """
+    try:
+        processor = AutoProcessor.from_pretrained(
+            source.folder, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:
+        carries_code = "trust_remote_code" in str(error)
+        raise ModelError(
+            f"{source.folder}: the processor of its media cannot be loaded: "
+            f"{_explain_load_error(error)}",
+            hint="pass --trust-remote-code if you trust that code"
+            if carries_code
+            else 'it may need packages that are not installed: pip install "fp8calib[images]"',
+        ) from error
+    if not hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
+        raise ModelError(
+            f"{source.folder} holds no processor of media "
+            f"(looked for {', '.join(_PROCESSOR_FILES)})",
+            hint="copy the files that the model was published with",
+        )
+    return processor
 
 
 def load_model(

@@ -37,6 +37,11 @@ class BatchView:
     """The bounds of each range of positions: in `kept`, or in every sequence if that is None."""
     kv_sample: torch.Tensor
     input_sample: torch.Tensor
+    kinds: torch.Tensor | None = None
+    """The index in `MODALITIES` of every row, padding included: int64 [B * S]; None in a run of
+    text alone."""
+    has_media: bool = False
+    """Whether a row is no text; the batch is then one sequence."""
     _on_device: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -56,6 +61,22 @@ class BatchView:
         return self.all_ranges if self.kept is None else self.all_ranges[self.kept]
 
     @property
+    def text(self) -> torch.Tensor:
+        """The rows of a batch with media that are text: int64 [N]."""
+        return self._codes.eq(0).nonzero().flatten()
+
+    @property
+    def segments(self) -> list[tuple[int, int, str]]:
+        """Of a batch with media: range of positions, modality and name of an index list of rows."""
+        pairs = zip(self.all_ranges.tolist(), self._codes.tolist(), strict=True)
+        return [(span, kind, f"segment {span} {kind}") for span, kind in sorted(set(pairs))]
+
+    @property
+    def _codes(self) -> torch.Tensor:
+        assert self.kinds is not None  # noqa: S101 -- only rows with media ask
+        return self.kinds
+
+    @property
     def sampling_stride(self) -> int:
         """The stride of sampled rows, where the sequences of rows are not known."""
         return max(self.num_rows // max(len(self.input_sample), 1), 1)
@@ -64,13 +85,21 @@ class BatchView:
         """Give one of the index lists on `device`; it is moved there once per batch."""
         key = (which, device)
         if key not in self._on_device:
-            index: torch.Tensor = getattr(self, which)
+            name, *of = which.split()
+            index: torch.Tensor = self._segment(*map(int, of)) if of else getattr(self, name)
             self._on_device[key] = index.to(device, non_blocking=True)
         return self._on_device[key]
 
+    def _segment(self, span: int, kind: int) -> torch.Tensor:
+        return ((self.all_ranges == span) & (self._codes == kind)).nonzero().flatten()
+
 
 def view_batch(
-    shape: tuple[int, int], lengths: tuple[int, ...], first: int, quarter: int
+    shape: tuple[int, int],
+    lengths: tuple[int, ...],
+    first: int,
+    quarter: int,
+    kinds: torch.Tensor | None = None,
 ) -> BatchView:
     """Find which rows of a right-padded batch count.
 
@@ -79,6 +108,7 @@ def view_batch(
         lengths: tokens of each sequence.
         first: global index of the batch's first sequence.
         quarter: which quarter of the data the batch belongs to.
+        kinds: the index in `MODALITIES` of each token, int8 [B, S]; None in a run of text.
     """
     kept = None
     spans = split_positions(max(lengths))
@@ -97,6 +127,8 @@ def view_batch(
         spans=tuple(spans),
         kv_sample=_rows(shape, lengths, sampled),
         input_sample=_rows(shape, lengths, sampled, every=INPUT_HISTOGRAM_TOKENS),
+        kinds=None if kinds is None else kinds.flatten().long(),
+        has_media=kinds is not None and bool(kinds.any()),
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
+from fp8calib.data.media import MODALITIES
 from fp8calib.errors import CalibrationError
 from fp8calib.fp8.amax import (
     channel_amax,
@@ -46,16 +49,56 @@ def _complete(
     amax: tuple[torch.Tensor, ...],
     has_ranges: bool = False,
     sampled: torch.Tensor | None = None,
+    by_modality: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **built_in: torch.Tensor | None,
 ) -> Reductions:
     """Add the statistics that are not built in; they reduce `rows()`, [N, channels]."""
-    tensors = {name: found for name, found in built_in.items() if found is not None}
+    given = {**built_in, **by_modality}
+    tensors = {name: found for name, found in given.items() if found is not None}
     for statistic in STATISTICS.values():
         if statistic.observe is not None:
             tensors[statistic.name] = statistic.observe(rows())
     return Reductions(
         num_tokens=num_tokens, amax=amax, has_ranges=has_ranges, tensors=tensors, sampled=sampled
     )
+
+
+class Parts(NamedTuple):
+    """The amax of parts of a batch, and what is known of its modalities from them."""
+
+    amax: tuple[torch.Tensor, ...]
+    statistics: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, batch: BatchView, amax: Sequence[torch.Tensor]) -> Parts:
+        """Take the parts of a batch without media."""
+        return cls(
+            tuple(amax), {} if batch.kinds is None else _join_segments([0] * len(amax), amax)
+        )
+
+
+def _split(
+    batch: BatchView, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> Parts:
+    """Reduce the rows of each range of positions and modality; `reduce` gives the amax of rows."""
+    segments = batch.segments
+    amax = [reduce(batch.rows(name, device)) for _, _, name in segments]
+    statistics = _join_segments([kind for _, kind, _ in segments], amax)
+    spans = torch.tensor([span for span, _, _ in segments], device=device)
+    largest = torch.stack([part.max() for part in amax]).unsqueeze(1)
+    statistics["positions"] = _position_amax(batch, largest, spans)
+    return Parts(tuple(amax), statistics)
+
+
+def _join_segments(kinds: Sequence[int], amax: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the amax of segments by modality, and those of text."""
+    largest = torch.stack([part.max() for part in amax]).unsqueeze(1)
+    codes = torch.tensor(kinds, device=largest.device)
+    found = {"modalities": segment_amax(largest, codes, len(MODALITIES)).squeeze(1)}
+    text = [part for kind, part in zip(kinds, amax, strict=True) if not kind]
+    if text:
+        found["text"] = torch.stack(text).amax(0)
+    return found
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -71,18 +114,26 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     spans: tuple[tuple[int, int | None], ...] = batch.spans
     if counted.shape[2] != spans[-1][1]:  # the model adds tokens of its own
         spans = ((0, None),)
-    amax = tuple(head_amax(counted[:, :, first:stop]) for first, stop in spans)
-    if x.shape[1] != num_heads:
-        amax = tuple(part.reshape(num_heads, -1).amax(1) for part in amax)
+
+    def reduce(part: torch.Tensor) -> torch.Tensor:
+        found = head_amax(part)
+        return found if x.shape[1] == num_heads else found.reshape(num_heads, -1).amax(1)
+
+    has_ranges = spans is batch.spans
+    if batch.has_media and has_ranges:
+        parts = _split(batch, lambda rows: reduce(counted[:, :, rows]), x.device)
+    else:
+        parts = Parts.of(batch, [reduce(counted[:, :, first:stop]) for first, stop in spans])
     sampled = None
     if role is not Role.Q and len(batch.kv_sample):
         sampled = x.transpose(1, 2).flatten(0, 1)[batch.rows("kv_sample", x.device)]
     return _complete(
         batch.num_tokens,
         lambda: tokens_first(counted),
-        amax=amax,
-        has_ranges=spans is batch.spans,
+        amax=parts.amax,
+        has_ranges=has_ranges and not batch.has_media,
         sampled=sampled,
+        by_modality=parts.statistics,
     )
 
 
@@ -98,18 +149,23 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     """
     counted = _counted_rows(batch, site, x)
     flat = (x if counted is None else counted).reshape(-1, x.shape[-1])
-    if counted is not None:
-        parts = [counted[:, first:stop].transpose(0, 1) for first, stop in batch.spans]
+    if counted is None:
+        parts = Parts((channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float(),))
+    elif batch.has_media:
+        known = counted
+        parts = _split(batch, lambda rows: channel_amax(known[:, rows].transpose(0, 1)), x.device)
     else:
-        parts = [flat] if len(flat) else []
+        spans = (counted[:, first:stop].transpose(0, 1) for first, stop in batch.spans)
+        parts = Parts.of(batch, list(map(channel_amax, spans)))
     num_rows = x.shape[:-1].numel()
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
     return _complete(
         batch.num_tokens if is_whole else num_rows,
         lambda: flat,
-        amax=tuple(map(channel_amax, parts)) or (flat.new_zeros(x.shape[-1]).float(),),
-        has_ranges=counted is not None,
+        amax=parts.amax,
+        has_ranges=counted is not None and not batch.has_media,
         sampled=_sample_input(batch, x, flat),
+        by_modality=parts.statistics,
     )
 
 
@@ -157,6 +213,7 @@ def observe_expert_input(
         lambda: rows,
         amax=(channel_amax(rows),),
         positions=_position_amax(batch, per_row, batch.rows("ranges", rows.device)),
+        by_modality=_list_experts_media(batch, rows, per_row, None),
         sampled=_sample_input(batch, hidden, rows),
         experts=segment_amax(per_row.repeat_interleave(index.shape[1], 0), experts, num_experts),
         expert_counts=expert_counts(experts, num_experts),
@@ -178,8 +235,10 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
 
     counted = rows
     if batch.kept is None:
-        ranges = batch.rows("all_ranges", rows.device)[order // num_routed]
+        tokens = order // num_routed
+        ranges = batch.rows("all_ranges", rows.device)[tokens]
     else:
+        tokens = None
         counted = pick("kept")
         experts = call.index[batch.rows("kept", rows.device)].flatten()
         ranges = batch.rows("ranges", rows.device).repeat_interleave(num_routed)
@@ -189,10 +248,27 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
         lambda: counted,
         amax=(channel_amax(counted),),
         positions=_position_amax(batch, per_block.amax(1, keepdim=True), ranges),
+        by_modality=_list_experts_media(batch, counted, per_block.amax(1, keepdim=True), tokens),
         sampled=pick("input_sample") if len(batch.input_sample) else None,
         experts=segment_amax(per_block, experts, call.num_experts),
         expert_counts=expert_counts(experts, call.num_experts),
     )
+
+
+def _list_experts_media(
+    batch: BatchView, rows: torch.Tensor, per_row: torch.Tensor, tokens: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Reduce rows by modality; `tokens` has the token of each row, None if they are in order."""
+    if batch.kinds is None:
+        return {}
+    if not batch.has_media:
+        return _join_segments([0], [channel_amax(rows)])
+    kinds = batch.rows("kinds", rows.device)
+    kinds = kinds if tokens is None else kinds[tokens]
+    return {
+        "modalities": segment_amax(per_row, kinds, len(MODALITIES)).squeeze(1),
+        "text": channel_amax(rows.masked_fill((kinds != 0).unsqueeze(1), 0)),
+    }
 
 
 def _position_amax(batch: BatchView, per_row: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,8 @@ STATISTICS = {
         Statistic(name="progress"),
         Statistic(name="positions", length=NUM_RANGES),
         Statistic(name="histogram", is_count=True),
+        Statistic(name="modalities"),
+        Statistic(name="text"),
     )
 }
 """By name, in the order that stats files store them."""
@@ -137,6 +139,19 @@ class SiteStats:
         0 in ranges that no sequence reached; None where the positions of rows are not known.
         """
         return self.tensors.get("positions")
+
+    @property
+    def modalities(self) -> torch.Tensor | None:
+        """Tensor-wide amax of the tokens of each modality, in the order of `MODALITIES`: [4].
+
+        None in a run of text, and where the tokens of rows are not known.
+        """
+        return self.tensors.get("modalities")
+
+    @property
+    def text(self) -> torch.Tensor | None:
+        """The amax of the tokens that are text, in the shape of `amax`; None as `modalities`."""
+        return self.tensors.get("text")
 
     @property
     def histogram(self) -> torch.Tensor | None:

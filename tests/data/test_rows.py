@@ -111,8 +111,12 @@ def test_a_message_becomes_role_and_text(message: object, expected: object) -> N
         ({"messages": [{"role": 1, "content": "x"}]}, "messages[0]: the role must be a string"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be text or a list of parts"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "file"}]}]},
+            "messages[0].content[0] is a part of no known type",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0] is not a text part",
+            "0 images beside 1 places for them",
         ),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien', an unknown role"),
         ({"conversations": [{"from": "gpt"}]}, "conversations[0].value must be text"),

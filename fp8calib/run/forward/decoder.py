@@ -1,9 +1,14 @@
-"""Run one batch through the text decoder of a model, without its lm_head."""
+"""Run one batch through the text decoder of a model, without its lm_head.
+
+A row with media runs through the whole model up to the decoder (its towers, projectors, masks and
+positions), which is then called with the arguments that the model gave to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +25,9 @@ _OUT_OF_MEMORY_MESSAGES = (
     "could not create a memory object",
     "could not execute a primitive",
 )
+
+
+_Output = TypeVar("_Output")
 
 
 class OutOfMemoryInForward(CalibrationError):  # noqa: N818 -- a state that smaller batches avoid
@@ -49,11 +57,28 @@ def check_runnable(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} ({config.model_type}): {why}", hint=hint)
 
 
+class DecoderCall(NamedTuple):
+    """The arguments of the text decoder for a row with media."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """Without the cache, which every call gets anew."""
+    caches: tuple[str, ...]
+    """The keywords of the cache."""
+
+
+class _DecoderIsCalled(BaseException):
+    """Ends the forward pass of the model at its decoder. No model handles it: no Exception."""
+
+
 class Decoder:
     """Runs batches through the text decoder (never the lm_head)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_runnable(model)
+        self.find_call: Callable[[Batch], DecoderCall | None] = lambda _batch: None
+        """Gives what `prepare` gave for a batch, where that is stored."""
+        self._model: Any = model
         self._decoder: Any = find_text_decoder(model)[1]
         # FSDP2 gathers weights where its outermost module is called; the lm_head gets one token.
         self._called: Any = self._decoder
@@ -80,20 +105,37 @@ class Decoder:
             OutOfMemoryInForward: the batch is too large.
             CalibrationError: the forward pass failed.
         """
-        mask = batch.mask
         for module in self._growing:
             _forget_lengths(module)
+
+        def run() -> torch.Tensor:
+            if batch.media is None:
+                output = self._called(**self._text_inputs(batch), **{self._cache_argument: cache})
+            elif self._called is not self._decoder:  # FSDP2
+                output = self._called(**self._media_inputs(batch, cache), **self._options)
+            else:
+                call = self.find_call(batch) or self._prepare(batch, cache)
+                kwargs = {**call.kwargs, **dict.fromkeys(call.caches, cache)}
+                output = self._decoder(*call.args, **kwargs)
+            hidden: torch.Tensor = output[0]
+            return hidden
+
+        with torch.set_grad_enabled(traces):
+            return self._explain(batch, run)
+
+    def prepare(self, batch: Batch, cache: Any) -> DecoderCall:
+        """Run what comes before the decoder on a row with media.
+
+        Raises:
+            OutOfMemoryInForward: the row is too large.
+            CalibrationError: the forward pass failed.
+        """
+        return self._explain(batch, lambda: self._prepare(batch, cache))
+
+    def _explain(self, batch: Batch, run: Callable[[], _Output]) -> _Output:
+        """Run a forward pass, and explain its error."""
         try:
-            with torch.set_grad_enabled(traces):
-                output = self._called(
-                    input_ids=batch.input_ids.to(self.device, non_blocking=True),
-                    attention_mask=None
-                    if mask is None
-                    else mask.long().to(self.device, non_blocking=True),
-                    use_cache=True,
-                    **self._options,
-                    **{self._cache_argument: cache},
-                )
+            return run()
         except Fp8CalibError:
             raise
         except Exception as error:
@@ -104,8 +146,78 @@ class Decoder:
                 f"{type(error).__name__}: {error}",
                 hint="transformers runs this architecture in a way that fp8calib does not know",
             ) from error
-        hidden: torch.Tensor = output[0]
-        return hidden
+
+    def _text_inputs(self, batch: Batch) -> dict[str, Any]:
+        mask = batch.mask
+        return {
+            "input_ids": batch.input_ids.to(self.device, non_blocking=True),
+            "attention_mask": None
+            if mask is None
+            else mask.long().to(self.device, non_blocking=True),
+            "use_cache": True,
+            **self._options,
+        }
+
+    def _media_inputs(self, batch: Batch, cache: Any) -> dict[str, Any]:
+        assert batch.media is not None  # noqa: S101 -- the caller looked
+        ids = batch.input_ids.to(self.device)
+        accepted = _list_arguments(self._model)
+        inputs: dict[str, Any] = {}
+        for name, tensor in batch.media.load().items():
+            if name in accepted:
+                dtype = self._model.dtype if tensor.is_floating_point() else tensor.dtype
+                inputs[name] = tensor.to(self.device, dtype)
+            elif tensor.is_floating_point():
+                raise ModelError(
+                    f"{type(self._model).__name__} does not take {name}, which the processor makes "
+                    f"of {batch.media.row.origin}",
+                    hint="the processor belongs to another model",
+                )
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "use_cache": True,
+            name_cache_argument(self._model): cache,
+            **inputs,
+        }
+
+    @torch.no_grad()
+    def _prepare(self, batch: Batch, cache: Any) -> DecoderCall:
+        caught: list[DecoderCall] = []
+
+        def catch(*args: Any, **kwargs: Any) -> None:
+            caches = tuple(name for name, value in kwargs.items() if value is cache)
+            kept = {name: value for name, value in kwargs.items() if name not in caches}
+            caught.append(DecoderCall(args, kept, caches or (self._cache_argument,)))
+            raise _DecoderIsCalled
+
+        inputs = self._media_inputs(batch, cache)
+        own = self._decoder.__dict__.get("forward")
+        self._decoder.forward = catch
+        try:
+            self._model(**inputs)
+        except _DecoderIsCalled:
+            return caught[0]
+        finally:
+            if own is None:
+                del self._decoder.forward
+            else:
+                self._decoder.forward = own
+        raise ModelError(
+            f"{type(self._model).__name__}: its forward pass does not call its text decoder",
+            hint="this architecture is not supported",
+        )
+
+
+def _list_arguments(model: Any) -> set[str]:
+    """List the arguments of a model's forward pass, and of the model inside it that gets them."""
+    found: set[str] = set()
+    for module in (model, model.base_model):
+        parameters = signature(module.forward).parameters
+        found |= parameters.keys()
+        if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters.values()):
+            break
+    return found
 
 
 def _grows_with_length(module: nn.Module) -> bool:

@@ -12,18 +12,20 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.machine.pinned import StartedCopy
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.streaming.embeddings import EmbeddingRows, embeddings_by_row, open_embeddings
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
-from fp8calib.run.streaming.layer_steps import NO_STREAMING_HINT
+from fp8calib.run.streaming.layer_steps import NO_STREAMING_HINT, LayerSteps, open_steps
 from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartLoader, set_tensor
 
 
@@ -140,6 +142,33 @@ class StreamedModel:
             set_tensor(self.model, name, copy.use())
         if not keep:
             layer.held.release(layer.part.tensors)
+
+    @contextmanager
+    def steps(
+        self, decoder: Decoder, batches: Sequence[Batch], streaming: Streaming
+    ) -> Iterator[LayerSteps]:
+        """Let single layers run on batches; the towers run once, on the rows with media.
+
+        Raises:
+            CalibrationError: a tower failed, or there is no space for what it gives.
+        """
+        with ExitStack() as stack:
+            if any(batch.media is not None for batch in batches):
+                store = stack.enter_context(open_hidden_states(streaming))
+                self._run_towers(decoder, batches, store)
+                stack.callback(setattr, decoder, "find_call", decoder.find_call)
+                decoder.find_call = lambda batch: store.get(batch.first, decoder.device)
+            yield stack.enter_context(open_steps(decoder, self.layer_modules()))
+
+    def _run_towers(
+        self, decoder: Decoder, batches: Sequence[Batch], store: HiddenStateStore
+    ) -> None:
+        with self.load_head_on_demand():
+            for batch in batches:
+                if batch.media is not None:
+                    store.put(
+                        batch.first, decoder.prepare(batch, DynamicCache(config=decoder.config))
+                    )
 
     @contextmanager
     def load_head_on_demand(self) -> Iterator[None]:

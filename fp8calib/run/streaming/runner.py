@@ -8,7 +8,7 @@ and its weights are dropped. Every site sees the same batches in the same order 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
@@ -16,7 +16,7 @@ from fp8calib.geometry.sites import Site
 from fp8calib.run.forward.observed_batches import BatchObserver, nonfinite_error
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
-from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
 from fp8calib.run.streaming.model import (
     StreamedLayer,
     StreamedModel,
@@ -76,13 +76,16 @@ class StreamedRunner:
     def probe(self, batch: Batch, *, on_layer_read: Callable[[StreamedLayer], None]) -> Probe:
         """Measure the first layer on one micro-batch (`probe_layer`)."""
         with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
+            steps = stack.enter_context(self._steps([batch]))
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
                 return self._run_batch(steps, 0, batch, None, checks=False)
 
             return probe_layer(self._streamed, layers, run, on_layer_read=on_layer_read)
+
+    def _steps(self, batches: Sequence[Batch]) -> AbstractContextManager[LayerSteps]:
+        return self._streamed.steps(self._decoder, batches, self._streaming)
 
     def _locate(self, found: _NonfiniteError) -> CalibrationError:
         """Run the layers down to the failed one again, for each sequence alone."""
@@ -109,7 +112,7 @@ class StreamedRunner:
         journal: LayerJournal | None = None,
     ) -> None:
         with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
+            steps = stack.enter_context(self._steps(batches))
             store = stack.enter_context(open_hidden_states(self._streaming))
             first = 0 if journal is None else journal.load(store)
             advance(first * sum(batch.num_tokens for batch in batches))

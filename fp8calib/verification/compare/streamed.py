@@ -22,7 +22,7 @@ from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
-from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
 from fp8calib.run.streaming.model import (
     StreamedLayer,
     StreamedModel,
@@ -109,7 +109,7 @@ class StreamedComparison:
                     pass
 
         with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
+            steps = stack.enter_context(self._steps([batch]))
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
@@ -121,6 +121,9 @@ class StreamedComparison:
 
             keep = any(lane.by_layer for lane in lanes)
             return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
+
+    def _steps(self, batches: Sequence[Batch]) -> AbstractContextManager[LayerSteps]:
+        return self._streamed.steps(self._decoder, batches, self._streaming)
 
     # --- the models -----------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class StreamedComparison:
         advance: Advance,
     ) -> None:
         with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
+            steps = stack.enter_context(self._steps(batches))
             for layer in stack.enter_context(self._streamed.layers()):
                 index = layer.layer.index
                 keep = any(index in lane.by_layer for lane in lanes)

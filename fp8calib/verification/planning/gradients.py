@@ -27,7 +27,7 @@ from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_att
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import LmHead, open_lm_head
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
-from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
 from fp8calib.run.streaming.model import StreamedModel, Streaming, open_hidden_states
 from fp8calib.verification.compare.comparison import Advance
 from fp8calib.verification.emulation.emulate import Emulation
@@ -114,7 +114,7 @@ def estimate(
     """
     walk = _Walk(streamed, batches, groups, seed=seed, advance=advance)
     with open_hidden_states(streaming) as store, ExitStack() as stack:
-        steps = stack.enter_context(open_steps(walk.decoder, streamed.layer_modules()))
+        steps = stack.enter_context(streamed.steps(walk.decoder, batches, streaming))
         walk.run_forward(steps, store)
         walk.start_back(steps, store)
         walk.run_back(steps, store)

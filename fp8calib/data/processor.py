@@ -1,0 +1,194 @@
+"""Turn rows with images, video or audio into token ids and tensors, by the model's own processor.
+
+A row is encoded once when the data is planned, and again when it is run: the tensors of all rows
+together would need more memory than the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp8calib.data.media import (
+    MODALITIES,
+    Medium,
+    Modality,
+    load_audio,
+    load_image,
+    load_video,
+)
+from fp8calib.data.rows import Message, Row
+from fp8calib.errors import DataError, Fp8CalibError, first_line
+
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(?:id|index)")
+_PER_TOKEN = frozenset({"input_ids", "attention_mask"})
+_DEFAULT_RATE = 16000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MediaRow:
+    """A row with media, encoded: its tokens, and what makes its tensors again."""
+
+    row: Row
+    ids: torch.Tensor
+    """int64 [S]: one placeholder for each token that a medium fills."""
+    kinds: torch.Tensor
+    """int8 [S]: the index in `MODALITIES` of what each token stands for."""
+    digest: str
+    """sha256 (hex) over all tensors of the row: pixels, samples and their shapes."""
+    load: Callable[[], Mapping[str, torch.Tensor]]
+    """Gives the tensors that the model takes beside the tokens, for a batch of this row alone."""
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens that are text."""
+        found: list[int] = self.ids[self.kinds == 0].tolist()
+        return found
+
+    def cut(self, length: int) -> MediaRow:
+        """Drop the text after `length` tokens.
+
+        Raises:
+            DataError: a medium would be cut.
+        """
+        whole, needed = len(self.ids), int(self.kinds.nonzero().max()) + 1
+        if length >= whole:
+            return self
+        if length < needed:
+            raise DataError(
+                f"{self.row.origin}: its media end at token {needed}, beyond --seq-len {length}",
+                hint=f"use --seq-len {needed} or more, or smaller images",
+            )
+        return replace(
+            self,
+            ids=self.ids[:length],
+            kinds=self.kinds[:length],
+            load=lambda: {
+                key: x[:, :length] if x.shape[:2] == (1, whole) else x
+                for key, x in self.load().items()
+            },
+        )
+
+
+class MediaEncoder:
+    """Encodes rows with the processor of one model."""
+
+    def __init__(self, processor: Any, config: Any, name: str) -> None:
+        """Take a processor of transformers, and the config of its model, which is called `name`."""
+        self._processor = processor
+        self._name = name
+        self._placeholders = dict(_find_placeholders(config, processor))
+
+    def encode(self, row: Row) -> MediaRow:
+        """Encode a row that has media.
+
+        Raises:
+            DataError: a medium cannot be read, or the processor refuses the row.
+        """
+        found = self._run(row)
+        ids = found["input_ids"][0].to(torch.int64)
+        kinds = torch.zeros(len(ids), dtype=torch.int8)
+        for token, kind in self._placeholders.items():
+            kinds[ids == token] = MODALITIES.index(kind)
+        self._require_tokens(row, kinds)
+        return MediaRow(
+            row=row,
+            ids=ids,
+            kinds=kinds,
+            digest=_hash_tensors(found),
+            load=lambda: {k: x for k, x in self._run(row).items() if k not in _PER_TOKEN},
+        )
+
+    def _run(self, row: Row) -> dict[str, torch.Tensor]:
+        messages = [self._decode_message(message) for message in row.messages or ()]
+        options = {}
+        if any(medium.kind is Modality.AUDIO for medium in row.media):
+            options["processor_kwargs"] = {"sampling_rate": self._rate}
+        try:
+            found = self._processor.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_tensors="pt", **options
+            )
+        except Fp8CalibError:
+            raise
+        except Exception as error:  # templates and processors are programs that raise anything
+            raise DataError(
+                f"{row.origin}: {type(self._processor).__name__} of {self._name} refuses the row "
+                f"({type(error).__name__}: {first_line(error)})",
+                hint="check the order of the roles, and that the model takes such media",
+            ) from error
+        return {
+            key: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+            for key, value in found.items()
+            if value is not None
+        }
+
+    def _decode_message(self, message: Message) -> Message:
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        return {**message, "content": [self._decode_part(part) for part in parts]}
+
+    def _decode_part(self, part: Message) -> Message:
+        medium = part.get(part["type"])
+        if not isinstance(medium, Medium):
+            return deepcopy(part)
+        match medium.kind:
+            case Modality.IMAGE:
+                return {"type": "image", "image": load_image(medium)}
+            case Modality.AUDIO:
+                return {"type": "audio", "audio": load_audio(medium, self._rate)}
+        return {"type": "video", "video": load_video(medium)}
+
+    @property
+    def _rate(self) -> int:
+        """Samples per second that the processor expects of sounds."""
+        for name in ("feature_extractor", "audio_processor"):
+            part = getattr(self._processor, name, None)
+            if rate := getattr(part, "sampling_rate", None):
+                return int(rate)
+        return _DEFAULT_RATE
+
+    def _require_tokens(self, row: Row, kinds: torch.Tensor) -> None:
+        """Refuse a row of whose media no token can be told."""
+        present = {MODALITIES[code] for code in torch.unique(kinds).tolist()}
+        for medium in row.media:
+            # Some processors write the frames of a video as images.
+            same = {medium.kind, Modality.IMAGE} if medium.kind is Modality.VIDEO else {medium.kind}
+            if not same & present:
+                raise DataError(
+                    f"{medium.origin}: the chat template of {self._name} leaves no token for the "
+                    f"{medium.kind}",
+                    hint=f"the model may take no {medium.kind}, or its template is for text only",
+                )
+
+
+def list_modalities(config: Any) -> tuple[Modality, ...]:
+    """List what a model takes beside text, by the config of the whole model."""
+    found = {kind for _, kind in _find_placeholders(config, None)}
+    return tuple(kind for kind in MODALITIES if kind in found)
+
+
+def _find_placeholders(config: Any, processor: Any) -> Iterator[tuple[int, Modality]]:
+    """Find the ids of the tokens that media fill: in the config, its parts, and the processor."""
+    names = getattr(config, "sub_configs", None) or {}
+    parts = [getattr(config, name, None) for name in names]
+    for source in (*parts, processor, config):
+        for name in dir(source) if source is not None else ():
+            if found := _PLACEHOLDER.fullmatch(name):
+                value = getattr(source, name, None)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    yield value, Modality(found[1])
+
+
+def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
