@@ -73,9 +73,23 @@ class DataPlan:
     def lengths(self) -> list[int]:
         """Of each sequence: one more than its tokens that are scored, which are text."""
         return [
-            len(sequence) if row is None else int((row.kinds[1:] == 0).sum()) + 1
-            for sequence, row in ((s, self.media.get(i)) for i, s in enumerate(self.sequences))
+            int(self._is_scored(index).sum()) + 1 if index in self.media else len(sequence)
+            for index, sequence in enumerate(self.sequences)
         ]
+
+    @property
+    def after_media(self) -> torch.Tensor:
+        """Whether an image, video or sound stands before each scored token: bool [N]."""
+        found = [
+            self.media[index].kinds[:-1].ne(0).cumsum(0).gt(0)[self._is_scored(index)]
+            if index in self.media
+            else torch.zeros(len(sequence) - 1, dtype=torch.bool)
+            for index, sequence in enumerate(self.sequences)
+        ]
+        return torch.cat(found)
+
+    def _is_scored(self, index: int) -> torch.Tensor:
+        return self.media[index].kinds[1:] == 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.data.plan import DataPlan, batches
+from fp8calib.data.plan import DataPlan, batches, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -23,13 +23,14 @@ from fp8calib.verification.compare.comparison import (
 )
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
+    bounded_exp,
     compute_ppl,
     list_figures,
     standard_error,
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.compare.token_scores import TokenScores
+from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
@@ -62,9 +63,11 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     SERVER,
     CandidateResult,
+    ContextResult,
     HistogramResult,
     KvNeed,
     LayerResult,
+    MediaResult,
     NoiseResult,
     PairedResult,
     ReferenceResult,
@@ -72,6 +75,7 @@ from fp8calib.verification.report import (
     Sensitivity,
     Verdict,
     VerifyReport,
+    describe_media,
 )
 from fp8calib.verification.rule_choice import RuleSearch, choose_rules
 from fp8calib.verification.sensitivity import measure_sensitivity
@@ -108,6 +112,8 @@ class VerificationRequest:
     """Scale rules to rank, by name; all from the same statistics."""
     rules_of: str = ""
     """The candidate that the rules are applied to."""
+    text_scaled: Mapping[str, Candidate] = field(default_factory=dict)
+    """The candidates calibrated on media, by name, with the scales of the text alone."""
     per_head: Mapping[Site, Quantizer] = field(default_factory=dict)
     """Those of the per-head scales of `diagnosis_of`, where they are known."""
     diagnosis_of: str = ""
@@ -259,7 +265,7 @@ def _measure_noise(
     progress: Progress,
 ) -> NoiseResult:
     """Run the first sequences again in batches of another size, and compare the scores."""
-    few = replace(plan, sequences=plan.sequences[:_NOISE_SEQUENCES])
+    few = take_sequences(plan, 0, _NOISE_SEQUENCES)
     tokens = few.num_tokens * max(comparison.num_layers, 1)
     progress.stage("noise floor", tokens, unit="tokens", layers=comparison.num_layers)
     size = 1 if batch_size > 1 else _NOISE_BATCH
@@ -290,12 +296,17 @@ def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
     candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
     faults = {name: fault.emulation for name, fault in request.faults.items()}
     rules = {_rule_key(name): c.emulation for name, c in request.rules.items()}
+    text = {_text_key(name): c.emulation for name, c in request.text_scaled.items()}
     served = list_decode_emulations(request.candidates) if request.scores_decoding else {}
-    return candidates | faults | rules | served
+    return candidates | faults | rules | text | served
 
 
 def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
+
+
+def _text_key(name: str) -> str:
+    return f"\0text:{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,7 +414,7 @@ def _build_report(
     duration_s: float,
 ) -> VerifyReport:
     compared = computed.compared
-    lengths = [len(sequence) for sequence in plan.sequences]
+    lengths = plan.lengths
     layer_of = index_layers(reference.geometry)
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
     ppl = compute_ppl(compared.reference)
@@ -460,6 +471,8 @@ def _build_report(
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
+        media=tuple(_compare_text_scales(request, compared, lengths)),
+        contexts=tuple(_split_contexts(request.candidates, compared, plan)) if plan.media else (),
         decoding=compare_decoding(request.candidates, compared, lengths)
         if request.scores_decoding
         else (),
@@ -599,6 +612,51 @@ def _list_layer_rows(
         scales = find_ranges(candidate.emulation.quantizers)
         scales |= compared.weight_scales[candidate.name]
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
+
+
+def _compare_text_scales(
+    request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
+) -> Iterator[MediaResult]:
+    """Compare the scales of text alone with those of text and media."""
+    for name in request.text_scaled:
+        klds = {
+            _OF_TEXT: compared.candidates[_text_key(name)].klds,
+            name: compared.candidates[name].klds,
+        }
+        pair = compare_paired(_OF_TEXT, name, klds, lengths)
+        yield MediaResult(
+            candidate=name,
+            kld_mean=float(klds[_OF_TEXT].double().mean()),
+            kld_se=standard_error(klds[_OF_TEXT].double(), lengths),
+            difference=pair,
+            sentence=describe_media(pair),
+        )
+
+
+_OF_TEXT = "scales of the text alone"
+
+
+def _split_contexts(
+    candidates: Sequence[Candidate], compared: ComparisonResult, plan: DataPlan
+) -> Iterator[ContextResult]:
+    """Split the scored tokens into those after media and those without media before them."""
+    is_after = plan.after_media
+    parts = list(split_sequences(is_after, plan.lengths))
+    for after, chosen in ((True, is_after), (False, ~is_after)):
+        counts = [int((part if after else ~part).sum()) for part in parts]
+        kept = [count + 1 for count in counts if count]
+        for candidate in candidates if kept else ():
+            scores = compared.candidates[candidate.name]
+            losses = (compared.reference.logprobs - scores.logprobs)[chosen].double()
+            klds = scores.klds[chosen].double()
+            yield ContextResult(
+                candidate=candidate.name,
+                after_media=after,
+                tokens=len(klds),
+                kld_mean=float(klds.mean()),
+                kld_se=standard_error(klds, kept),
+                ppl_ratio=bounded_exp(float(losses.mean())),
+            )
 
 
 def _rank_rules(

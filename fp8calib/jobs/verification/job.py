@@ -120,10 +120,12 @@ class VerifyJob(RunModel):
     plan: DataPlan
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
+    """Makes the candidates, instead of those of the options."""
+    make_text_scaled: Callable[[LoadedModel, Target], Mapping[str, Candidate]] | None = None
+    """Makes those of them that were calibrated on media again, with the scales of the text."""
     tables: Mapping[str, ScaleTable] = field(default_factory=dict)
     """Of candidates that `make_candidates` makes, by name: their KV scales, which a cache type with
     global scales takes too."""
-    """Makes the candidates, instead of those of the options."""
     task_job: TaskJob | None
     refused: Collection[str]
     """The candidates that the engine cannot load."""

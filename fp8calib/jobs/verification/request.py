@@ -25,6 +25,7 @@ from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.histogram import lower_edge
+from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
     Candidate,
     OpenedCandidate,
@@ -75,6 +76,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of and not is_auto else {},
         rules_of=rules_of.name if rules_of else "",
+        text_scaled=dict(_build_text_scaled(job, model)) if len(groups) == 1 else {},
         rule_search=_build_search(job, rules_of) if rules_of and is_auto else None,
         per_head=_build_per_head(job, first),
         diagnosis_of=first.name if first else "",
@@ -371,6 +373,20 @@ def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
         for name in list_searched(job.options)
     }
     return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
+
+
+def _build_text_scaled(job: VerifyJob, model: LoadedModel) -> Iterator[tuple[str, Candidate]]:
+    """Build the candidates calibrated on media again, with the scales of the text alone."""
+    if job.make_text_scaled is not None:
+        yield from job.make_text_scaled(model, job.target).items()
+    for opened in job.opened:
+        text = None if opened.stats is None else keep_text(opened.stats)
+        if text is not None:
+            found = _build_candidate(job, replace(opened, stats=text), model)
+            yield (
+                opened.name,
+                leave_cache(found, job.options.plain_caches, job.target.geometry),
+            )
 
 
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:

@@ -163,12 +163,17 @@ class StreamedModel:
     def _run_towers(
         self, decoder: Decoder, batches: Sequence[Batch], store: HiddenStateStore
     ) -> None:
-        with self.load_head_on_demand():
+        towers = part_of_towers(self._loader)
+        self._loader.place(towers, self._loader.read(towers))
+        try:
             for batch in batches:
                 if batch.media is not None:
                     store.put(
                         batch.first, decoder.prepare(batch, DynamicCache(config=decoder.config))
                     )
+
+        finally:
+            self._loader.drop(towers)
 
     @contextmanager
     def load_head_on_demand(self) -> Iterator[None]:
@@ -244,6 +249,16 @@ def part_outside_layers(geometry: ModelGeometry, loader: PartLoader) -> ModelPar
             and not name.startswith(own)
             and name not in embeddings
         )
+    )
+
+
+def part_of_towers(loader: PartLoader) -> ModelPart:
+    """Gather the parameters outside the text decoder, but those of the lm_head."""
+    path, _ = find_text_decoder(loader.model)
+    head = loader.model.get_output_embeddings()
+    heads = tuple(f"{name}." for name, each in loader.model.named_modules() if each is head)
+    return loader.part(
+        lambda name: not name.startswith((*([f"{path}."] if path else [""]), *heads))
     )
 
 

@@ -95,6 +95,8 @@ def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     width = batch.input_ids.shape[1]
     rows = [row * width + torch.arange(length - 1) for row, length in enumerate(batch.lengths)]
     index = torch.cat(rows)
+    if batch.kinds is not None:  # no model predicts what stands for an image
+        index = index[batch.kinds.flatten()[index + 1] == 0]
     return index, batch.input_ids.flatten()[index + 1]
 
 
