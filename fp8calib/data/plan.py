@@ -115,6 +115,22 @@ class Batch:
         return sum(self.lengths)
 
     @property
+    def scored(self) -> list[torch.Tensor]:
+        """The positions in each sequence whose next token is scored: int64.
+
+        Every token but the first is, if it is text: no model predicts what stands for an image.
+        """
+        found = [torch.arange(length - 1) for length in self.lengths]
+        if self.kinds is None:
+            return found
+        return [index[self.kinds[row, index + 1] == 0] for row, index in enumerate(found)]
+
+    @property
+    def scored_lengths(self) -> list[int]:
+        """Of each sequence: one more than its tokens that are scored."""
+        return [len(index) + 1 for index in self.scored]
+
+    @property
     def mask(self) -> torch.Tensor | None:
         """Bool [B, L], true at tokens and false at padding; None when nothing is padded."""
         width = self.input_ids.shape[1]

@@ -13,7 +13,7 @@ from statistics import median_low
 
 import torch
 
-from fp8calib.data.plan import DataPlan, batches, replace_sequences
+from fp8calib.data.plan import DataPlan, batches, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
@@ -86,8 +86,7 @@ class _Chosen:
 def split_text(plan: DataPlan) -> tuple[DataPlan, DataPlan]:
     """Give the text that rules are chosen on, a bounded part of the first half, and the other."""
     half = len(plan.sequences) // 2
-    first = plan.sequences[: min(half, SEQUENCES)]
-    return replace_sequences(plan, first), replace_sequences(plan, plan.sequences[half:])
+    return take_sequences(plan, 0, min(half, SEQUENCES)), take_sequences(plan, half, None)
 
 
 def count_passes(geometry: ModelGeometry, num_options: int) -> tuple[int, int]:
@@ -141,7 +140,7 @@ class _Runner:
         self._comparison = comparison
         self._batches = list(batches(plan, batch_size))
         self._progress = progress
-        self.lengths = [length for batch in self._batches for length in batch.lengths]
+        self.lengths = [length for batch in self._batches for length in batch.scored_lengths]
 
     def run(self, emulations: Mapping[str, Quantizers]) -> ComparisonResult:
         """Score emulations."""

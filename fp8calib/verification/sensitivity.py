@@ -38,7 +38,7 @@ def measure_sensitivity(
     """Quantize one layer at a time as `candidate` does, on the first sequences of the plan."""
     emulation = candidate.emulation
     chosen = choose_batches(plan, batch_size)
-    lengths = [length for batch in chosen for length in batch.lengths]
+    lengths = [length for batch in chosen for length in batch.scored_lengths]
     parts = _split_by_layer(geometry, emulation)
     rounds = split_rounds(geometry, emulation)
     progress.stage("one layer at a time", sum(lengths) * (len(parts) + len(rounds)), unit="tokens")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.data.plan import DataPlan, replace_sequences
+from fp8calib.data.plan import DataPlan, replace_sequences, take_sequences
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
@@ -142,7 +142,7 @@ def describe_opened(
         gpu=gpu,
         cache_type=own_type,
         calibration=calibration,
-        search=replace_sequences(calibration, calibration.sequences[:SEQUENCES]),
+        search=take_sequences(calibration, 0, SEQUENCES),
         held_out=held_out,
         tag=" ".join([_TAG, *parts, *settings]),
     )
@@ -150,8 +150,11 @@ def describe_opened(
 
 def join_texts(opened: OpenedPlan) -> DataPlan:
     """Join the text of the search with the one that is held out."""
-    sequences = (*opened.search.sequences, *opened.held_out.sequences)
-    return replace(replace_sequences(opened.search, sequences), warnings=())
+    search, held_out = opened.search, opened.held_out
+    first = len(search.sequences)
+    media = {**search.media, **{first + index: row for index, row in held_out.media.items()}}
+    joined = replace_sequences(search, (*search.sequences, *held_out.sequences), media)
+    return replace(joined, warnings=())
 
 
 def _name_type(request: PlanRequest, engine: Engine) -> Sequence[str]:

@@ -82,7 +82,7 @@ class Runs:
         self._progress = progress
         self._stage = stage
         self._prefix = f"{text.fingerprint[:16]}/"
-        self.lengths = [length for batch in self._batches for length in batch.lengths]
+        self.lengths = [length for batch in self._batches for length in batch.scored_lengths]
 
     def __call__(self, plans: Iterable[Plan]) -> Mapping[Plan, tuple[TokenScores, TokenScores]]:
         """Give the scores of each plan, and those of the unquantized model."""

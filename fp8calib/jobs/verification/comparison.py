@@ -121,6 +121,13 @@ def open_verify_job(
     asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
     opened = [tuple(_open_candidates(each, target)) for each in asked]
     plan = text if isinstance(text, DataPlan) else text.plan(model.source)
+    if plan.media and (server is not None or options.scores_decoding or options.writes_text):
+        name = "--server" if server is not None else "--decode"
+        kinds = " and ".join(list(plan.tokens_by_modality)[1:])
+        raise UsageError(
+            f"{name}: the data has {kinds}, and this takes text alone",
+            hint="leave it out, or use rows of text",
+        )
     if options.scores_decoding and not bool(find_decoded(list(map(len, plan.sequences))).any()):
         hint = "use longer text, or a larger --seq-len"
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)

@@ -73,7 +73,7 @@ def _read_dump(path: Path, plan: DataPlan) -> dict[str, torch.Tensor]:
         raise DataError(
             f"{path}: damaged: {shorten(broken)} has NaN or infinity", hint="write it again"
         )
-    num_scored = sum(len(sequence) - 1 for sequence in plan.sequences)
+    num_scored = sum(length - 1 for length in plan.lengths)
     sizes = {tuple(each.shape) for each in found.values()}
     if sizes != {(num_scored,)} or metadata.get("data") != plan.fingerprint:
         raise DataError(

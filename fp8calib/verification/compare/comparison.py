@@ -145,7 +145,7 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
         return
-    parts = enumerate(split_sequences(good, batch.lengths), start=batch.first)
+    parts = enumerate(split_sequences(good, batch.scored_lengths), start=batch.first)
     sample = next(number for number, part in parts if not bool(part.all()))
     raise VerificationError(
         f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",

@@ -93,10 +93,7 @@ def join_scores(parts: Sequence[TokenScores]) -> TokenScores:
 def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the rows (batch-major) that predict a token, and the tokens they should predict."""
     width = batch.input_ids.shape[1]
-    rows = [row * width + torch.arange(length - 1) for row, length in enumerate(batch.lengths)]
-    index = torch.cat(rows)
-    if batch.kinds is not None:  # no model predicts what stands for an image
-        index = index[batch.kinds.flatten()[index + 1] == 0]
+    index = torch.cat([row * width + scored for row, scored in enumerate(batch.scored)])
     return index, batch.input_ids.flatten()[index + 1]
 
 

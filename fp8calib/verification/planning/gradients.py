@@ -191,12 +191,11 @@ class _Walk:
     def _pull(self, hidden: torch.Tensor, batch: Batch, head: LmHead) -> torch.Tensor:
         """Give the gradient of the log-probability of drawn tokens at a hidden state [B, S, C].
 
-        As in the scores, the last token of a sequence predicts nothing.
+        As in the scores, the last token of a sequence predicts nothing, nor one before an image.
         """
         pull = torch.zeros_like(hidden)
-        for row, length in enumerate(batch.lengths):
-            for start in range(0, length - 1, _ROWS):
-                part = slice(start, min(start + _ROWS, length - 1))
+        for row, index in enumerate(batch.scored):
+            for part in torch.split(index.to(hidden.device), _ROWS):
                 states = hidden[row, part].detach().requires_grad_()
                 logits = head.logits(states, traces=True)
                 drawn = torch.multinomial(
@@ -252,7 +251,7 @@ class _Walk:
             slope = torch.zeros(batch.input_ids.numel())
             slope[::_STRIDE] = flat.cpu() * _STRIDE**0.5  # so that means of squares are of all
             slope = slope.reshape(batch.input_ids.shape)
-            rows = [slope[row, : length - 1] for row, length in enumerate(batch.lengths)]
+            rows = [slope[row, index] for row, index in enumerate(batch.scored)]
             key = (found, place)
             joined = torch.cat(rows)
             self._found[key] = self._found.get(key, 0) + joined
