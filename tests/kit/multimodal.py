@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from tests.kit.multimodal_kinds import HAS_TORCHVISION, MULTIMODAL, Kind
+from tests.kit.multimodal_kinds import MULTIMODAL, Kind
 
 _BASIC = ("<pad>", "<s>", "</s>", "<unk>")
 _TURNS = ("<|user|>", "<|assistant|>", "<|end|>")
@@ -98,20 +99,14 @@ def save_multimodal(name: str, folder: Path) -> None:
 
 
 def parametrize(names: list[str] | None = None) -> pytest.MarkDecorator:
-    """Run a test for each kind; those whose processor cannot be imported are skipped by name."""
-    return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(
-                name,
-                marks=pytest.mark.skipif(
-                    MULTIMODAL[name].needs_torchvision and not HAS_TORCHVISION,
-                    reason=f"{name}: its processor needs torchvision",
-                ),
-            )
-            for name in (names or sorted(MULTIMODAL))
-        ],
-    )
+    """Run a test for each kind; those that need a package that is absent are skipped by name."""
+    return pytest.mark.parametrize("name", [_mark(name) for name in names or sorted(MULTIMODAL)])
+
+
+def _mark(name: str) -> Any:
+    absent = [each for each in MULTIMODAL[name].needs if find_spec(each) is None]
+    reason = f"{name} needs {' and '.join(absent)}"
+    return pytest.param(name, marks=pytest.mark.skipif(bool(absent), reason=reason))
 
 
 def encode(
@@ -176,7 +171,8 @@ def messages(name: str, *, seed: int = 0) -> list[list[dict[str, Any]]]:
         rows += [user(one, "What is this?"), user(one, "Look. ", two, "Compare them!")]
         media.append(one)
     if "audio" in kind.placeholders:
-        rows += [user(make_tone(seed, 0.5), "What was said?")]
-        rows += [user(make_tone(seed + 1, 0.4), "And ", make_tone(seed + 2, 0.7), "here?")]
+        rows.append(user(make_tone(seed, 0.5), "What was said?"))
         media.append(make_tone(seed, 0.5))
+    if "audio" in kind.placeholders and kind.takes_several:
+        rows.append(user(make_tone(seed + 1, 0.4), "And ", make_tone(seed + 2, 0.7), "here?"))
     return [*rows, user(*media, "Both?")] if len(media) > 1 else rows

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.utils import is_torchvision_available
 
-from tests.architectures.families import FAMILIES, ROUTED, SIZES, SLIDING
+from tests.architectures.families import EXPERTS, FAMILIES, LATENT, ROUTED, SIZES, SLIDING
 from tests.architectures.vision import (
     CLIP,
     INTERN,
@@ -40,11 +40,19 @@ class Kind:
     ids: dict[str, str]
     named: dict[str, str] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
-    needs_torchvision: bool = False
+    needs: tuple[str, ...] = ()
+    """Packages that its processor or its model cannot do without, but this project can."""
     needs_media: bool = False
     """Whether the processor refuses a row without media."""
+    takes_several: bool = True
+    """Whether a row can have several media of one modality."""
     starts: bool = True
     """Whether the chat template writes the token that starts a row."""
+
+    @property
+    def needs_torchvision(self) -> bool:
+        """Whether it needs torchvision, which releases for CPUs of torch may lack."""
+        return "torchvision" in self.needs
 
 
 def _process(
@@ -74,7 +82,8 @@ def _see(
     """Make a processor of text and images, and of video if it has a part for that."""
     parts = {"image_processor": (image, size)}
     if video is not None:
-        parts["video_processor"] = (video, {})
+        own = {"draw_on_frames": False} if video.startswith("Ernie") else {}
+        parts["video_processor"] = (video, own)
     return _process(name, parts=parts, **settings)
 
 
@@ -129,7 +138,7 @@ def _make_qwen(
         tokens=("<|vision_start|>", "<|vision_end|>"),
         placeholders={"image": "<|vision_start|><|image_pad|><|vision_end|>"},
         starts=False,
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(processor, "Qwen2VLImageProcessorPil", _PATCHES, video),
     )
 
@@ -155,7 +164,7 @@ def _make_glm(processor: str, part: str, text: dict[str, Any], **changes: Any) -
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
         tokens=tuple(_GLM_IDS.values())[2:],
         placeholders={"image": "<|begin_of_image|><|image|><|end_of_image|>"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(processor, f"{part}ImageProcessorPil", _PATCHES, f"{part}VideoProcessor"),
     )
 
@@ -178,6 +187,60 @@ _DEEPSEEK = {
 }
 _FULL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 _CODES = tuple(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")
+
+_SAM = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "output_channels": 8,
+    "image_size": 64,
+    "patch_size": 8,
+    "mlp_dim": 48,
+    "global_attn_indexes": [0],
+}
+_WHISPER = ("WhisperFeatureExtractor", {"feature_size": 16, "chunk_length": 2})
+_HEAR = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_mel_bins": 16,
+}
+_WHISPERED = {
+    "d_model": 32,
+    "encoder_ffn_dim": 48,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "num_mel_bins": 16,
+    "max_source_positions": 100,
+}
+_OMNI = {
+    "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+    "audio_token": "<|AUDIO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+_OMNI_IDS = {
+    "image_token_index": "<|IMAGE|>",
+    "video_token_index": "<|VIDEO|>",
+    "audio_token_index": "<|AUDIO|>",
+    "audio_start_token_id": "<|audio_bos|>",
+    "audio_end_token_id": "<|audio_eos|>",
+    "vision_start_token_id": "<|vision_bos|>",
+    "vision_end_token_id": "<|vision_eos|>",
+}
+_OMNI_MEDIA = {
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+}
+_OMNI_PARTS = {
+    "image_processor": ("Qwen2VLImageProcessorPil", _PATCHES),
+    "video_processor": ("Qwen2VLVideoProcessor", {}),
+    "feature_extractor": _WHISPER,
+}
 
 MULTIMODAL: dict[str, Kind] = {
     "llava": _make_llava(_LLAMA, vision_feature_layer=-1, image_seq_length=4),
@@ -207,7 +270,7 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_index": "<image>", "video_token_index": "<video>"},
         named={**_IMAGE, "video_token": "<video>"},
         placeholders={"image": "<image>"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(
             "LlavaOnevisionProcessor",
             "LlavaOnevisionImageProcessorPil",
@@ -275,7 +338,7 @@ MULTIMODAL: dict[str, Kind] = {
             "img_line_break_token": "<|IMG_LINE_BREAK|>",
         },
         placeholders={"image": "<|IMG_PATCH|>"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(
             "Cohere2VisionProcessor",
             "Cohere2VisionImageProcessor",
@@ -373,7 +436,7 @@ MULTIMODAL: dict[str, Kind] = {
         },
         tokens=("<|video|>",),
         placeholders={"image": "<|image|>", "audio": "<|audio|>"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_process(
             "Gemma4Processor",
             parts={
@@ -484,7 +547,7 @@ MULTIMODAL: dict[str, Kind] = {
             "video_token": "<video>",
         },
         placeholders={"image": "<IMG_CONTEXT>\n"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(
             "InternVLProcessor",
             "GotOcr2ImageProcessorPil",
@@ -532,7 +595,7 @@ MULTIMODAL: dict[str, Kind] = {
             "<|tile_y_separator|>",
         ),
         placeholders={"image": "<|image|>"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(
             "Llama4Processor",
             "Llama4ImageProcessor",
@@ -548,7 +611,7 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_index": "[IMG]"},
         tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         placeholders={"image": "[IMG]"},
-        needs_torchvision=True,
+        needs=("torchvision",),
         processor=_see(
             "PixtralProcessor",
             "PixtralImageProcessorPil",
@@ -636,5 +699,440 @@ MULTIMODAL: dict[str, Kind] = {
     ),
     "qwen3_5_moe": _make_qwen(
         "Qwen3VLProcessor", FAMILIES["qwen3_5_moe_text"], {}, "Qwen3VLVideoProcessor"
+    ),
+    "deepseek_vl_hybrid": Kind(
+        config={**_DEEPSEEK["config"], "high_res_vision_config": _SAM},
+        ids=_DEEPSEEK["ids"],
+        named=_DEEPSEEK["named"],
+        placeholders=_DEEPSEEK["placeholders"],
+        processor=_see(
+            "DeepseekVLHybridProcessor",
+            "DeepseekVLHybridImageProcessorPil",
+            {"size": _SQUARE, "high_res_size": {"height": 64, "width": 64}},
+            num_image_tokens=4,
+        ),
+    ),
+    "ernie4_5_vl_moe": Kind(
+        config={
+            "text_config": {
+                **_TEXT,
+                "moe_num_experts": 4,
+                "moe_k": 2,
+                "moe_intermediate_size": [24, 16],
+                "moe_num_shared_experts": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [1, 1, 2],
+                },
+            },
+            "vision_config": {**QWEN_VISION, "intermediate_size": 48},
+        },
+        ids={
+            "image_token_id": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token_id": "<|IMAGE_START|>",
+            "image_end_token_id": "<|IMAGE_END|>",
+            "video_token_id": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token_id": "<|VIDEO_START|>",
+            "video_end_token_id": "<|VIDEO_END|>",
+        },
+        named={
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+        placeholders={"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "Ernie4_5_VLMoeProcessor",
+            "Ernie4_5_VLMoeImageProcessorPil",
+            _PATCHES,
+            "Ernie4_5_VLMoeVideoProcessor",
+        ),
+    ),
+    "exaone4_5": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "exaone4", **SLIDING},
+            "vision_config": {
+                **QWEN_VISION,
+                "num_key_value_heads": 2,
+                "window_size": 32,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+        named=_QWEN_TOKENS,
+        tokens=("<vision>", "</vision>"),
+        placeholders={"image": "<vision><|image_pad|></vision>"},
+        needs=("torchvision",),
+        processor=_see(
+            "Exaone4_5_Processor", "Qwen2VLImageProcessorPil", _PATCHES, "Qwen2VLVideoProcessor"
+        ),
+    ),
+    "gemma3n": Kind(
+        config={
+            "text_config": {
+                **_TEXT,
+                "head_dim": 16,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 8,
+                "vocab_size_per_layer_input": 263,
+                "hidden_size_per_layer_input": 8,
+                "laurel_rank": 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+            },
+            "vision_config": {
+                "architecture": "test_byobnet",
+                "hidden_size": 256,
+                "vocab_size": 8,
+                "vocab_offset": 263,
+            },
+            "audio_config": {
+                "vocab_size": 8,
+                "vocab_offset": 266,
+                "input_feat_size": 16,
+                "hidden_size": 32,
+                "conf_num_attention_heads": 4,
+                "conf_num_hidden_layers": 1,
+                "sscp_conv_channel_size": [8, 4],
+            },
+            "audio_soft_tokens_per_image": 5,
+            "vision_soft_tokens_per_image": 4,
+        },
+        ids={
+            "image_token_id": "<image_soft_token>",
+            "boi_token_id": "<start_of_image>",
+            "eoi_token_id": "<end_of_image>",
+            "audio_token_id": "<audio_soft_token>",
+            "boa_token_id": "<start_of_audio>",
+            "eoa_token_id": "<end_of_audio>",
+        },
+        named={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "audio_token": "<audio_soft_token>",
+            "boa_token": "<start_of_audio>",
+            "eoa_token": "<end_of_audio>",
+        },
+        needs=("torchvision", "timm"),
+        placeholders={"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+        processor=_process(
+            "Gemma3nProcessor",
+            parts={
+                "image_processor": (
+                    "SiglipImageProcessorPil",
+                    {"size": {"height": 64, "width": 64}},
+                ),
+                "feature_extractor": ("Gemma3nAudioFeatureExtractor", {"feature_size": 16}),
+            },
+            image_seq_length=4,
+            audio_seq_length=5,
+        ),
+    ),
+    "glmasr": Kind(
+        config={
+            "text_config": _LLAMA,
+            "audio_config": {**_HEAR, "intermediate_size": 128},
+        },
+        ids={"audio_token_id": "<|pad|>"},
+        tokens=("<|pad|>", "<|begin_of_audio|>", "<|end_of_audio|>"),
+        placeholders={"audio": "<|begin_of_audio|><|pad|><|end_of_audio|>"},
+        takes_several=False,
+        processor=_process("GlmAsrProcessor", parts={"feature_extractor": _WHISPER}),
+    ),
+    "janus": Kind(
+        config={
+            "text_config": _LLAMA,
+            "vision_config": {**VISION, "projection_dim": 32, "num_image_tokens": 4},
+            "vq_config": {
+                "embed_dim": 8,
+                "num_embeddings": 8,
+                "latent_channels": 8,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "projection_dim": 32,
+                "image_token_embed_dim": 32,
+            },
+        },
+        ids={"image_token_id": "<image_placeholder>"},
+        named={
+            "image_token": "<image_placeholder>",
+            "boi_token": "<begin_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        placeholders={"image": "<image_placeholder>"},
+        processor=_see(
+            "JanusProcessor", "JanusImageProcessorPil", {"size": _SQUARE}, num_image_tokens=4
+        ),
+    ),
+    "kimi_k25": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "deepseek_v3", **ROUTED, **LATENT},
+            "vision_config": {**VISION, "pos_emb_height": 8, "pos_emb_width": 8},
+            "projection_hidden_size": 32,
+        },
+        ids={
+            "image_token_id": "<|media_pad|>",
+            "video_token_id": "<|kimi_k25_video_placeholder|>",
+            "vision_start_token_id": "<|media_begin|>",
+            "vision_end_token_id": "<|media_end|>",
+        },
+        named={
+            "image_token": "<|media_pad|>",
+            "video_token": "<|kimi_k25_video_placeholder|>",
+        },
+        tokens=("<|media_begin|>", "<|media_content|>", "<|media_end|>"),
+        placeholders={"image": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "Kimi_K25Processor",
+            "Kimi_K25ImageProcessor",
+            {"patch_size": 8, "merge_size": 2, "max_patches": 64},
+            "Kimi_K25VideoProcessor",
+        ),
+    ),
+    "lfm2_vl": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "lfm2", **FAMILIES["lfm2"]},
+            "vision_config": {
+                **VISION,
+                "model_type": "siglip2_vision_model",
+                "num_patches": 16,
+                "vision_use_head": False,
+            },
+            "projector_hidden_size": 32,
+        },
+        ids={"image_token_id": "<image>"},
+        named={
+            **_IMAGE,
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+        },
+        tokens=tuple(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
+        placeholders={"image": "<image>"},
+        needs=("torchvision",),
+        processor=_see(
+            "Lfm2VlProcessor",
+            "Lfm2VlImageProcessor",
+            {
+                "encoder_patch_size": 8,
+                "tile_size": 32,
+                "size": {"height": 32, "width": 32},
+                "min_image_tokens": 2,
+                "max_image_tokens": 4,
+                "max_tiles": 4,
+            },
+        ),
+    ),
+    "minimax_m3_vl": Kind(
+        config={
+            "text_config": {
+                **_TEXT,
+                **EXPERTS,
+                "head_dim": 8,
+                "rotary_dim": 8,
+                "dense_intermediate_size": 48,
+                "shared_intermediate_size": 24,
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+            "vision_config": {**VISION, "image_size": 64},
+            "projector_hidden_size": 32,
+        },
+        ids={"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
+        named={"image_token": "]<]image[>[", "video_token": "]<]video[>["},
+        tokens=("]<]start of image[>[", "]<]end of image[>["),
+        placeholders={"image": "]<]image[>["},
+        needs=("torchvision",),
+        processor=_see(
+            "MiniMaxM3VLProcessor",
+            "MiniMaxM3VLImageProcessor",
+            _PATCHES,
+            "MiniMaxM3VLVideoProcessor",
+        ),
+    ),
+    "moss_transcribe_diarize": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 8},
+            "audio_config": {**_HEAR, "max_source_positions": 50},
+            "audio_chunk_size": 16000,
+        },
+        ids={"audio_token_id": "<|audio_pad|>"},
+        tokens=("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+        placeholders={"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        processor=_process(
+            "MossTranscribeDiarizeProcessor",
+            parts={
+                "feature_extractor": (
+                    "MossTranscribeDiarizeFeatureExtractor",
+                    {"feature_size": 16, "chunk_length": 1},
+                )
+            },
+        ),
+    ),
+    "phi4_multimodal": Kind(
+        config={
+            **_TEXT,
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 2048,
+            "vision_config": {
+                **VISION,
+                **_LAYERS,
+                "image_size": 64,
+                "crop_size": 64,
+                "patch_size": 2,
+            },
+            "audio_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_blocks": 2,
+                "num_attention_heads": 4,
+                "ext_pw_out_channel": 32,
+                "depthwise_separable_out_channel": 32,
+                "nemo_conv_channels": 32,
+                "input_size": 16,
+                "bias_max_distance": 8,
+            },
+        },
+        ids={
+            "vision_config.image_token_id": "<|endoftext10|>",
+            "audio_config.audio_token_id": "<|endoftext11|>",
+        },
+        named={"image_token": "<|endoftext10|>", "audio_token": "<|endoftext11|>"},
+        placeholders={"image": "<|endoftext10|>", "audio": "<|endoftext11|>"},
+        needs=("torchvision",),
+        processor=_process(
+            "Phi4MultimodalProcessor",
+            parts={
+                "image_processor": (
+                    "Phi4MultimodalImageProcessor",
+                    {"size": {"height": 64, "width": 64}, "patch_size": 2, "dynamic_hd": 1},
+                ),
+                "audio_processor": ("Phi4MultimodalFeatureExtractor", {"feature_size": 16}),
+            },
+        ),
+    ),
+    "qianfan_ocr": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 8},
+            "vision_config": {**INTERN, "image_size": [32, 32]},
+            "image_seq_length": 4,
+        },
+        ids={"image_token_id": "<IMG_CONTEXT>"},
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+        },
+        tokens=("<image>",),
+        placeholders={"image": "<image>\n"},
+        processor=_see(
+            "QianfanOCRProcessor",
+            "GotOcr2ImageProcessorPil",
+            {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 2},
+            image_seq_length=4,
+        ),
+    ),
+    "qwen2_audio": Kind(
+        config={"text_config": _QWEN2, "audio_config": _WHISPERED},
+        ids={"audio_token_index": "<|AUDIO|>"},
+        tokens=("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        placeholders={"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>\n"},
+        processor=_process("Qwen2AudioProcessor", parts={"feature_extractor": _WHISPER}),
+    ),
+    "qwen2_5_omni_thinker": Kind(
+        config={
+            "text_config": {**_TEXT, **THREE_AXES},
+            "vision_config": {**QWEN_VISION, "window_size": 32, "fullatt_block_indexes": [0]},
+            "audio_config": {**_WHISPERED, "output_dim": 32, "n_window": 50},
+        },
+        ids=_OMNI_IDS,
+        named=_OMNI,
+        placeholders=_OMNI_MEDIA,
+        starts=False,
+        needs=("torchvision",),
+        processor=_process("Qwen2_5OmniProcessor", parts=_OMNI_PARTS),
+    ),
+    "qwen3_asr": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 8},
+            "audio_config": {**_WHISPERED, "output_dim": 32, "downsample_hidden_size": 8},
+        },
+        ids={"audio_token_id": "<|audio_pad|>"},
+        named={
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        placeholders={"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        takes_several=False,
+        processor=_process(
+            "Qwen3ASRProcessor",
+            parts={"feature_extractor": ("Qwen3ASRFeatureExtractor", {"feature_size": 16})},
+        ),
+    ),
+    "qwen3_omni_moe_thinker": Kind(
+        config={
+            "text_config": {
+                **_TEXT,
+                **THREE_AXES,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+            },
+            "vision_config": {**QWEN_VISION, "depth": 2, "deepstack_visual_indexes": [0]},
+            "audio_config": {**_WHISPERED, "output_dim": 32, "downsample_hidden_size": 8},
+        },
+        ids={key.replace("_index", "_id"): token for key, token in _OMNI_IDS.items()},
+        named=_OMNI,
+        placeholders=_OMNI_MEDIA,
+        starts=False,
+        needs=("torchvision",),
+        processor=_process("Qwen3OmniMoeProcessor", parts=_OMNI_PARTS),
+    ),
+    "smolvlm": Kind(
+        config={
+            "text_config": _LLAMA,
+            "vision_config": {**VISION, "image_size": 32},
+            "scale_factor": 2,
+            "pad_token_id": 0,
+        },
+        ids={"image_token_id": "<image>"},
+        named={
+            **_IMAGE,
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        tokens=_IDEFICS_TOKENS,
+        placeholders={"image": "<image>"},
+        needs=("torchvision", "num2words"),
+        processor=_see(
+            "SmolVLMProcessor",
+            "SmolVLMImageProcessorPil",
+            {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+            "SmolVLMVideoProcessor",
+            image_seq_len=4,
+        ),
+    ),
+    "video_llama_3": Kind(
+        config={"text_config": _QWEN2, "vision_config": VISION},
+        ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+        named=_QWEN_TOKENS,
+        placeholders={"image": "<|image_pad|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "VideoLlama3Processor",
+            "VideoLlama3ImageProcessorPil",
+            {**_PATCHES, "merge_size": 1},
+            "VideoLlama3VideoProcessor",
+        ),
     ),
 }
