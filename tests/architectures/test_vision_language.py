@@ -17,41 +17,25 @@ from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.topology.find import find_text_decoder
 from tests.architectures.families import FAMILIES, SIZES, build
+from tests.architectures.vision import (
+    CLIP,
+    FOUR_AXES,
+    INTERN,
+    LLAMA4_VISION,
+    PIXTRAL,
+    QWEN_VISION,
+    SIGLIP,
+    THREE_AXES,
+    VISION,
+)
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.zoo import NEEDS_5_23
 
-_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "embed_dim": 32,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "patch_size": 8,
-    "intermediate_size": 48,
-    "out_hidden_size": 32,
-    "mlp_ratio": 2,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [],
-}
-_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-_FOUR_AXES = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1, 1]}
-}
-_CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32}
-_PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
-_INTERN = {**_VISION, "image_size": [16, 16], "patch_size": [8, 8]}
 _MLLAMA_VISION = {
-    **_VISION,
+    **VISION,
     "attention_heads": 4,
     "num_hidden_layers": 2,
     "num_global_layers": 1,
@@ -60,60 +44,53 @@ _MLLAMA_VISION = {
     "max_num_tiles": 1,
     "supported_aspect_ratios": [[1, 1]],
 }
-_LLAMA4_VISION = {
-    **_VISION,
-    "vision_output_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-}
-
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
     "llava": (
         {**SIZES, "model_type": "llama"},
-        _CLIP,
+        CLIP,
         "language_model.model.layers",
         {"model.vision_tower", "model.multi_modal_projector"},
     ),
     "mistral3": (
         {**SIZES, "model_type": "mistral", "head_dim": 8},
-        _PIXTRAL,
+        PIXTRAL,
         "language_model.model.layers",
         {"model.vision_tower", "model.multi_modal_projector"},
     ),
     "hunyuan_vl": (
-        {**SIZES, "head_dim": 8, **_FOUR_AXES},
-        {**_VISION, "out_hidden_size": 32},
+        {**SIZES, "head_dim": 8, **FOUR_AXES},
+        {**VISION, "out_hidden_size": 32},
         "model.layers",
         {"model.vision_tower"},
     ),
     "idefics3": (
         {**SIZES, "model_type": "llama"},
-        _VISION,
+        VISION,
         "model.text_model.layers",
         {"model.vision_model", "model.connector"},
     ),
     "internvl": (
         {**SIZES, "model_type": "qwen2"},
-        _INTERN,
+        INTERN,
         "language_model.model.layers",
         {"model.vision_tower", "model.multi_modal_projector"},
     ),
-    "qwen2_vl": ({**SIZES, **_ROPE}, _QWEN_VISION, "model.layers", {"model.visual"}),
+    "qwen2_vl": ({**SIZES, **THREE_AXES}, QWEN_VISION, "model.layers", {"model.visual"}),
     "qwen3_vl": (
-        {**SIZES, **_ROPE, "head_dim": 8},
-        _QWEN_VISION,
+        {**SIZES, **THREE_AXES, "head_dim": 8},
+        QWEN_VISION,
         "model.language_model.layers",
         {"model.visual"},
     ),
     "qwen3_5": (
         {**SIZES, **FAMILIES["qwen3_5_text"]},
-        _QWEN_VISION,
+        QWEN_VISION,
         "model.language_model.layers",
         {"model.visual"},
     ),
     "llama4": (
         {**SIZES, **FAMILIES["llama4_text"]},
-        _LLAMA4_VISION,
+        LLAMA4_VISION,
         "language_model.model.layers",
         {"vision_model", "multi_modal_projector"},
     ),
@@ -153,7 +130,7 @@ def test_no_token_of_paligemma_sees_a_later_one(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "paligemma",
         text_config={**SIZES, "model_type": "gemma", "head_dim": 8},
-        vision_config={**_VISION, "model_type": "siglip_vision_model", "projection_dim": 32},
+        vision_config={**SIGLIP, "projection_dim": 32},
         projection_dim=32,
     )
     assert config.text_config.use_bidirectional_attention
@@ -206,7 +183,7 @@ def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path
         pytest.param(
             "hunyuan_vl",
             {**SIZES, "head_dim": 8},
-            {**_VISION, "out_hidden_size": 32},
+            {**VISION, "out_hidden_size": 32},
             r"HunYuanVLForConditionalGeneration \(hunyuan_vl_text\): its text decoder does not run",
             marks=NEEDS_5_23,
         ),
