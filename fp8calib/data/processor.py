@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fp8calib.data.media import (
+    MEDIA,
     MODALITIES,
     Medium,
     Modality,
@@ -24,12 +25,14 @@ from fp8calib.data.media import (
     load_image,
     load_video,
 )
-from fp8calib.data.rows import Message, Row
+from fp8calib.data.rows import Message, Row, has_chat_template
 from fp8calib.errors import DataError, Fp8CalibError, first_line
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(?:id|index)")
 _PER_TOKEN = frozenset({"input_ids", "attention_mask"})
 _DEFAULT_RATE = 16000
+_ARGUMENTS = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "audio"}
+"""The arguments of processors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +48,10 @@ class MediaRow:
     """sha256 (hex) over all tensors of the row: pixels, samples and their shapes."""
     load: Callable[[], Mapping[str, torch.Tensor]]
     """Gives the tensors that the model takes beside the tokens, for a batch of this row alone."""
+    open: Callable[[], OpenRow]
+    """Gives the row as an engine takes it, whose own processor expands placeholders."""
+    num_cut: int = 0
+    """How many tokens at the end of the row are left out."""
 
     @property
     def text_ids(self) -> list[int]:
@@ -70,11 +77,21 @@ class MediaRow:
             self,
             ids=self.ids[:length],
             kinds=self.kinds[:length],
+            num_cut=whole - length,
             load=lambda: {
                 key: x[:, :length] if x.shape[:2] == (1, whole) else x
                 for key, x in self.load().items()
             },
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRow:
+    """A row that no processor has seen: one placeholder a medium, and the media decoded."""
+
+    ids: list[int]
+    media: Mapping[Modality, list[Any]]
+    """Images of Pillow; frames uint8 [T, H, W, 3]; sounds with their rate, fp32 [samples]."""
 
 
 class MediaEncoder:
@@ -104,17 +121,25 @@ class MediaEncoder:
             kinds=kinds,
             digest=_hash_tensors(found),
             load=lambda: {k: x for k, x in self._run(row).items() if k not in _PER_TOKEN},
+            open=lambda: self._open(row),
         )
+
+    def _open(self, row: Row) -> OpenRow:
+        messages = [self._decode_message(message) for message in row.messages or ()]
+        media = _list_media(messages)
+        media[Modality.AUDIO] = [(sound, self._rate) for sound in media[Modality.AUDIO]]
+        if has_chat_template(self._processor):
+            text = str(self._processor.apply_chat_template(messages, tokenize=False))
+        else:
+            text = self._write_prompt(messages)
+        tokenizer = self._processor.tokenizer
+        ids = tokenizer(text, add_special_tokens=self._adds_special(text))["input_ids"]
+        return OpenRow(ids=list(ids), media={kind: each for kind, each in media.items() if each})
 
     def _run(self, row: Row) -> dict[str, torch.Tensor]:
         messages = [self._decode_message(message) for message in row.messages or ()]
-        options = {}
-        if any(medium.kind is Modality.AUDIO for medium in row.media):
-            options["processor_kwargs"] = {"sampling_rate": self._rate}
         try:
-            found = self._processor.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_tensors="pt", **options
-            )
+            found = self._call(messages)
         except Fp8CalibError:
             raise
         except Exception as error:  # templates and processors are programs that raise anything
@@ -128,6 +153,59 @@ class MediaEncoder:
             for key, value in found.items()
             if value is not None
         }
+
+    def _call(self, messages: list[Message]) -> Mapping[str, Any]:
+        """Let the processor make the inputs; one without a chat template takes a plain prompt."""
+        media = _list_media(messages)
+        options = {"sampling_rate": self._rate} if media[Modality.AUDIO] else {}
+        if has_chat_template(self._processor):
+            made: Mapping[str, Any] = self._processor.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs=options,
+            )
+            return made
+        text = self._write_prompt(messages)
+        given = {_ARGUMENTS[kind]: values for kind, values in media.items() if values}
+        called: Mapping[str, Any] = self._processor(
+            text=text,
+            return_tensors="pt",
+            add_special_tokens=self._adds_special(text),
+            **given,
+            **options,
+        )
+        return called
+
+    def _adds_special(self, text: str) -> bool:
+        """Whether the tokenizer adds special tokens: as transformers, unless the text has them."""
+        bos = self._processor.tokenizer.bos_token
+        return bos is None or not text.startswith(bos)
+
+    def _write_prompt(self, messages: Sequence[Message]) -> str:
+        """Write messages with the tokens that stand for media, by the tokenizer's template if any.
+
+        Raises:
+            DataError: no token stands for a medium.
+        """
+        tokenizer = self._processor.tokenizer
+        texts = ["".join(map(self._write_part, message["content"])) for message in messages]
+        if not has_chat_template(tokenizer):
+            return "\n".join(texts)
+        written = [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
+        return str(tokenizer.apply_chat_template(written, tokenize=False))
+
+    def _write_part(self, part: Message) -> str:
+        if part["type"] == "text":
+            return str(part["text"])
+        mark = getattr(self._processor, f"{part['type']}_token", None)
+        if mark is None:
+            raise DataError(
+                f"{self._name}: its processor has no chat template and no token for {part['type']}",
+                hint="copy the chat template that the model was published with",
+            )
+        return str(mark)
 
     def _decode_message(self, message: Message) -> Message:
         content = message["content"]
@@ -166,6 +244,16 @@ class MediaEncoder:
                     f"{medium.kind}",
                     hint=f"the model may take no {medium.kind}, or its template is for text only",
                 )
+
+
+def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
+    """List the media of decoded messages, by their kind."""
+    found: dict[Modality, list[Any]] = {kind: [] for kind in MEDIA}
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] in found:
+                found[part["type"]].append(part[part["type"]])
+    return found
 
 
 def list_modalities(config: Any) -> tuple[Modality, ...]:

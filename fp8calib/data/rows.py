@@ -179,6 +179,11 @@ def _parse_instruction(value: dict[Any, Any], origin: str) -> Row:
     return Row(origin, text=f"{question}\n\n{answer}", messages=messages)
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer or processor has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 def require_unicode(text: str, where: str) -> str:
     r"""Return `text`; refuse half a surrogate pair (a lone "\ud800" is legal in JSON)."""
     try:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fp8calib.data.rows import Row
-from fp8calib.data.tokenize import PackedRows, has_chat_template
+from fp8calib.data.rows import Row, has_chat_template
+from fp8calib.data.tokenize import PackedRows
 from fp8calib.errors import fit_line
 
 _HEAD_TOKENS, _TAIL_TOKENS = 40, 12

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8calib.data.processor import MediaEncoder, MediaRow
-from fp8calib.data.rows import Message, Row, require_unicode
+from fp8calib.data.rows import Message, Row, has_chat_template, require_unicode
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_text
 from fp8calib.errors import DataError
 
@@ -210,14 +210,15 @@ def _tokenize(row: Row, tokenizer: Callable[[], Any]) -> list[int]:
     return list(tokenizer()(row.text, verbose=False)["input_ids"])
 
 
-def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
 def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+        if not _holds_all(text, messages):
+            # Templates of models that see may read lists of parts alone, and skip a plain text.
+            parts = [_as_parts(message) for message in messages]
+            found = str(tokenizer.apply_chat_template(parts, tokenize=False))
+            text = found if _holds_all(found, messages) else text
+        return text
     except Exception as error:  # a template is a program that may raise anything
         if not has_chat_template(tokenizer):
             raise DataError(
@@ -228,6 +229,14 @@ def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
             f"{origin}: the chat template rejects the conversation ({error})",
             hint="check the order and names of the roles",
         ) from error
+
+
+def _holds_all(text: str, messages: Sequence[Message]) -> bool:
+    return all(str(message["content"]).strip() in text for message in messages)
+
+
+def _as_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_one_bos(ids: list[int], tokenizer: Any) -> list[int]:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -23,12 +24,13 @@ import torch
 from safetensors.torch import load
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.media import MEDIA
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.inside.lost_process import ProcessWatch
 from fp8calib.inside.vllm_modules import Matched, Rank, join_observed, match_sites
-from fp8calib.inside.vllm_observer import checksum
+from fp8calib.inside.vllm_observer import Expected, checksum
 from fp8calib.machine.progress import Progress
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
@@ -64,6 +66,9 @@ _OWN = {
     "worker_extension_cls": "it is what observes",
 }
 """Arguments of vLLM that are set here, because others would falsify the statistics."""
+_TEXT_OPTIONS = {"skip_tokenizer_init": True, "language_model_only": True}
+_MEDIA_OPTIONS = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+"""Every row is encoded once; profiling would run the largest medium that the model takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +149,7 @@ def observe_in_vllm(
     """
     longest = max(max(batch.lengths) for batch in todo)
     progress.stage("vLLM loads the model", None)
-    with _engine(checkpoint.folder, settings, longest) as llm:
+    with _engine(checkpoint.folder, settings, longest, _count_media(todo)) as llm:
         run = _Run(llm, prepared, recipe)
         with _open_drafter(settings, checkpoint) as drafter:
             run.start(checkpoint.stored, drafter)
@@ -152,6 +157,12 @@ def observe_in_vllm(
         progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
         _run_all(run, todo, progress, share)
         return run.stats(), run.matched.unseen
+
+
+def _count_media(todo: Sequence[Batch]) -> dict[str, int]:
+    """Count the most media of each kind in a row; empty where all is text."""
+    rows = [Counter(m.kind for m in b.media.row.media) for b in todo if b.media is not None]
+    return {str(kind): max(row[kind] for row in rows) for kind in MEDIA} if rows else {}
 
 
 def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
@@ -218,19 +229,27 @@ class _Run:
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
-        expected = [
-            (each.first, each.quarter, each.lengths[0], checksum(each.input_ids[0]))
+        expected: list[Expected] = [
+            (
+                each.first,
+                each.quarter,
+                each.lengths[0],
+                checksum(each.input_ids[0]),
+                None if each.kinds is None else each.kinds[0].tolist(),
+            )
             for each in group
         ]
         started = time.monotonic()
         self.is_settled, self._found = False, None
         self._call("fp8calib_expect", expected)
-        prompts = [{"prompt_token_ids": each.input_ids[0].tolist()} for each in group]
+        prompts = [_make_prompt(each) for each in group]
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         try:
-            self._llm.generate(prompts, params, use_tqdm=False)
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:
             raise self._explain(error) from error
+        for batch, output in zip(group, outputs, strict=True):
+            _require_same_tokens(batch, output.prompt_token_ids)
         self._sequences.extend(group)
         self.is_settled = True
         return time.monotonic() - started
@@ -290,6 +309,27 @@ class _Run:
             f"vLLM stopped: {why}",
             hint="vLLM's log is above; the statistics gathered so far are kept: run the same "
             "command with --resume",
+        )
+
+
+def _make_prompt(batch: Batch) -> dict[str, Any]:
+    """Make the prompt of one sequence; vLLM's own processor encodes media."""
+    if batch.media is None:
+        return {"prompt_token_ids": batch.input_ids[0].tolist()}
+    row = batch.media.open()
+    ids = row.ids[: len(row.ids) - batch.media.num_cut]
+    media = {str(kind): values for kind, values in row.media.items()}
+    return {"prompt_token_ids": ids, "multi_modal_data": media}
+
+
+def _require_same_tokens(batch: Batch, ids: Sequence[int]) -> None:
+    """Refuse a row that vLLM's processor expands to other tokens than transformers' does."""
+    expected = batch.input_ids[0].tolist()
+    if list(ids) != expected:
+        raise CalibrationError(
+            f"vLLM's processor makes {len(ids)} tokens of sample {batch.first}, and transformers' "
+            f"{len(expected)}: they are not the same",
+            hint="leave out --engine to calibrate with transformers",
         )
 
 
@@ -383,8 +423,10 @@ def _unswallowed_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[Any]:
-    """Start vLLM and stop it at the end."""
+def _engine(
+    folder: Path, settings: EngineSettings, longest: int, media: Mapping[str, int]
+) -> Iterator[Any]:
+    """Start vLLM and stop it at the end; `media` are the most of each kind in a row."""
     # Its log is not for the standard output, where --json prints.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -398,7 +440,6 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
                 model=str(folder),
                 dtype=settings.dtype,
                 trust_remote_code=settings.trust_remote_code,
-                skip_tokenizer_init=True,
                 tensor_parallel_size=settings.tensor_parallel_size,
                 pipeline_parallel_size=settings.pipeline_parallel_size,
                 enforce_eager=True,
@@ -407,9 +448,13 @@ def _engine(folder: Path, settings: EngineSettings, longest: int) -> Iterator[An
                 max_num_seqs=1,
                 max_model_len=longest + 1,
                 max_num_batched_tokens=longest + 1,
-                language_model_only=True,
                 worker_extension_cls=WORKER,
-                **{**settings.options, "speculative_config": dict(settings.drafter) or None},
+                **{
+                    **(_MEDIA_OPTIONS if media else _TEXT_OPTIONS),
+                    **({"limit_mm_per_prompt": dict(media)} if media else {}),
+                    **settings.options,
+                    "speculative_config": dict(settings.drafter) or None,
+                },
             )
     except Exception as error:
         raise CalibrationError(

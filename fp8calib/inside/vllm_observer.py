@@ -73,8 +73,8 @@ class Observer:
             for prefix, model in _find_models(self).items()
         ]
 
-    def fp8calib_expect(self, sequences: Sequence[tuple[int, int, int, int]]) -> None:
-        """Expect sequences in this order: global index, quarter, length, checksum of the ids."""
+    def fp8calib_expect(self, sequences: Sequence[Expected]) -> None:
+        """Expect sequences in this order."""
         for observation in vars(self)["_fp8calib"]:
             observation.expected.extend(map(tuple, sequences))
 
@@ -82,6 +82,10 @@ class Observer:
         """Give all statistics so far, as a safetensors file; its metadata has counts and faults."""
         with torch.inference_mode():
             return _collect(vars(self)["_fp8calib"])
+
+
+Expected = tuple[int, int, int, int, Sequence[int] | None]
+"""Of a sequence: global index, quarter, length, checksum of the ids, modality of each token."""
 
 
 def checksum(ids: torch.Tensor) -> int:
@@ -272,7 +276,7 @@ class _Observation:
 
     def __init__(self, model: nn.Module, prefix: str, observed: set[str]) -> None:
         self._is_drafter = bool(prefix)
-        self.expected = deque[tuple[int, int, int, int]]()
+        self.expected = deque[Expected]()
         self.faults: list[str] = []
         self.recorder = Recorder()
         self._has_batch = False
@@ -306,7 +310,7 @@ class _Observation:
         if not self.expected:
             self.faults.append(f"a step of {length} tokens that nobody asked for")
             return
-        first, quarter, expected, digest = self.expected.popleft()
+        first, quarter, expected, digest, modalities = self.expected.popleft()
         ids = kwargs.get("input_ids")
         if length != expected or int(positions[0]):
             self.faults.append(
@@ -318,7 +322,9 @@ class _Observation:
         if ids is not None and not self._is_drafter and checksum(ids) != digest:
             self.faults.append(f"sequence {first}: the engine ran other tokens")
             return
-        self.recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
+        kinds = None if modalities is None else torch.tensor([modalities], dtype=torch.int8)
+        view = view_batch((1, length), (length,), first, quarter, kinds=kinds)
+        self.recorder.begin_batch(view)
         self._has_batch = True
 
     def _end(self) -> None:

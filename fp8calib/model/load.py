@@ -220,12 +220,11 @@ def _model_class(source: ModelSource) -> Any:
     auto_map = source.raw_config.get("auto_map")
     if source.trust_remote_code and isinstance(auto_map, dict):
         return transformers.AutoModelForCausalLM
-    for mapping in _MODEL_CLASSES:
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            found = found[0] if isinstance(found, tuple) else found
-            if not _is_encoder(config, str(named)):
-                return found
+    mapped = (mapping[type(config)] for mapping in _MODEL_CLASSES if type(config) in mapping)
+    classes = [found[0] if isinstance(found, tuple) else found for found in mapped]
+    if classes and not _is_encoder(config, str(named)):
+        # Some types have a class for text alone beside the one that sees: the config names one.
+        return next((each for each in classes if each.__name__ == named), classes[0])
     raise ModelError(
         f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only language "
         "model (looked for a causal or image-text-to-text class of transformers)",

@@ -47,6 +47,10 @@ def observe_weights(
             yield site, _join(per_expert.pop(linear.module))
 
 
+_BOUNDS = ("_min", "_max")
+"""Bounds of a clamp: without one they are infinite (the towers of Gemma 4)."""
+
+
 def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
     """Refuse NaN and inf in tensors that are not weights of linears: embeddings, norms, biases.
 
@@ -58,7 +62,10 @@ def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
             continue
         shape = checkpoint.tensors[name].shape
         if not shape:
-            _require_finite(checkpoint.read(name).unsqueeze(0), name, 0)
+            value = checkpoint.read(name).unsqueeze(0)
+            if name.endswith(_BOUNDS):
+                value = value.nan_to_num(torch.nan, 0, 0)
+            _require_finite(value, name, 0)
             continue
         for start in range(0, shape[0], _ROWS_AT_ONCE):
             rows = checkpoint.read_rows(name, start, min(start + _ROWS_AT_ONCE, shape[0]))

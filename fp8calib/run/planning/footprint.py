@@ -50,6 +50,8 @@ class Workload:
     """Whether inputs of linears are quantized."""
     is_padded: bool = False
     """Whether a micro-batch contains padding."""
+    has_media: bool = False
+    """Whether the towers run, on rows with media."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Self:
@@ -63,6 +65,7 @@ class Workload:
             num_tokens=sum(batch.input_ids.numel() for batch in batches),
             num_distinct=len(find_distinct_tokens(batches)),
             is_padded=any(batch.mask is not None for batch in batches),
+            has_media=any(batch.media is not None for batch in batches),
         )
 
 

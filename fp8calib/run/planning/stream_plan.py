@@ -28,7 +28,7 @@ from fp8calib.run.planning.plan import (
     describe_peak,
     working_parts,
 )
-from fp8calib.run.streaming.model import layer_parts, part_outside_layers
+from fp8calib.run.streaming.model import layer_parts, part_of_towers, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import PartLoader
 
@@ -59,6 +59,9 @@ class StreamPlanner:
         outside = part_outside_layers(subject.geometry, loader)
         self._layers = [loader.measure(part) for part in layer_parts(subject.geometry, loader)]
         self._outside_bytes = loader.measure(outside).placed
+        # The towers are dropped before the first layer is read.
+        towers = loader.measure(part_of_towers(loader)) if subject.work.has_media else None
+        self._towers = 0 if towers is None else max(towers.stored, towers.placed) + towers.step
         self._subject = subject
         self._limits = limits
         self._scratch = scratch
@@ -125,16 +128,17 @@ class StreamPlanner:
         own = {"process": self._limits.process_bytes + SLACK_BYTES}
         keep = self._subject.work.changes_weights
         if self._limits.device_bytes is None:
-            return {**own, **self._streamed_parts(probe, peak_of_layers(self._layers, keep=keep))}
+            layers = max(peak_of_layers(self._layers, keep=keep), self._towers)
+            return {**own, **self._streamed_parts(probe, layers)}
         stored = [replace(layer, placed=0) for layer in self._layers]
-        layers = peak_of_layers(stored, keep=keep, copies_ahead=copies_ahead)
+        layers = max(peak_of_layers(stored, keep=keep, copies_ahead=copies_ahead), self._towers)
         return {**own, "layers": layers, "pinned buffers": NUM_BUFFERS * BUFFER_BYTES}
 
     def _device_peak(self, probe: Probe | None, *, copies_ahead: bool) -> dict[str, int]:
         placed = [layer.placed for layer in self._layers]
         following = [*placed[1:], 0] if copies_ahead else [0] * len(placed)
         layers = max(one + ahead for one, ahead in zip(placed, following, strict=True))
-        return self._streamed_parts(probe, layers)
+        return self._streamed_parts(probe, max(layers, self._towers))
 
     def _streamed_parts(self, probe: Probe | None, layers: int) -> dict[str, int]:
         """Compute the bytes where the model runs, `layers` of them for the weights of layers."""
