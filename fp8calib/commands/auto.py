@@ -33,6 +33,7 @@ from fp8calib.jobs.auto.measure import (
     list_candidates,
     list_considered,
     list_refused,
+    list_text_scaled,
     require_usable,
 )
 from fp8calib.jobs.auto.planned import PLANNED_PASSES, plan_left
@@ -354,6 +355,7 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     )
     found = measured.compare(
         lambda *both: list(list_candidates(measured, *both, schemes=compared)),
+        make_text_scaled=lambda *both: list_text_scaled(measured, *both, schemes=compared),
         with_types=task.gpu is not None,
         with_noise=task.receipt is not None,
     )
@@ -365,7 +367,7 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
         decisions.extend(made)
 
     kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
-    note(*kv.decisions)
+    note(*kv.decisions, *decide.list_media(found))
     if kv.left_out is not None and task.gate == "w8a8":
         note(kv.left_out)
     if task.gpu is not None:

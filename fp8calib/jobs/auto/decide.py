@@ -112,6 +112,22 @@ def choose_kv(
     )
 
 
+def list_media(report: VerifyReport) -> Iterator[AnsweredQuestion]:
+    """Say of each candidate with static scales whether its calibration needed media."""
+    answers = {
+        PairedAnswer.WORSE: "yes",
+        PairedAnswer.BETTER: "no",
+        PairedAnswer.NO_DIFFERENCE: "no",
+        PairedAnswer.CANNOT_TELL: "unknown",
+    }
+    for found in report.media:
+        yield AnsweredQuestion(
+            question=f"does the calibration of {found.candidate} need media?",
+            answer=answers[found.difference.answer],
+            why=found.sentence,
+        )
+
+
 def describe_cache_type(report: VerifyReport) -> AnsweredQuestion:
     """Describe which type of the KV cache is recommended on the GPU that serves."""
     decision = report.decision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,12 @@ from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import CONSIDERED, SCHEMES, find_scheme, list_without_calibration
+from fp8calib.fp8.schemes import (
+    CONSIDERED,
+    SCHEMES,
+    find_scheme,
+    list_without_calibration,
+)
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
@@ -32,6 +37,7 @@ from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.selection.select import select
+from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
     Candidate,
     Target,
@@ -70,6 +76,7 @@ class Measured:
         self,
         make: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None,
         *,
+        make_text_scaled: Callable[[LoadedModel, Target], Mapping[str, Candidate]] | None = None,
         scales: Sequence[str] = (),
         left: Sequence[int] = (),
         with_types: bool = False,
@@ -79,6 +86,7 @@ class Measured:
 
         Args:
             make: makes the candidates.
+            make_text_scaled: makes some of them with the scales of the text alone.
             scales: paths of others.
             left: the layers whose KV cache stays in 16 bits in these.
             with_types: also compare the types of the KV cache that the GPU serves.
@@ -96,7 +104,7 @@ class Measured:
         options = replace(resolve_options(request), measures_noise=with_noise)
         job = open_verify_job(self.model, options, self.held_out)
         tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
-        job = replace(job, make_candidates=make, tables=tables)
+        job = replace(job, make_candidates=make, make_text_scaled=make_text_scaled, tables=tables)
         return run_verify_job(job, choose_verification_mode(job), self.reporter).report
 
 
@@ -120,6 +128,19 @@ def list_candidates(
         yield _build_kv(measured, name, name)
     for name in schemes:
         yield _build_scheme(measured, name, name, (), model, target)
+
+
+def list_text_scaled(
+    measured: Measured, model: LoadedModel, target: Target, *, schemes: Iterable[str]
+) -> dict[str, Candidate]:
+    """List the candidates with static scales again, with those of the text of rows with media."""
+    text = keep_text(measured.stats)
+    if text is None:
+        return {}
+    again = replace(measured, stats=CalibrationStats.of(text))
+    static = [name for name in schemes if SCHEMES[name].has_static_inputs]
+    found = list_candidates(again, model, target, schemes=static)
+    return {candidate.name: candidate for candidate in found}
 
 
 def _build_kv(measured: Measured, name: str, kind: str) -> Candidate:

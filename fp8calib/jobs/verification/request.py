@@ -76,7 +76,11 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of and not is_auto else {},
         rules_of=rules_of.name if rules_of else "",
-        text_scaled=dict(_build_text_scaled(job, model)) if len(groups) == 1 else {},
+        text_scaled={
+            name: each
+            for name, each in (_build_text_scaled(job, model) if len(groups) == 1 else ())
+            if any(candidate.name == name for candidate in candidates)
+        },
         rule_search=_build_search(job, rules_of) if rules_of and is_auto else None,
         per_head=_build_per_head(job, first),
         diagnosis_of=first.name if first else "",
