@@ -126,6 +126,7 @@ def make_header(
         versions=versions(),
         measured_quantized=checkpoint.form,
         engine="" if engine is None else engine.describe(),
+        towers=prepared.towers,
     )
 
 
@@ -190,6 +191,7 @@ def _layer_by_layer(
             checkpoint,
             recipe.observe,
             ignored=prepared.ignored,
+            towers=prepared.towers,
             linears=share.weights([linear for _, linear in prepared.geometry.linears()]),
             work=work,
         )
@@ -219,7 +221,12 @@ def _activations(
     progress.stage("calibrating", num_tokens, unit="tokens", batches=len(todo))
     with (
         open_calibration_hooks(
-            prepared.model, prepared.geometry, recorder, recipe.observe, ignored=prepared.ignored
+            prepared.model,
+            prepared.geometry,
+            recorder,
+            recipe.observe,
+            ignored=prepared.ignored,
+            towers=prepared.towers,
         ) as new_cache,
         _checkpoints(recorder, share.journal) as on_checked,
     ):

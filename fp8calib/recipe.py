@@ -95,6 +95,12 @@ class Observe(_Section):
     weights: bool = Field(
         default=True, strict=True, description="weights, per output and per input channel"
     )
+    towers: bool = Field(
+        default=False,
+        strict=True,
+        description="inputs of the linears, and q, k and v, of vision and audio towers too; they "
+        "run on rows with media",
+    )
     ignore: tuple[str, ...] = Field(
         default=(),
         description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
@@ -256,7 +262,10 @@ class Recipe(_Section):
     @property
     def observation_hash(self) -> str:
         """Hash of the `observe` section, which with the data determines the statistics."""
-        return hashlib.sha256(self.observe.model_dump_json().encode()).hexdigest()
+        # Statistics of text have the hash of versions without towers.
+        left = None if self.observe.towers else {"towers"}
+        text = self.observe.model_dump_json(exclude=left)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

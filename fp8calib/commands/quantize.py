@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from fp8calib.errors import ExportError
-from fp8calib.fp8.schemes import GPTQ
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.fp8.schemes import GPTQ, NEAREST
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
@@ -51,6 +51,11 @@ def run(
     if request.names_recipe:
         request, recipe = apply_quantize_recipe(request)
     check_rounding(request.rounding, _list_of_text(request), dequantize=request.dequantize)
+    if request.towers and request.rounding == GPTQ:
+        raise UsageError(
+            f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
+            hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
+        )
     asked = resolve_plan(
         request.scheme,
         request.dialect,
@@ -60,6 +65,7 @@ def run(
         shared_scales=request.shared_scales,
         is_calibrated=request.stats is not None or request.rounding == GPTQ,
         rounding=request.rounding,
+        towers=request.towers,
     )
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     if stats is not None and recipe is not None and not recipe.observe.kv:

@@ -202,6 +202,7 @@ def _probe(
             job.checkpoint,
             job.recipe.observe,
             ignored=job.prepared.ignored,
+            towers=job.prepared.towers,
             linears=[linear for _, linear in geometry.linears()],
             work=work,
         )

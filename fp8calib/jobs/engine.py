@@ -42,6 +42,11 @@ def check_engine(request: CalibrateRequest, process_rank: ProcessRank) -> None:
             f"{process_rank.size} more",
             hint="use --tensor-parallel-size, or --shard I/N in each of them",
         )
+    if request.towers:
+        raise UsageError(
+            f"--towers --engine {request.engine}: towers are observed by transformers alone",
+            hint="leave one of them out",
+        )
     check_options(request.engine_option or {})
 
 

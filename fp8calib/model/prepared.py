@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.errors import ModelError
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import group_by_pattern, list_paths
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
@@ -21,6 +22,7 @@ from fp8calib.model.stored_parameters import (
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.topology.linears import is_experts
 from fp8calib.model.topology.search import is_linear, is_matrix
+from fp8calib.model.topology.towers import find_towers
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
@@ -42,6 +44,8 @@ class PreparedModel:
     weights: WeightSource
     ignored: frozenset[str]
     """The modules that the recipe excludes from calibration."""
+    towers: tuple[Linear, ...] = ()
+    """The linears of towers, if they are observed."""
 
 
 def prepare(
@@ -60,12 +64,20 @@ def prepare(
         model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
     patterns = recipe.observe.ignore if recipe else ()
+    has_towers = recipe is not None and recipe.observe.towers
+    towers = find_towers(model, weights.single_tensors) if has_towers else ()
+    if has_towers and not towers:
+        raise ModelError(
+            f"{type(model).__name__} has no tower of vision or audio", hint="leave out --towers"
+        )
+    modules = [*_module_names(geometry), *(linear.module for linear in towers)]
     return PreparedModel(
         model=model,
         geometry=geometry,
         unobserved=unobserved,
         weights=weights,
-        ignored=match_modules(patterns, _module_names(geometry)),
+        ignored=match_modules(patterns, modules),
+        towers=towers,
     )
 
 
@@ -98,7 +110,7 @@ def list_skipped(
         Skipped(site=module, why="excluded by the recipe (observe.ignore)")
         for module in sorted(prepared.ignored)
     ]
-    skipped += _outside(prepared.model)
+    skipped += _outside(prepared)
     skipped += _between_layers(prepared)
     skipped += _applied_by_modules(prepared)
     weights = prepared.weights
@@ -141,7 +153,8 @@ def _uncalled(
     prepared: PreparedModel, observed: Collection[Site], unseen: Mapping[Site, str]
 ) -> Iterator[Skipped]:
     """List the linears that the model does not call, or an engine does not show."""
-    for _, linear in prepared.geometry.linears():
+    linears = [linear for _, linear in prepared.geometry.linears()]
+    for linear in (*linears, *prepared.towers):
         site = Site(linear.module, Role.INPUT)
         if linear.runner not in prepared.ignored and site not in observed:
             yield Skipped(site=str(site), why=unseen.get(site, _UNCALLED))
@@ -172,8 +185,9 @@ def _applies_matrices(module: nn.Module) -> bool:
     return not known and "norm" not in type(module).__name__.lower()
 
 
-def _outside(model: PreTrainedModel) -> Iterator[Skipped]:
-    """List the modules outside the text decoder that have weights."""
+def _outside(prepared: PreparedModel) -> Iterator[Skipped]:
+    """List the modules outside the text decoder that have weights, and are not observed."""
+    model = prepared.model
     path, _ = find_text_decoder(model)
     node: nn.Module = model
     above = ""
@@ -184,7 +198,7 @@ def _outside(model: PreTrainedModel) -> Iterator[Skipped]:
             if child is model.get_output_embeddings():
                 why = "not run: calibration needs no logits, engines leave it as it is"
                 yield Skipped(site=name, why=why)
-            else:
+            elif not prepared.towers:
                 why = f"{type(child).__name__}: not part of the text decoder"
                 yield Skipped(site=f"{above}{name}", why=why)
         node, above = node.get_submodule(step), f"{above}{step}."

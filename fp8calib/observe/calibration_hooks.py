@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
 
+from fp8calib.fp8.amax import channel_amax, head_amax
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.topology.towers import list_tower_modules
 from fp8calib.observe.batch_view import BatchView
-from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
+from fp8calib.observe.hooks import (
+    ExpertsCall,
+    HookedCache,
+    open_hooks,
+    own_attentions,
+    wrapped_lookup,
+)
 from fp8calib.observe.recorder import Recorder
-from fp8calib.observe.reductions import observe_expert_down, observe_expert_input, observe_heads
+from fp8calib.observe.reductions import (
+    observe_expert_down,
+    observe_expert_input,
+    observe_heads,
+    observe_tower,
+)
 from fp8calib.recipe import Observe
 
 
@@ -39,6 +54,7 @@ def open_calibration_hooks(
     observe: Observe,
     *,
     ignored: Collection[str],
+    towers: Collection[Linear] = (),
     listener: InputListener | None = None,
 ) -> Iterator[Callable[[], HookedCache]]:
     """Record the tensors of `model` while the context is open.
@@ -49,6 +65,7 @@ def open_calibration_hooks(
         recorder: observes the tensors.
         observe: which tensors it observes: K and V, q, the inputs of linears.
         ignored: paths of modules that it does not observe.
+        towers: the linears of towers, which it observes with their attention; none if not.
         listener: receives the inputs of linears too, where the recorder observes them.
 
     Yields:
@@ -58,10 +75,52 @@ def open_calibration_hooks(
     config = model.config.get_text_config(decoder=True)
     attentions = own_attentions(geometry)
     unseen = ignored if observe.kv else {each.module for each in attentions.values()}
-    with open_hooks(
-        model, geometry, hooks, query=observe.query, inputs=observe.inputs, ignored=ignored
+    with (
+        open_hooks(
+            model, geometry, hooks, query=observe.query, inputs=observe.inputs, ignored=ignored
+        ),
+        _open_tower_hooks(model, towers, recorder, ignored),
     ):
         yield lambda: HookedCache(config, attentions, unseen, hooks)
+
+
+@contextmanager
+def _open_tower_hooks(
+    model: PreTrainedModel,
+    towers: Collection[Linear],
+    recorder: Recorder,
+    ignored: Collection[str],
+) -> Iterator[None]:
+    """Record the inputs of the linears of towers, and q, k and v of their attention."""
+    if not towers:
+        yield
+        return
+    paths = {module: path for path, module in list_tower_modules(model)}
+
+    def see_input(site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if recorder.is_open:
+            x = args[0] if args else kwargs["input"]
+            recorder.record(site, observe_tower(recorder.batch, channel_amax(x), x))
+
+    def attend(function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(module)
+        if path is not None and path not in ignored and recorder.is_open:
+            for role, x in zip((Role.Q, Role.K, Role.V), args, strict=False):
+                recorder.record(Site(path, role), observe_tower(recorder.batch, head_amax(x), x))
+        return function(module, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for linear in towers:
+            if linear.module in ignored:
+                continue
+            site = Site(linear.module, Role.INPUT)
+            handle = model.get_submodule(linear.module).register_forward_pre_hook(
+                lambda _module, args, kwargs, site=site: see_input(site, args, kwargs),
+                with_kwargs=True,
+            )
+            stack.callback(handle.remove)
+        stack.enter_context(wrapped_lookup(AttentionInterface, attend))
+        yield
 
 
 class CalibrationHooks:

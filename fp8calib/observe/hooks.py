@@ -198,7 +198,7 @@ def open_hooks(
             }
             # The lookup is wrapped, since transformers chooses the mask by the registered name.
             hook = _query_hook(attentions, hooks, attend)
-            stack.enter_context(_wrapped_lookup(AttentionInterface, hook))
+            stack.enter_context(wrapped_lookup(AttentionInterface, hook))
         for _, linear in geometry.linears() if inputs else ():
             path = linear.runner
             if path in ignored:
@@ -211,7 +211,7 @@ def open_hooks(
                 stack.callback(handle.remove)
         if inputs:
             run = _experts_hook(experts, hooks)
-            stack.enter_context(_wrapped_lookup(ExpertsInterface, run))
+            stack.enter_context(wrapped_lookup(ExpertsInterface, run))
         yield
 
 
@@ -254,7 +254,7 @@ def _query_hook(
 
 
 @contextmanager
-def _wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
+def wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
     """Call `hook` instead of the functions of an interface; it receives the function first."""
     original = interface.get_interface
 

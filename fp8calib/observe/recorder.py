@@ -110,6 +110,11 @@ class Recorder:
             raise RuntimeError(msg)
         return self._batch
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a batch is being observed."""
+        return self._batch is not None
+
     def begin_batch(self, batch: BatchView) -> None:
         """Open a batch: observations belong to it until `end_batch`."""
         if batch.quarter != self._quarter:

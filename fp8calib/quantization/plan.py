@@ -54,6 +54,8 @@ class PlanSettings:
     schemes: LayerSchemes
     dialect: Fp8Dialect
     ignore: tuple[str, ...] = ()
+    towers: bool = False
+    """Whether linears of towers and projectors are quantized."""
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
     rounding: str = NEAREST
@@ -151,7 +153,7 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
         ExportError: a weight cannot be divided into blocks of MXFP8.
     """
-    selection = select(checkpoint, ignore=settings.ignore)
+    selection = select(checkpoint, ignore=settings.ignore, towers=settings.towers)
     check_layer_schemes(settings.schemes, selection)
     _refuse_partial_blocks(settings.schemes, selection)
     return selection
@@ -274,6 +276,7 @@ def _make_tag(
         settings.dialect.name,
         sorted(settings.ignore),
         settings.shares_scales,
+        *(["towers"] if settings.towers else []),
         *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
         *([settings.schemes.names] if settings.schemes.by_pattern else []),
         *(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 
 from fp8calib.errors import UsageError
-from fp8calib.options.keys import RecipeOptions
+from fp8calib.options.keys import TOWERS, RecipeOptions
 from fp8calib.options.option import Option
 from fp8calib.requests import shared
 
@@ -61,6 +61,7 @@ class CalibrateRequest(RecipeOptions):
             help="The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's.",
         ),
     ] = None
+    towers: Annotated[bool | None, TOWERS] = None
     out: Annotated[
         str | Path | None,
         Option(

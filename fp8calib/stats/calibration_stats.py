@@ -26,7 +26,7 @@ from pydantic_core import CoreSchema
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
+from fp8calib.geometry.model_geometry import Frozen, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -76,12 +76,14 @@ class StatsHeader(Frozen):
     """How the weights of the measured model were quantized; empty for an unquantized model."""
     engine: str = ""
     """The engine that ran the text, its version and parallelism; empty for transformers."""
+    towers: tuple[Linear, ...] = ()
+    """The linears of towers, where they were to be observed."""
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out what older files do not have, so that their digest stays the same."""
         fields: dict[str, object] = handler(self)
-        added = ("unquantized", "measured_quantized", "engine")
+        added = ("unquantized", "measured_quantized", "engine", "towers")
         return {key: value for key, value in fields.items() if value or key not in added}
 
     @classmethod

@@ -145,6 +145,7 @@ def resolve_plan(
     shared_scales: bool,
     is_calibrated: bool,
     rounding: str = NEAREST,
+    towers: bool = False,
 ) -> PlanSettings:
     """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
 
@@ -184,6 +185,7 @@ def resolve_plan(
         schemes=schemes,
         dialect=dialect,
         ignore=tuple(ignore),
+        towers=towers,
         shares_scales=shared_scales,
         rounding=rounding,
     )

@@ -49,15 +49,20 @@ class LayerObserver:
         observe: Observe,
         *,
         ignored: Collection[str],
+        towers: Collection[Linear] = (),
         linears: Sequence[Linear],
         work: LayerWork | None = None,
     ) -> None:
-        """Observe the weights of `linears`; other weights are only checked for NaN."""
+        """Observe the weights of `linears`; other weights are only checked for NaN.
+
+        Of `towers` the inputs are observed, and the attention around them.
+        """
         self._linears = {linear.module for linear in linears}
         self._streamed = streamed
         self._checkpoint = checkpoint
         self._observe = observe
         self._ignored = ignored
+        self._towers = towers
         self._work = work
         self._weights: dict[Site, SiteStats] = {}
         self._observed: set[str] = set()
@@ -159,6 +164,7 @@ class LayerObserver:
             self.recorder,
             self._observe,
             ignored=self._ignored,
+            towers=self._towers,
             listener=self._work,
         ) as new_cache:
             observer = BatchObserver(streamed.model, self.recorder, new_cache)

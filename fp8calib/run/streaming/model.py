@@ -22,7 +22,7 @@ from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.machine.pinned import StartedCopy
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.decoder import Decoder, DecoderCall
 from fp8calib.run.streaming.embeddings import EmbeddingRows, embeddings_by_row, open_embeddings
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import NO_STREAMING_HINT, LayerSteps, open_steps
@@ -145,9 +145,15 @@ class StreamedModel:
 
     @contextmanager
     def steps(
-        self, decoder: Decoder, batches: Sequence[Batch], streaming: Streaming
+        self,
+        decoder: Decoder,
+        batches: Sequence[Batch],
+        streaming: Streaming,
+        prepare: Callable[[Batch], DecoderCall] | None = None,
     ) -> Iterator[LayerSteps]:
         """Let single layers run on batches; the towers run once, on the rows with media.
+
+        `prepare` runs what comes before the decoder, instead of `Decoder.prepare`.
 
         Raises:
             CalibrationError: a tower failed, or there is no space for what it gives.
@@ -155,22 +161,24 @@ class StreamedModel:
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
                 store = stack.enter_context(open_hidden_states(streaming))
-                self._run_towers(decoder, batches, store)
+                run = prepare or (lambda b: decoder.prepare(b, DynamicCache(config=decoder.config)))
+                self._run_towers(batches, store, run)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = lambda batch: store.get(batch.first, decoder.device)
             yield stack.enter_context(open_steps(decoder, self.layer_modules()))
 
     def _run_towers(
-        self, decoder: Decoder, batches: Sequence[Batch], store: HiddenStateStore
+        self,
+        batches: Sequence[Batch],
+        store: HiddenStateStore,
+        prepare: Callable[[Batch], DecoderCall],
     ) -> None:
         towers = part_of_towers(self._loader)
         self._loader.place(towers, self._loader.read(towers))
         try:
             for batch in batches:
                 if batch.media is not None:
-                    store.put(
-                        batch.first, decoder.prepare(batch, DynamicCache(config=decoder.config))
-                    )
+                    store.put(batch.first, prepare(batch))
 
         finally:
             self._loader.drop(towers)
