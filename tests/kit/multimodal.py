@@ -63,14 +63,12 @@ def build_config(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedCon
     """Build a kind's config; ids of tokens are those of `tokenizer`."""
     kind = MULTIMODAL[name]
     settings = _copy(kind.config)
-    for path, token in kind.ids.items():
+    for path, tokens in kind.ids.items():
         *parents, last = path.split(".")
         place = settings
         for parent in parents:
             place = place.setdefault(parent, {})
-        index = tokenizer.convert_tokens_to_ids(token)
-        assert index != tokenizer.unk_token_id, f"{name}: {token} is not in the vocabulary"
-        place[last] = index
+        place[last] = tokenizer.convert_tokens_to_ids(tokens)
     return AutoConfig.for_model(name, **settings)
 
 

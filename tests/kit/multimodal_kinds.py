@@ -30,14 +30,15 @@ class Kind:
     """One model type with its processor.
 
     `config` are the arguments of its config. `ids` are entries of the config, by their dotted path,
-    that hold the id of a token. `named` are the tokens that its tokenizer has as attributes, and
-    `tokens` further special ones. `placeholders` are what the chat template writes for a medium.
+    that hold the id of a token, or several. `named` are the tokens that its tokenizer has as
+    attributes, and `tokens` further special ones. `placeholders` are what the chat template writes
+    for a medium.
     """
 
     config: dict[str, Any]
     processor: Callable[[PreTrainedTokenizerFast], ProcessorMixin]
     placeholders: dict[str, str]
-    ids: dict[str, str]
+    ids: dict[str, str | tuple[str, ...]]
     named: dict[str, str] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
@@ -185,7 +186,7 @@ _DEEPSEEK = {
     "named": {"image_token": "<image_placeholder>"},
     "placeholders": {"image": "<image_placeholder>"},
 }
-_FULL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_OVIS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 _CODES = tuple(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")
 
 _SAM = {
@@ -401,7 +402,12 @@ MULTIMODAL: dict[str, Kind] = {
     ),
     "gemma4": Kind(
         config={
-            "text_config": {**_TEXT, **FAMILIES["gemma4_text"], "vocab_size_per_layer_input": 320},
+            "text_config": {
+                **_TEXT,
+                **FAMILIES["gemma4_text"],
+                "vocab_size_per_layer_input": 320,
+                "use_bidirectional_attention": "vision",
+            },
             "vision_config": {
                 **VISION,
                 "num_key_value_heads": 4,
@@ -472,7 +478,7 @@ MULTIMODAL: dict[str, Kind] = {
             },
             "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
             "downsample_rate": "1/2",
-            "deepstack_layer_map": [[-2, 1]],
+            "deepstack_layer_map": [[-2, 0]],
             "vision_feature_select_strategy": "full",
             "spatial_target_layers": [1],
         },
@@ -627,9 +633,9 @@ MULTIMODAL: dict[str, Kind] = {
             "hidden_size": 32,
             "vocab_size": 320,
         },
-        ids={"image_token_id": "<IMG_ATOM>"},
+        ids={"image_token_id": "<IMG_ATOM>", "visual_indicator_token_ids": _OVIS},
         named=_IMAGE,
-        tokens=("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+        tokens=("<IMG_ATOM>", *_OVIS),
         placeholders={"image": "<image>"},
         processor=_see(
             "Ovis2Processor",
@@ -778,6 +784,7 @@ MULTIMODAL: dict[str, Kind] = {
                 **_TEXT,
                 "head_dim": 16,
                 "num_hidden_layers": 4,
+                "vocab_size": 274,
                 "num_kv_shared_layers": 2,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "sliding_window": 8,
