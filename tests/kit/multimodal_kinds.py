@@ -47,6 +47,8 @@ class Kind:
     """Whether the processor refuses a row without media."""
     takes_several: bool = True
     """Whether a row can have several media of one modality."""
+    frames_are_images: bool = False
+    """Whether a video's frames have the placeholder of an image; then no row has both."""
     starts: bool = True
     """Whether the chat template writes the token that starts a row."""
 
@@ -84,10 +86,11 @@ def _see(
     parts = {"image_processor": (image, size)}
     if video is not None:
         own = {"draw_on_frames": False} if video.startswith("Ernie") else {}
-        parts["video_processor"] = (video, own)
+        parts["video_processor"] = (video, {**_VIDEO, **size, **own})
     return _process(name, parts=parts, **settings)
 
 
+_VIDEO = {"do_sample_frames": False}
 _TEXT: dict[str, Any] = {**SIZES, "vocab_size": 320, "max_position_embeddings": 512}
 _LLAMA = {**_TEXT, "model_type": "llama"}
 _QWEN2 = {**_TEXT, "model_type": "qwen2"}
@@ -137,7 +140,10 @@ def _make_qwen(
         ids=_QWEN_IDS,
         named=_QWEN_TOKENS,
         tokens=("<|vision_start|>", "<|vision_end|>"),
-        placeholders={"image": "<|vision_start|><|image_pad|><|vision_end|>"},
+        placeholders={
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+            "video": "<|vision_start|><|video_pad|><|vision_end|>",
+        },
         starts=False,
         needs=("torchvision",),
         processor=_see(processor, "Qwen2VLImageProcessorPil", _PATCHES, video),
@@ -164,7 +170,11 @@ def _make_glm(processor: str, part: str, text: dict[str, Any], **changes: Any) -
         ids=_GLM_IDS,
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
         tokens=tuple(_GLM_IDS.values())[2:],
-        placeholders={"image": "<|begin_of_image|><|image|><|end_of_image|>"},
+        placeholders={
+            "image": "<|begin_of_image|><|image|><|end_of_image|>",
+            "video": "<|begin_of_video|><|video|><|end_of_video|>",
+        },
+        frames_are_images=True,
         needs=("torchvision",),
         processor=_see(processor, f"{part}ImageProcessorPil", _PATCHES, f"{part}VideoProcessor"),
     )
@@ -236,10 +246,11 @@ _OMNI_IDS = {
 _OMNI_MEDIA = {
     "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
 }
 _OMNI_PARTS = {
     "image_processor": ("Qwen2VLImageProcessorPil", _PATCHES),
-    "video_processor": ("Qwen2VLVideoProcessor", {}),
+    "video_processor": ("Qwen2VLVideoProcessor", {**_VIDEO, **_PATCHES}),
     "feature_extractor": _WHISPER,
 }
 
@@ -270,7 +281,7 @@ MULTIMODAL: dict[str, Kind] = {
         },
         ids={"image_token_index": "<image>", "video_token_index": "<video>"},
         named={**_IMAGE, "video_token": "<video>"},
-        placeholders={"image": "<image>"},
+        placeholders={"image": "<image>", "video": "<video>"},
         needs=("torchvision",),
         processor=_see(
             "LlavaOnevisionProcessor",
@@ -441,7 +452,7 @@ MULTIMODAL: dict[str, Kind] = {
             "eoa_token": "<audio|>",
         },
         tokens=("<|video|>",),
-        placeholders={"image": "<|image|>", "audio": "<|audio|>"},
+        placeholders={"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"},
         needs=("torchvision",),
         processor=_process(
             "Gemma4Processor",
@@ -450,7 +461,7 @@ MULTIMODAL: dict[str, Kind] = {
                     "Gemma4ImageProcessorPil",
                     {"patch_size": 8, "max_soft_tokens": 70},
                 ),
-                "video_processor": ("Gemma4VideoProcessor", {"patch_size": 8}),
+                "video_processor": ("Gemma4VideoProcessor", {**_VIDEO, "patch_size": 8}),
                 "feature_extractor": ("Gemma4AudioFeatureExtractor", {"feature_size": 16}),
             },
         ),
@@ -552,7 +563,8 @@ MULTIMODAL: dict[str, Kind] = {
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-        placeholders={"image": "<IMG_CONTEXT>\n"},
+        placeholders={"image": "<IMG_CONTEXT>\n", "video": "<video>\n"},
+        frames_are_images=True,
         needs=("torchvision",),
         processor=_see(
             "InternVLProcessor",
@@ -750,7 +762,10 @@ MULTIMODAL: dict[str, Kind] = {
             "video_start_token": "<|VIDEO_START|>",
             "video_end_token": "<|VIDEO_END|>",
         },
-        placeholders={"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"},
+        placeholders={
+            "image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+            "video": "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>",
+        },
         needs=("torchvision",),
         processor=_see(
             "Ernie4_5_VLMoeProcessor",
@@ -772,7 +787,10 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
         named=_QWEN_TOKENS,
         tokens=("<vision>", "</vision>"),
-        placeholders={"image": "<vision><|image_pad|></vision>"},
+        placeholders={
+            "image": "<vision><|image_pad|></vision>",
+            "video": "<vision><|video_pad|></vision>",
+        },
         needs=("torchvision",),
         processor=_see(
             "Exaone4_5_Processor", "Qwen2VLImageProcessorPil", _PATCHES, "Qwen2VLVideoProcessor"
@@ -956,7 +974,7 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
         named={"image_token": "]<]image[>[", "video_token": "]<]video[>["},
         tokens=("]<]start of image[>[", "]<]end of image[>["),
-        placeholders={"image": "]<]image[>["},
+        placeholders={"image": "]<]image[>[", "video": "]<]video[>["},
         needs=("torchvision",),
         processor=_see(
             "MiniMaxM3VLProcessor",
@@ -1133,7 +1151,7 @@ MULTIMODAL: dict[str, Kind] = {
         config={"text_config": _QWEN2, "vision_config": VISION},
         ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
         named=_QWEN_TOKENS,
-        placeholders={"image": "<|image_pad|>"},
+        placeholders={"image": "<|image_pad|>", "video": "<|video_pad|>"},
         needs=("torchvision",),
         processor=_see(
             "VideoLlama3Processor",
