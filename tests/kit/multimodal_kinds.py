@@ -253,6 +253,24 @@ _OMNI_PARTS = {
     "video_processor": ("Qwen2VLVideoProcessor", {**_VIDEO, **_PATCHES}),
     "feature_extractor": _WHISPER,
 }
+_GEMMA4_IDS = {
+    "image_token_id": "<|image|>",
+    "video_token_id": "<|video|>",
+    "audio_token_id": "<|audio|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+    "boa_token_id": "<|audio>",
+    "eoa_token_index": "<audio|>",
+}
+_GEMMA4 = {
+    "image_token": "<|image|>",
+    "audio_token": "<|audio|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_GEMMA4_MEDIA = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"}
 
 MULTIMODAL: dict[str, Kind] = {
     "llava": _make_llava(_LLAMA, vision_feature_layer=-1, image_seq_length=4),
@@ -434,25 +452,10 @@ MULTIMODAL: dict[str, Kind] = {
                 "output_proj_dims": 32,
             },
         },
-        ids={
-            "image_token_id": "<|image|>",
-            "video_token_id": "<|video|>",
-            "audio_token_id": "<|audio|>",
-            "boi_token_id": "<|image>",
-            "eoi_token_id": "<image|>",
-            "boa_token_id": "<|audio>",
-            "eoa_token_index": "<audio|>",
-        },
-        named={
-            "image_token": "<|image|>",
-            "audio_token": "<|audio|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
+        ids=_GEMMA4_IDS,
+        named=_GEMMA4,
         tokens=("<|video|>",),
-        placeholders={"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"},
+        placeholders=_GEMMA4_MEDIA,
         needs=("torchvision",),
         processor=_process(
             "Gemma4Processor",
@@ -1158,6 +1161,138 @@ MULTIMODAL: dict[str, Kind] = {
             "VideoLlama3ImageProcessorPil",
             {**_PATCHES, "merge_size": 1},
             "VideoLlama3VideoProcessor",
+        ),
+    ),
+    "gemma4_unified": Kind(
+        config={
+            "text_config": {
+                **_TEXT,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                **SLIDING,
+            },
+            "vision_config": {
+                "patch_size": 8,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 16,
+                "output_proj_dims": 32,
+            },
+            "audio_config": {"audio_embed_dim": 640},
+        },
+        ids=_GEMMA4_IDS,
+        named=_GEMMA4,
+        tokens=("<|video|>",),
+        placeholders=_GEMMA4_MEDIA,
+        needs=("torchvision",),
+        processor=_process(
+            "Gemma4UnifiedProcessor",
+            parts={
+                "image_processor": (
+                    "Gemma4UnifiedImageProcessor",
+                    {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+                ),
+                "video_processor": (
+                    "Gemma4UnifiedVideoProcessor",
+                    {**_VIDEO, "patch_size": 8, "pooling_kernel_size": 2},
+                ),
+                "feature_extractor": ("Gemma4UnifiedAudioFeatureExtractor", {}),
+            },
+        ),
+    ),
+    "glm_ocr": _make_glm("Glm46VProcessor", "Glm46V", {"head_dim": 8}),
+    "granite_docling": Kind(
+        config={
+            "text_config": _TEXT,
+            "vision_config": {
+                **VISION,
+                **_LAYERS,
+                "image_size": 32,
+                "out_hidden_size": 32,
+                "scale_factor": 2,
+                "deepstack_visual_indexes": [0],
+                "use_fine_route": False,
+            },
+            "pad_token_id": 0,
+        },
+        ids={"image_token_id": "<image>"},
+        named=_IMAGE,
+        tokens=_IDEFICS_TOKENS,
+        placeholders={"image": "<image>"},
+        processor=_see(
+            "GraniteDoclingProcessor",
+            "GraniteDoclingImageProcessorPil",
+            {"size": {"height": 32, "width": 32}, "max_patches": 2},
+            image_seq_len=4,
+        ),
+    ),
+    "hyperclovax_vision_v2": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "hyperclovax"},
+            "vision_config": {
+                **QWEN_VISION,
+                "model_type": "qwen2_5_vl_vision",
+                "window_size": 32,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        ids={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
+        named={"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
+        placeholders={"image": "<|IMAGE_PAD|>", "video": "<|VIDEO_PAD|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "HyperCLOVAXVisionV2Processor",
+            "Qwen2VLImageProcessorPil",
+            _PATCHES,
+            "Qwen2VLVideoProcessor",
+        ),
+    ),
+    "molmo2": Kind(
+        config={
+            "text_config": {**_TEXT, "head_dim": 8, "additional_vocab_size": 16},
+            "vision_config": {
+                **VISION,
+                **_LAYERS,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "image_size": [16, 16],
+            },
+            "adapter_config": {
+                "vision_feature_layer": [1, 0],
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "intermediate_size": 48,
+                "text_hidden_size": 32,
+            },
+        },
+        ids={
+            "image_start_token_id": "<im_start>",
+            "low_res_image_start_token_id": "<low_res_im_start>",
+            "image_end_token_id": "<im_end>",
+            "image_patch_id": "<im_patch>",
+            "frame_start_token_id": "<frame_start>",
+            "frame_end_token_id": "<frame_end>",
+        },
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        tokens=(
+            "<im_start>",
+            "<low_res_im_start>",
+            "<im_end>",
+            "<im_patch>",
+            "<im_col>",
+            "<im_low>",
+            "<frame_start>",
+            "<frame_end>",
+        ),
+        placeholders={"image": "<|image|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "Molmo2Processor",
+            "Molmo2ImageProcessor",
+            {"size": _SQUARE, "patch_size": 8, "max_crops": 2, "overlap_margins": [0, 0]},
+            "Molmo2VideoProcessor",
         ),
     ),
 }

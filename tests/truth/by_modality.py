@@ -135,7 +135,7 @@ def _embed(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def _find_placeholders(config: PreTrainedConfig, ids: torch.Tensor) -> np.ndarray:
     found = np.full(len(ids), "text", dtype="U5")
-    for medium in MEDIA:
+    for medium in reversed(MEDIA):
         for each in (config, *(getattr(config, key) for key in config.sub_configs_defaults)):
             token = getattr(each, f"{medium}_token_id", None)
             if token is not None:
