@@ -1005,6 +1005,41 @@ MULTIMODAL: dict[str, Kind] = {
             },
         ),
     ),
+    "perception_lm": Kind(
+        config={
+            "text_config": _LLAMA,
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "vit_pe_core_large_patch14_336",
+                "do_pooling": True,
+                "num_classes": 0,
+                "global_pool": "map",
+                "model_args": {
+                    "embed_dim": 32,
+                    "depth": 1,
+                    "num_heads": 4,
+                    "img_size": [16, 16],
+                    "patch_size": 8,
+                    "ref_feat_shape": [2, 2],
+                    "global_pool": "",
+                    "use_post_transformer_norm": False,
+                },
+            },
+            "projector_pooling_ratio": 1,
+        },
+        ids={"image_token_id": "<|image|>", "video_token_id": "<|video|>"},
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        placeholders={"image": "<|image|>", "video": "<|video|>"},
+        needs=("torchvision", "timm"),
+        processor=_see(
+            "PerceptionLMProcessor",
+            "PerceptionLMImageProcessor",
+            {"size": _SQUARE, "tile_size": 16, "max_num_tiles": 1},
+            "PerceptionLMVideoProcessor",
+            patch_size=8,
+            pooling_ratio=1,
+        ),
+    ),
     "phi4_multimodal": Kind(
         config={
             **_TEXT,
