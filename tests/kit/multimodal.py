@@ -86,6 +86,9 @@ def build_multimodal(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, Proc
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.clamp_(-1e3, 1e3)  # bounds that training sets are infinite at first
     return model, kind.processor(tokenizer)
 
 
