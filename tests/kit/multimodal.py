@@ -63,14 +63,12 @@ def build_config(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedCon
     """Build a kind's config; ids of tokens are those of `tokenizer`."""
     kind = MULTIMODAL[name]
     settings = _copy(kind.config)
-    for path, token in kind.ids.items():
+    for path, tokens in kind.ids.items():
         *parents, last = path.split(".")
         place = settings
         for parent in parents:
             place = place.setdefault(parent, {})
-        index = tokenizer.convert_tokens_to_ids(token)
-        assert index != tokenizer.unk_token_id, f"{name}: {token} is not in the vocabulary"
-        place[last] = index
+        place[last] = tokenizer.convert_tokens_to_ids(tokens)
     return AutoConfig.for_model(name, **settings)
 
 
@@ -88,6 +86,9 @@ def build_multimodal(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, Proc
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.clamp_(-1e3, 1e3)  # bounds that training sets are infinite at first
     return model, kind.processor(tokenizer)
 
 
@@ -146,20 +147,27 @@ def make_tone(seed: int, seconds: float = 0.5, rate: int = 16000) -> np.ndarray:
     return (tones * 0.25 + rng.normal(0, 0.02, len(time))).astype(np.float32)
 
 
+def make_video(seed: int, frames: int = 4, size: tuple[int, int] = (32, 32)) -> np.ndarray:
+    """Make a video of images of width and height `size`, uint8 [frames, height, width, 3]."""
+    return np.stack([np.array(draw_image(seed + i, size)) for i in range(frames)])
+
+
 def user(*parts: str | Image.Image | np.ndarray) -> list[dict[str, Any]]:
-    """Write one message of a user, of text, images and audio in this order."""
+    """Write one message of a user, of text, images, videos and audio in this order."""
     return [{"role": "user", "content": [_part(each) for each in parts]}]
 
 
 def _part(value: str | Image.Image | np.ndarray) -> dict[str, Any]:
     if isinstance(value, str):
         return {"type": "text", "text": value}
-    medium = "image" if isinstance(value, Image.Image) else "audio"
+    if isinstance(value, Image.Image):
+        return {"type": "image", "image": value}
+    medium = "audio" if value.ndim == 1 else "video"
     return {"type": medium, medium: value}
 
 
 def messages(name: str, *, seed: int = 0) -> list[list[dict[str, Any]]]:
-    """Write rows for a kind: text alone if it takes that, one medium, two of different sizes, all.
+    """Write rows for a kind: text alone if it takes that, one medium, two of another size, all.
 
     Every row has text around its media, and the sizes of images and lengths of audio differ.
     """
@@ -175,4 +183,7 @@ def messages(name: str, *, seed: int = 0) -> list[list[dict[str, Any]]]:
         media.append(make_tone(seed, 0.5))
     if "audio" in kind.placeholders and kind.takes_several:
         rows.append(user(make_tone(seed + 1, 0.4), "And ", make_tone(seed + 2, 0.7), "here?"))
+    if "video" in kind.placeholders:
+        rows.append(user(make_video(seed), "What happens?"))
+        media = media if kind.frames_are_images else [*media, make_video(seed)]
     return [*rows, user(*media, "Both?")] if len(media) > 1 else rows

@@ -30,14 +30,15 @@ class Kind:
     """One model type with its processor.
 
     `config` are the arguments of its config. `ids` are entries of the config, by their dotted path,
-    that hold the id of a token. `named` are the tokens that its tokenizer has as attributes, and
-    `tokens` further special ones. `placeholders` are what the chat template writes for a medium.
+    that hold the id of a token, or several. `named` are the tokens that its tokenizer has as
+    attributes, and `tokens` further special ones. `placeholders` are what the chat template writes
+    for a medium.
     """
 
     config: dict[str, Any]
     processor: Callable[[PreTrainedTokenizerFast], ProcessorMixin]
     placeholders: dict[str, str]
-    ids: dict[str, str]
+    ids: dict[str, str | tuple[str, ...]]
     named: dict[str, str] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
@@ -46,6 +47,8 @@ class Kind:
     """Whether the processor refuses a row without media."""
     takes_several: bool = True
     """Whether a row can have several media of one modality."""
+    frames_are_images: bool = False
+    """Whether a video's frames have the placeholder of an image; then no row has both."""
     starts: bool = True
     """Whether the chat template writes the token that starts a row."""
 
@@ -83,10 +86,11 @@ def _see(
     parts = {"image_processor": (image, size)}
     if video is not None:
         own = {"draw_on_frames": False} if video.startswith("Ernie") else {}
-        parts["video_processor"] = (video, own)
+        parts["video_processor"] = (video, {**_VIDEO, **size, **own})
     return _process(name, parts=parts, **settings)
 
 
+_VIDEO = {"do_sample_frames": False}
 _TEXT: dict[str, Any] = {**SIZES, "vocab_size": 320, "max_position_embeddings": 512}
 _LLAMA = {**_TEXT, "model_type": "llama"}
 _QWEN2 = {**_TEXT, "model_type": "qwen2"}
@@ -136,7 +140,10 @@ def _make_qwen(
         ids=_QWEN_IDS,
         named=_QWEN_TOKENS,
         tokens=("<|vision_start|>", "<|vision_end|>"),
-        placeholders={"image": "<|vision_start|><|image_pad|><|vision_end|>"},
+        placeholders={
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+            "video": "<|vision_start|><|video_pad|><|vision_end|>",
+        },
         starts=False,
         needs=("torchvision",),
         processor=_see(processor, "Qwen2VLImageProcessorPil", _PATCHES, video),
@@ -163,7 +170,11 @@ def _make_glm(processor: str, part: str, text: dict[str, Any], **changes: Any) -
         ids=_GLM_IDS,
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
         tokens=tuple(_GLM_IDS.values())[2:],
-        placeholders={"image": "<|begin_of_image|><|image|><|end_of_image|>"},
+        placeholders={
+            "image": "<|begin_of_image|><|image|><|end_of_image|>",
+            "video": "<|begin_of_video|><|video|><|end_of_video|>",
+        },
+        frames_are_images=True,
         needs=("torchvision",),
         processor=_see(processor, f"{part}ImageProcessorPil", _PATCHES, f"{part}VideoProcessor"),
     )
@@ -185,7 +196,7 @@ _DEEPSEEK = {
     "named": {"image_token": "<image_placeholder>"},
     "placeholders": {"image": "<image_placeholder>"},
 }
-_FULL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_OVIS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 _CODES = tuple(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")
 
 _SAM = {
@@ -235,12 +246,31 @@ _OMNI_IDS = {
 _OMNI_MEDIA = {
     "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
 }
 _OMNI_PARTS = {
     "image_processor": ("Qwen2VLImageProcessorPil", _PATCHES),
-    "video_processor": ("Qwen2VLVideoProcessor", {}),
+    "video_processor": ("Qwen2VLVideoProcessor", {**_VIDEO, **_PATCHES}),
     "feature_extractor": _WHISPER,
 }
+_GEMMA4_IDS = {
+    "image_token_id": "<|image|>",
+    "video_token_id": "<|video|>",
+    "audio_token_id": "<|audio|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+    "boa_token_id": "<|audio>",
+    "eoa_token_index": "<audio|>",
+}
+_GEMMA4 = {
+    "image_token": "<|image|>",
+    "audio_token": "<|audio|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_GEMMA4_MEDIA = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"}
 
 MULTIMODAL: dict[str, Kind] = {
     "llava": _make_llava(_LLAMA, vision_feature_layer=-1, image_seq_length=4),
@@ -269,7 +299,7 @@ MULTIMODAL: dict[str, Kind] = {
         },
         ids={"image_token_index": "<image>", "video_token_index": "<video>"},
         named={**_IMAGE, "video_token": "<video>"},
-        placeholders={"image": "<image>"},
+        placeholders={"image": "<image>", "video": "<video>"},
         needs=("torchvision",),
         processor=_see(
             "LlavaOnevisionProcessor",
@@ -401,7 +431,12 @@ MULTIMODAL: dict[str, Kind] = {
     ),
     "gemma4": Kind(
         config={
-            "text_config": {**_TEXT, **FAMILIES["gemma4_text"], "vocab_size_per_layer_input": 320},
+            "text_config": {
+                **_TEXT,
+                **FAMILIES["gemma4_text"],
+                "vocab_size_per_layer_input": 320,
+                "use_bidirectional_attention": "vision",
+            },
             "vision_config": {
                 **VISION,
                 "num_key_value_heads": 4,
@@ -417,25 +452,10 @@ MULTIMODAL: dict[str, Kind] = {
                 "output_proj_dims": 32,
             },
         },
-        ids={
-            "image_token_id": "<|image|>",
-            "video_token_id": "<|video|>",
-            "audio_token_id": "<|audio|>",
-            "boi_token_id": "<|image>",
-            "eoi_token_id": "<image|>",
-            "boa_token_id": "<|audio>",
-            "eoa_token_index": "<audio|>",
-        },
-        named={
-            "image_token": "<|image|>",
-            "audio_token": "<|audio|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
+        ids=_GEMMA4_IDS,
+        named=_GEMMA4,
         tokens=("<|video|>",),
-        placeholders={"image": "<|image|>", "audio": "<|audio|>"},
+        placeholders=_GEMMA4_MEDIA,
         needs=("torchvision",),
         processor=_process(
             "Gemma4Processor",
@@ -444,7 +464,7 @@ MULTIMODAL: dict[str, Kind] = {
                     "Gemma4ImageProcessorPil",
                     {"patch_size": 8, "max_soft_tokens": 70},
                 ),
-                "video_processor": ("Gemma4VideoProcessor", {"patch_size": 8}),
+                "video_processor": ("Gemma4VideoProcessor", {**_VIDEO, "patch_size": 8}),
                 "feature_extractor": ("Gemma4AudioFeatureExtractor", {"feature_size": 16}),
             },
         ),
@@ -472,7 +492,7 @@ MULTIMODAL: dict[str, Kind] = {
             },
             "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
             "downsample_rate": "1/2",
-            "deepstack_layer_map": [[-2, 1]],
+            "deepstack_layer_map": [[-2, 0]],
             "vision_feature_select_strategy": "full",
             "spatial_target_layers": [1],
         },
@@ -546,7 +566,8 @@ MULTIMODAL: dict[str, Kind] = {
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-        placeholders={"image": "<IMG_CONTEXT>\n"},
+        placeholders={"image": "<IMG_CONTEXT>\n", "video": "<video>\n"},
+        frames_are_images=True,
         needs=("torchvision",),
         processor=_see(
             "InternVLProcessor",
@@ -627,9 +648,9 @@ MULTIMODAL: dict[str, Kind] = {
             "hidden_size": 32,
             "vocab_size": 320,
         },
-        ids={"image_token_id": "<IMG_ATOM>"},
+        ids={"image_token_id": "<IMG_ATOM>", "visual_indicator_token_ids": _OVIS},
         named=_IMAGE,
-        tokens=("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+        tokens=("<IMG_ATOM>", *_OVIS),
         placeholders={"image": "<image>"},
         processor=_see(
             "Ovis2Processor",
@@ -744,7 +765,10 @@ MULTIMODAL: dict[str, Kind] = {
             "video_start_token": "<|VIDEO_START|>",
             "video_end_token": "<|VIDEO_END|>",
         },
-        placeholders={"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"},
+        placeholders={
+            "image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+            "video": "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>",
+        },
         needs=("torchvision",),
         processor=_see(
             "Ernie4_5_VLMoeProcessor",
@@ -766,7 +790,10 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
         named=_QWEN_TOKENS,
         tokens=("<vision>", "</vision>"),
-        placeholders={"image": "<vision><|image_pad|></vision>"},
+        placeholders={
+            "image": "<vision><|image_pad|></vision>",
+            "video": "<vision><|video_pad|></vision>",
+        },
         needs=("torchvision",),
         processor=_see(
             "Exaone4_5_Processor", "Qwen2VLImageProcessorPil", _PATCHES, "Qwen2VLVideoProcessor"
@@ -778,6 +805,7 @@ MULTIMODAL: dict[str, Kind] = {
                 **_TEXT,
                 "head_dim": 16,
                 "num_hidden_layers": 4,
+                "vocab_size": 274,
                 "num_kv_shared_layers": 2,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "sliding_window": 8,
@@ -949,7 +977,7 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
         named={"image_token": "]<]image[>[", "video_token": "]<]video[>["},
         tokens=("]<]start of image[>[", "]<]end of image[>["),
-        placeholders={"image": "]<]image[>["},
+        placeholders={"image": "]<]image[>[", "video": "]<]video[>["},
         needs=("torchvision",),
         processor=_see(
             "MiniMaxM3VLProcessor",
@@ -975,6 +1003,41 @@ MULTIMODAL: dict[str, Kind] = {
                     {"feature_size": 16, "chunk_length": 1},
                 )
             },
+        ),
+    ),
+    "perception_lm": Kind(
+        config={
+            "text_config": _LLAMA,
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "vit_pe_core_large_patch14_336",
+                "do_pooling": True,
+                "num_classes": 0,
+                "global_pool": "map",
+                "model_args": {
+                    "embed_dim": 32,
+                    "depth": 1,
+                    "num_heads": 4,
+                    "img_size": [16, 16],
+                    "patch_size": 8,
+                    "ref_feat_shape": [2, 2],
+                    "global_pool": "",
+                    "use_post_transformer_norm": False,
+                },
+            },
+            "projector_pooling_ratio": 1,
+        },
+        ids={"image_token_id": "<|image|>", "video_token_id": "<|video|>"},
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        placeholders={"image": "<|image|>", "video": "<|video|>"},
+        needs=("torchvision", "timm"),
+        processor=_see(
+            "PerceptionLMProcessor",
+            "PerceptionLMImageProcessor",
+            {"size": _SQUARE, "tile_size": 16, "max_num_tiles": 1},
+            "PerceptionLMVideoProcessor",
+            patch_size=8,
+            pooling_ratio=1,
         ),
     ),
     "phi4_multimodal": Kind(
@@ -1126,13 +1189,145 @@ MULTIMODAL: dict[str, Kind] = {
         config={"text_config": _QWEN2, "vision_config": VISION},
         ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
         named=_QWEN_TOKENS,
-        placeholders={"image": "<|image_pad|>"},
+        placeholders={"image": "<|image_pad|>", "video": "<|video_pad|>"},
         needs=("torchvision",),
         processor=_see(
             "VideoLlama3Processor",
             "VideoLlama3ImageProcessorPil",
             {**_PATCHES, "merge_size": 1},
             "VideoLlama3VideoProcessor",
+        ),
+    ),
+    "gemma4_unified": Kind(
+        config={
+            "text_config": {
+                **_TEXT,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                **SLIDING,
+            },
+            "vision_config": {
+                "patch_size": 8,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 16,
+                "output_proj_dims": 32,
+            },
+            "audio_config": {"audio_embed_dim": 640},
+        },
+        ids=_GEMMA4_IDS,
+        named=_GEMMA4,
+        tokens=("<|video|>",),
+        placeholders=_GEMMA4_MEDIA,
+        needs=("torchvision",),
+        processor=_process(
+            "Gemma4UnifiedProcessor",
+            parts={
+                "image_processor": (
+                    "Gemma4UnifiedImageProcessor",
+                    {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+                ),
+                "video_processor": (
+                    "Gemma4UnifiedVideoProcessor",
+                    {**_VIDEO, "patch_size": 8, "pooling_kernel_size": 2},
+                ),
+                "feature_extractor": ("Gemma4UnifiedAudioFeatureExtractor", {}),
+            },
+        ),
+    ),
+    "glm_ocr": _make_glm("Glm46VProcessor", "Glm46V", {"head_dim": 8}),
+    "granite_docling": Kind(
+        config={
+            "text_config": _TEXT,
+            "vision_config": {
+                **VISION,
+                **_LAYERS,
+                "image_size": 32,
+                "out_hidden_size": 32,
+                "scale_factor": 2,
+                "deepstack_visual_indexes": [0],
+                "use_fine_route": False,
+            },
+            "pad_token_id": 0,
+        },
+        ids={"image_token_id": "<image>"},
+        named=_IMAGE,
+        tokens=_IDEFICS_TOKENS,
+        placeholders={"image": "<image>"},
+        processor=_see(
+            "GraniteDoclingProcessor",
+            "GraniteDoclingImageProcessorPil",
+            {"size": {"height": 32, "width": 32}, "max_patches": 2},
+            image_seq_len=4,
+        ),
+    ),
+    "hyperclovax_vision_v2": Kind(
+        config={
+            "text_config": {**_TEXT, "model_type": "hyperclovax"},
+            "vision_config": {
+                **QWEN_VISION,
+                "model_type": "qwen2_5_vl_vision",
+                "window_size": 32,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        ids={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
+        named={"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
+        placeholders={"image": "<|IMAGE_PAD|>", "video": "<|VIDEO_PAD|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "HyperCLOVAXVisionV2Processor",
+            "Qwen2VLImageProcessorPil",
+            _PATCHES,
+            "Qwen2VLVideoProcessor",
+        ),
+    ),
+    "molmo2": Kind(
+        config={
+            "text_config": {**_TEXT, "head_dim": 8, "additional_vocab_size": 16},
+            "vision_config": {
+                **VISION,
+                **_LAYERS,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "image_size": [16, 16],
+            },
+            "adapter_config": {
+                "vision_feature_layer": [1, 0],
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "intermediate_size": 48,
+                "text_hidden_size": 32,
+            },
+        },
+        ids={
+            "image_start_token_id": "<im_start>",
+            "low_res_image_start_token_id": "<low_res_im_start>",
+            "image_end_token_id": "<im_end>",
+            "image_patch_id": "<im_patch>",
+            "frame_start_token_id": "<frame_start>",
+            "frame_end_token_id": "<frame_end>",
+        },
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        tokens=(
+            "<im_start>",
+            "<low_res_im_start>",
+            "<im_end>",
+            "<im_patch>",
+            "<im_col>",
+            "<im_low>",
+            "<frame_start>",
+            "<frame_end>",
+        ),
+        placeholders={"image": "<|image|>"},
+        needs=("torchvision",),
+        processor=_see(
+            "Molmo2Processor",
+            "Molmo2ImageProcessor",
+            {"size": _SQUARE, "patch_size": 8, "max_crops": 2, "overlap_margins": [0, 0]},
+            "Molmo2VideoProcessor",
         ),
     ),
 }
