@@ -101,7 +101,7 @@ class MediaEncoder:
         """Take a processor of transformers, and the config of its model, which is called `name`."""
         self._processor = processor
         self._name = name
-        self._placeholders = dict(_find_placeholders(config, processor))
+        self._placeholders = _find_placeholders(config, processor)
 
     def encode(self, row: Row) -> MediaRow:
         """Encode a row that has media.
@@ -258,20 +258,30 @@ def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
 
 def list_modalities(config: Any) -> tuple[Modality, ...]:
     """List what a model takes beside text, by the config of the whole model."""
-    found = {kind for _, kind in _find_placeholders(config, None)}
+    found = set(_find_placeholders(config, None).values())
     return tuple(kind for kind in MODALITIES if kind in found)
 
 
-def _find_placeholders(config: Any, processor: Any) -> Iterator[tuple[int, Modality]]:
-    """Find the ids of the tokens that media fill: in the config, its parts, and the processor."""
+def _find_placeholders(config: Any, processor: Any) -> dict[int, Modality]:
+    """Find the ids of the tokens that media fill: in the config, its parts, or the processor.
+
+    The token of a processor may be the one that its prompts have, which it replaces by others
+    (Gemma 3, Llama 4): it counts where the config has none.
+    """
     names = getattr(config, "sub_configs", None) or {}
     parts = [getattr(config, name, None) for name in names]
-    for source in (*parts, processor, config):
-        for name in dir(source) if source is not None else ():
-            if found := _PLACEHOLDER.fullmatch(name):
-                value = getattr(source, name, None)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    yield value, Modality(found[1])
+    found = dict(pair for source in (*parts, config) for pair in _list_placeholders(source))
+    of_processor = dict(_list_placeholders(processor))
+    known = set(found.values())
+    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **found}
+
+
+def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:
+    for name in dir(source):
+        if match := _PLACEHOLDER.fullmatch(name):
+            value = getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield value, Modality(match[1])
 
 
 def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
