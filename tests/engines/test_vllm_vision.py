@@ -38,7 +38,7 @@ def test_a_layer_is_named_without_what_is_before_the_tower(
 
 
 def test_a_class_whose_tower_is_not_run_in_fp8_is_refused() -> None:
-    with pytest.raises(ExportError, match="vLLM 0.33 does not run the vision tower of Llava"):
+    with pytest.raises(ExportError, match=r"vLLM 0\.33 does not run the vision tower of Llava"):
         name_vision_layers([], "LlavaForConditionalGeneration", NEWEST)
 
 
@@ -51,7 +51,7 @@ def test_a_class_of_a_later_release_is_refused() -> None:
 
 
 def test_a_module_outside_the_tower_is_refused() -> None:
-    with pytest.raises(ExportError, match="model.layers.0.self_attn is not in visual"):
+    with pytest.raises(ExportError, match=r"layers\.0\.self_attn is not in visual"):
         name_vision_layers(["model.layers.0.self_attn"], "Qwen3VLForConditionalGeneration", NEWEST)
 
 
