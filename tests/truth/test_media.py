@@ -33,7 +33,7 @@ _ROWS = {
     "qwen3_omni_moe_thinker": slice(0, 5),
 }
 """Which rows of a kind are run."""
-_NAMES = [name for name in sorted(MULTIMODAL) if name not in _LEFT_OUT]
+KINDS = [name for name in sorted(MULTIMODAL) if name not in _LEFT_OUT]
 
 
 def rows_of(name: str) -> list[list[dict[str, Any]]]:
@@ -60,7 +60,7 @@ def calibrate(folder: Path, plan: DataPlan, *, streamed: bool, size: int) -> Cal
         return subject.calibrate(plan=plan, batch_size=size)
 
 
-@parametrize(_NAMES)
+@parametrize(KINDS)
 def test_statistics_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     save_multimodal(name, tmp_path)
     plan = plan_of(name, tmp_path)
@@ -108,7 +108,7 @@ def check(stats: CalibrationStats, site: Site, amax: dict[str, np.ndarray]) -> N
     assert found.modalities.tolist() == pytest.approx(largest, rel=1e-6)
 
 
-@parametrize(_NAMES)
+@parametrize(KINDS)
 def test_streamed_and_in_batches_it_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
     save_multimodal(name, tmp_path / "model")
     plan = plan_of(name, tmp_path / "model")
