@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,19 @@ HISTOGRAM_SEQUENCES = 8
 """The stride of the sequences in histograms; amax and counts cover all sequences."""
 INPUT_HISTOGRAM_TOKENS = 4
 """The stride of their tokens in histograms of inputs; histograms of K and V count all tokens."""
+
+
+_MOST_RUNS = 8
+"""With more runs of one modality, rows are gathered instead, which copies them."""
+
+
+class Segment(NamedTuple):
+    """Rows of one modality in one range of positions."""
+
+    span: int
+    kind: int
+    """Its index in `MODALITIES`."""
+    rows: slice | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +54,8 @@ class BatchView:
     kinds: torch.Tensor | None = None
     """The index in `MODALITIES` of every row, padding included: int64 [B * S]; None in a run of
     text alone."""
-    has_media: bool = False
-    """Whether a row is no text; the batch is then one sequence."""
+    segments: tuple[Segment, ...] = ()
+    """Of a batch with a row with media, which is its only sequence; none of a batch of text."""
     _on_device: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -61,22 +75,6 @@ class BatchView:
         return self.all_ranges if self.kept is None else self.all_ranges[self.kept]
 
     @property
-    def text(self) -> torch.Tensor:
-        """The rows of a batch with media that are text: int64 [N]."""
-        return self._codes.eq(0).nonzero().flatten()
-
-    @property
-    def segments(self) -> list[tuple[int, int, str]]:
-        """Of a batch with media: range of positions, modality and name of an index list of rows."""
-        pairs = zip(self.all_ranges.tolist(), self._codes.tolist(), strict=True)
-        return [(span, kind, f"segment {span} {kind}") for span, kind in sorted(set(pairs))]
-
-    @property
-    def _codes(self) -> torch.Tensor:
-        assert self.kinds is not None  # noqa: S101 -- only rows with media ask
-        return self.kinds
-
-    @property
     def sampling_stride(self) -> int:
         """The stride of sampled rows, where the sequences of rows are not known."""
         return max(self.num_rows // max(len(self.input_sample), 1), 1)
@@ -85,13 +83,18 @@ class BatchView:
         """Give one of the index lists on `device`; it is moved there once per batch."""
         key = (which, device)
         if key not in self._on_device:
-            name, *of = which.split()
-            index: torch.Tensor = self._segment(*map(int, of)) if of else getattr(self, name)
+            index: torch.Tensor = getattr(self, which)
             self._on_device[key] = index.to(device, non_blocking=True)
         return self._on_device[key]
 
-    def _segment(self, span: int, kind: int) -> torch.Tensor:
-        return ((self.all_ranges == span) & (self._codes == kind)).nonzero().flatten()
+    def pick(self, segment: Segment, device: torch.device) -> slice | torch.Tensor:
+        """Give the rows of a segment: a slice, or an index list on `device`."""
+        if isinstance(segment.rows, slice):
+            return segment.rows
+        key = (f"{segment.span} {segment.kind}", device)
+        if key not in self._on_device:
+            self._on_device[key] = segment.rows.to(device, non_blocking=True)
+        return self._on_device[key]
 
 
 def view_batch(
@@ -128,8 +131,30 @@ def view_batch(
         kv_sample=_rows(shape, lengths, sampled),
         input_sample=_rows(shape, lengths, sampled, every=INPUT_HISTOGRAM_TOKENS),
         kinds=None if kinds is None else kinds.flatten().long(),
-        has_media=kinds is not None and bool(kinds.any()),
+        segments=()
+        if kinds is None or not bool(kinds.any())
+        else _find_segments(kinds.flatten(), spans),
     )
+
+
+def _find_segments(kinds: torch.Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """Find the runs of one modality in each range; index lists if there are many runs."""
+    runs: list[Segment] = []
+    for span, (first, stop) in enumerate(spans):
+        changes = (kinds[first + 1 : stop] != kinds[first : stop - 1]).nonzero().flatten() + 1
+        bounds = [first, *(first + changes).tolist(), stop]
+        runs += (
+            Segment(span, int(kinds[start]), slice(start, end)) for start, end in pairwise(bounds)
+        )
+    if len(runs) <= _MOST_RUNS:
+        return tuple(runs)
+    codes = torch.unique(kinds).tolist()
+    lists = (
+        (span, kind, (kinds[first:stop] == kind).nonzero().flatten() + first)
+        for span, (first, stop) in enumerate(spans)
+        for kind in codes
+    )
+    return tuple(Segment(span, kind, rows) for span, kind, rows in lists if len(rows))
 
 
 def _rows(

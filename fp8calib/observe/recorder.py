@@ -42,10 +42,10 @@ class SiteAccumulator:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the name of their statistic; `amax` is that of the closed quarters."""
 
-    def observe(self, seen: Reductions, ranges: Sequence[torch.Tensor]) -> Iterator[_Update]:
+    def observe(self, seen: Reductions, largest: Sequence[torch.Tensor]) -> Iterator[_Update]:
         """Count the tokens of a batch, and give the updates that add it to the open quarter.
 
-        `ranges` are the largest magnitudes in each range of positions, where they are known.
+        `largest` are the largest magnitudes of each place of `seen`, where places are known.
         """
         self.count += seen.num_tokens
         self.is_open = True
@@ -57,8 +57,12 @@ class SiteAccumulator:
             running = self._running(name, new)
             reached = running if STATISTICS[name].length is None else running[: len(new)]
             yield STATISTICS[name].is_count, reached, new
-        for place, largest in enumerate(ranges):
-            yield False, self._running("positions", largest)[place], largest
+        for place, amax, value in zip(seen.places, seen.amax, largest, strict=False):
+            yield False, self._running("positions", value)[place.span], value
+            if place.kind is not None:
+                yield False, self._running("modalities", value)[place.kind], value
+            if place.kind == 0:
+                yield False, self._running("text", amax), amax
 
     def _running(self, name: str, new: torch.Tensor) -> torch.Tensor:
         if name not in self.tensors:
@@ -126,12 +130,12 @@ class Recorder:
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
         self._count_sampled()
-        ranges = _largest_by_range([seen for _, seen in self._pending])
+        largest = _find_largest([seen for _, seen in self._pending])
         self._is_settled = False
         _apply(
             update
             for site, seen in self._pending
-            for update in self._running[site].observe(seen, ranges.get(id(seen), ()))
+            for update in self._running[site].observe(seen, largest.get(id(seen), ()))
         )
         first = self.batch.first
         self._sequences.append((first, first + self.batch.shape[0]))
@@ -218,11 +222,11 @@ class Recorder:
             running.close_quarter(self._quarter)
 
 
-def _largest_by_range(batch: Sequence[Reductions]) -> dict[int, Sequence[torch.Tensor]]:
-    """Find the largest magnitude in each range of positions, by the identity of the reductions."""
+def _find_largest(batch: Sequence[Reductions]) -> dict[int, Sequence[torch.Tensor]]:
+    """Find the largest magnitude at each place, by the identity of the reductions."""
     groups = defaultdict[torch.device, dict[int, Reductions]](dict)
     for seen in batch:
-        if seen.has_ranges:
+        if seen.places:
             groups[seen.amax[0].device][id(seen)] = seen
     found: dict[int, Sequence[torch.Tensor]] = {}
     for group in groups.values():

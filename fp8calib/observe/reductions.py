@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,6 +26,15 @@ from fp8calib.observe.hooks import ExpertsCall
 from fp8calib.stats.statistic import STATISTICS
 
 
+class Place(NamedTuple):
+    """The tokens that an amax is of."""
+
+    span: int
+    """Their range of positions."""
+    kind: int | None
+    """The index in `MODALITIES`; None in a run of text."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Reductions:
     """The statistics of one tensor in one batch."""
@@ -33,8 +42,8 @@ class Reductions:
     num_tokens: int
     amax: tuple[torch.Tensor, ...]
     """In the shape of `SiteStats.amax`: of the tokens in each range of positions, or of all."""
-    has_ranges: bool
-    """Whether `amax` has one tensor for every range of positions that the batch reaches."""
+    places: tuple[Place, ...]
+    """The range of positions and the modality of each tensor in `amax`; empty where not known."""
     tensors: dict[str, torch.Tensor]
     """The others by name, in the shapes of `SiteStats`. `positions` may be shorter: its last range
     is then the last that the batch reaches."""
@@ -47,7 +56,7 @@ def _complete(
     rows: Callable[[], torch.Tensor],
     *,
     amax: tuple[torch.Tensor, ...],
-    has_ranges: bool = False,
+    places: tuple[Place, ...] = (),
     sampled: torch.Tensor | None = None,
     by_modality: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **built_in: torch.Tensor | None,
@@ -59,46 +68,23 @@ def _complete(
         if statistic.observe is not None:
             tensors[statistic.name] = statistic.observe(rows())
     return Reductions(
-        num_tokens=num_tokens, amax=amax, has_ranges=has_ranges, tensors=tensors, sampled=sampled
+        num_tokens=num_tokens, amax=amax, places=places, tensors=tensors, sampled=sampled
     )
 
 
-class Parts(NamedTuple):
-    """The amax of parts of a batch, and what is known of its modalities from them."""
-
-    amax: tuple[torch.Tensor, ...]
-    statistics: Mapping[str, torch.Tensor] = MappingProxyType({})
-
-    @classmethod
-    def of(cls, batch: BatchView, amax: Sequence[torch.Tensor]) -> Parts:
-        """Take the parts of a batch without media."""
-        return cls(
-            tuple(amax), {} if batch.kinds is None else _join_segments([0] * len(amax), amax)
-        )
+def _list_places(batch: BatchView) -> tuple[Place, ...]:
+    """List the places of a batch's parts: its segments, or ranges of positions."""
+    if batch.segments:
+        return tuple(Place(segment.span, segment.kind) for segment in batch.segments)
+    kind = None if batch.kinds is None else 0
+    return tuple(Place(span, kind) for span in range(len(batch.spans)))
 
 
-def _split(
-    batch: BatchView, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> Parts:
-    """Reduce the rows of each range of positions and modality; `reduce` gives the amax of rows."""
-    segments = batch.segments
-    amax = [reduce(batch.rows(name, device)) for _, _, name in segments]
-    statistics = _join_segments([kind for _, kind, _ in segments], amax)
-    spans = torch.tensor([span for span, _, _ in segments], device=device)
-    largest = torch.stack([part.max() for part in amax]).unsqueeze(1)
-    statistics["positions"] = _position_amax(batch, largest, spans)
-    return Parts(tuple(amax), statistics)
-
-
-def _join_segments(kinds: Sequence[int], amax: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the amax of segments by modality, and those of text."""
-    largest = torch.stack([part.max() for part in amax]).unsqueeze(1)
-    codes = torch.tensor(kinds, device=largest.device)
-    found = {"modalities": segment_amax(largest, codes, len(MODALITIES)).squeeze(1)}
-    text = [part for kind, part in zip(kinds, amax, strict=True) if not kind]
-    if text:
-        found["text"] = torch.stack(text).amax(0)
-    return found
+def _list_rows(batch: BatchView, device: torch.device) -> list[slice | torch.Tensor]:
+    """List the rows of each place, among those that count."""
+    if batch.segments:
+        return [batch.pick(segment, device) for segment in batch.segments]
+    return [slice(first, stop) for first, stop in batch.spans]
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -111,29 +97,21 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     if batch.kept is not None:
         rows = tokens_first(x)[batch.rows("kept", x.device)]
         counted = rows.view(len(rows), x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0)
-    spans: tuple[tuple[int, int | None], ...] = batch.spans
-    if counted.shape[2] != spans[-1][1]:  # the model adds tokens of its own
-        spans = ((0, None),)
-
-    def reduce(part: torch.Tensor) -> torch.Tensor:
-        found = head_amax(part)
-        return found if x.shape[1] == num_heads else found.reshape(num_heads, -1).amax(1)
-
-    has_ranges = spans is batch.spans
-    if batch.has_media and has_ranges:
-        parts = _split(batch, lambda rows: reduce(counted[:, :, rows]), x.device)
-    else:
-        parts = Parts.of(batch, [reduce(counted[:, :, first:stop]) for first, stop in spans])
+    places, parts = _list_places(batch), _list_rows(batch, x.device)
+    if counted.shape[2] != batch.spans[-1][1]:  # the model adds tokens of its own
+        places, parts = (), [slice(None)]
+    amax = tuple(head_amax(counted[:, :, part]) for part in parts)
+    if x.shape[1] != num_heads:
+        amax = tuple(part.reshape(num_heads, -1).amax(1) for part in amax)
     sampled = None
     if role is not Role.Q and len(batch.kv_sample):
         sampled = x.transpose(1, 2).flatten(0, 1)[batch.rows("kv_sample", x.device)]
     return _complete(
         batch.num_tokens,
         lambda: tokens_first(counted),
-        amax=parts.amax,
-        has_ranges=has_ranges and not batch.has_media,
+        amax=amax,
+        places=places,
         sampled=sampled,
-        by_modality=parts.statistics,
     )
 
 
@@ -156,23 +134,19 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     """
     counted = _counted_rows(batch, site, x)
     flat = (x if counted is None else counted).reshape(-1, x.shape[-1])
-    if counted is None:
-        parts = Parts((channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float(),))
-    elif batch.has_media:
-        known = counted
-        parts = _split(batch, lambda rows: channel_amax(known[:, rows].transpose(0, 1)), x.device)
+    if counted is not None:
+        chosen = (counted[:, rows].transpose(0, 1) for rows in _list_rows(batch, x.device))
+        amax = tuple(map(channel_amax, chosen))
     else:
-        spans = (counted[:, first:stop].transpose(0, 1) for first, stop in batch.spans)
-        parts = Parts.of(batch, list(map(channel_amax, spans)))
+        amax = (channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float(),)
     num_rows = x.shape[:-1].numel()
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
     return _complete(
         batch.num_tokens if is_whole else num_rows,
         lambda: flat,
-        amax=parts.amax,
-        has_ranges=counted is not None and not batch.has_media,
+        amax=amax,
+        places=() if counted is None else _list_places(batch),
         sampled=_sample_input(batch, x, flat),
-        by_modality=parts.statistics,
     )
 
 
@@ -268,8 +242,9 @@ def _list_experts_media(
     """Reduce rows by modality; `tokens` has the token of each row, None if they are in order."""
     if batch.kinds is None:
         return {}
-    if not batch.has_media:
-        return _join_segments([0], [channel_amax(rows)])
+    if not batch.segments:  # all is text, of which padding is left out already
+        text = {"text": channel_amax(rows)}
+        return {**text, "modalities": text["text"].max().expand(1)}
     kinds = batch.rows("kinds", rows.device)
     kinds = kinds if tokens is None else kinds[tokens]
     return {

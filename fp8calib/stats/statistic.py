@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.data.media import MODALITIES
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Role
 from fp8calib.stats.positions import NUM_RANGES
@@ -75,7 +76,7 @@ STATISTICS = {
         Statistic(name="progress"),
         Statistic(name="positions", length=NUM_RANGES),
         Statistic(name="histogram", is_count=True),
-        Statistic(name="modalities"),
+        Statistic(name="modalities", length=len(MODALITIES)),
         Statistic(name="text"),
     )
 }
