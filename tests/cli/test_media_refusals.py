@@ -1,0 +1,196 @@
+"""What `calibrate` refuses of images, sounds and video: one message, a hint, nothing written."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import struct
+import wave
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail, snapshot, succeed
+from tests.kit.multimodal import draw_image, save_multimodal
+
+SEES, HEARS = "gemma3", "qwen2_audio"
+QUICK = ("--samples", 4, "--seq-len", 256, "--dtype", "float32")
+ASKED = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write a model that sees and one that hears."""
+    folder = tmp_path_factory.mktemp("media-models")
+    for name in (SEES, HEARS):
+        save_multimodal(name, folder / name)
+    return {name: folder / name for name in (SEES, HEARS)}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Write a folder of media that are damaged, and some that are not."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    draw_image(0).save(folder / "good.png")
+    png = (folder / "good.png").read_bytes()
+    draw_image(0).save(folder / "jpeg.jpg")
+    jpeg = (folder / "jpeg.jpg").read_bytes()
+    (folder / "good.wav").write_bytes(make_wav([0, 900, -900] * 400, 16000))
+    for name, content in {
+        "empty.png": b"",
+        "cut.png": png[: len(png) // 2],
+        "cut.jpg": jpeg[: len(jpeg) // 2],
+        "text.png": b"this is no image",
+        "bomb.png": make_png(50_000, 50_000),
+        "large.png": make_png(9460, 9460),  # 89,491,600 pixels: a little above the limit
+        "silent.wav": make_wav([], 16000),
+        "none.wav": make_wav([0, 900] * 400, 0),
+        "slow.wav": make_wav([0, 900] * 30_000, 1),
+        "cut.wav": make_wav([0] * 800, 16000)[:20],
+        "nan.wav": make_float_wav([0.0, float("nan")]),
+    }.items():
+        (folder / name).write_bytes(content)
+    (folder / "loop.png").symlink_to("loop.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "folder.png").mkdir()
+    return folder
+
+
+def make_png(width: int, height: int) -> bytes:
+    """Write the header of a PNG of this size, and hardly any pixels."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checked = name + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def make_wav(samples: list[int], rate: int) -> bytes:
+    """Write 16-bit samples of one channel; the rate is patched into the header."""
+    found = io.BytesIO()
+    with wave.open(found, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(np.array(samples, dtype="<i2").tobytes())
+    raw = bytearray(found.getvalue())
+    raw[24:32] = struct.pack("<II", rate, rate * 2)
+    return bytes(raw)
+
+
+def make_float_wav(samples: list[float]) -> bytes:
+    """Write 32-bit floating-point samples of one channel at 16 kHz."""
+    body = np.array(samples, dtype="<f4").tobytes()
+    header = struct.pack("<HHIIHH", 3, 1, 16000, 64000, 4, 32)
+    chunks = b"fmt " + struct.pack("<I", 16) + header + b"data" + struct.pack("<I", len(body))
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks) + len(body)) + b"WAVE" + chunks + body
+
+
+def ask(*parts: Any, **columns: Any) -> dict[str, Any]:
+    """Write a row of one question, with these parts before it."""
+    return {"messages": [{"role": "user", "content": [*parts, ASKED]}], **columns}
+
+
+def image(value: Any) -> dict[str, Any]:
+    """Write a row with one image."""
+    return ask({"type": "image", "image": value})
+
+
+def audio(value: Any) -> dict[str, Any]:
+    """Write a row with one sound."""
+    return ask({"type": "audio", "audio": value})
+
+
+GOOD = base64.b64encode(b"not an image").decode()
+ROWS: list[tuple[str, dict[str, Any], str]] = [
+    (SEES, image("none.png"), "none.png cannot be read (No such file or directory)"),
+    (SEES, image("folder.png"), "folder.png cannot be read (not a file)"),
+    (SEES, image("pipe.png"), "pipe.png cannot be read (not a file)"),
+    (SEES, image("/dev/zero"), "/dev/zero cannot be read (not a file)"),
+    (SEES, image("loop.png"), "loop.png cannot be read ("),
+    (SEES, image("a\0b.png"), "a\\x00b.png cannot be read ("),
+    (SEES, image("a\ud800.png"), "a\\ud800.png cannot be read ("),
+    (SEES, image("n" * 5000), "cannot be read (File name too long)"),
+    (SEES, image(""), "cannot be read (not a file)"),
+    (SEES, image("empty.png"), "the image cannot be decoded (UnidentifiedImageError"),
+    (SEES, image("cut.png"), "the image cannot be decoded (OSError"),
+    (SEES, image("cut.jpg"), "the image cannot be decoded (OSError: image file is truncated"),
+    (SEES, image("text.png"), "the image cannot be decoded (UnidentifiedImageError"),
+    (SEES, image("good.wav"), "the image cannot be decoded (UnidentifiedImageError"),
+    (SEES, image("bomb.png"), "the image cannot be decoded (DecompressionBombError"),
+    (SEES, image("large.png"), "the image has 9460 x 9460 pixels, more than 89478485"),
+    (SEES, image(5), "int is no image"),
+    (SEES, image({"bytes": 10**15}), "its bytes are int"),
+    (SEES, image({"bytes": None, "path": None}), "NoneType is no image"),
+    (SEES, image(None), "0 images beside 1 places for them"),
+    (SEES, ask({"type": "image", "file": "good.png"}), "0 images beside 1 places for them"),
+    (SEES, image("https://example.com/a.png"), "is a URL, and nothing is fetched"),
+    (SEES, image("s3://bucket/a.png"), "is a URL, and nothing is fetched"),
+    (SEES, image("hf://datasets/a.png"), "is a URL, and nothing is fetched"),
+    (SEES, image("data:image/png,abc"), "data:image/png,abc is no data URI in base64"),
+    (SEES, image("data:image/png;base64,a!b"), "not base64"),
+    (SEES, image("data:image/png;base64,abcde"), "not base64"),
+    (SEES, image(f"data:image/png;base64,{GOOD}"), "the image cannot be decoded ("),
+    (SEES, ask({"type": "image", "base64": "%%%"}), "not base64"),
+    (SEES, ask(images=[None]), "images[0] is empty"),
+    (SEES, ask(images=[{"file": "good.png"}]), "images[0]: dict without image"),
+    (SEES, ask(image="good.png", images=["good.png"]), "both images and image hold media"),
+    (SEES, {"text": "<image> and?", "images": ["good.png"] * 2}, "2 images beside 1 places"),
+    (SEES, {"text": "<image><image>", "images": ["good.png"]}, "1 images beside 2 places"),
+    (SEES, {"input_ids": [5, 6, 7], "image": "good.png"}, "input_ids stand beside images"),
+    (SEES, audio("good.wav"), "gemma3 takes no audio, only image"),
+    (HEARS, image("good.png"), "qwen2_audio takes no image, only audio"),
+    (HEARS, ask({"type": "video", "video": ["good.png"]}), "takes no video, only audio"),
+    (HEARS, audio("silent.wav"), "the sound has no samples"),
+    (HEARS, audio("none.wav"), "the "),
+    (HEARS, audio("slow.wav"), "the sound has 960000000 samples, more than"),
+    (HEARS, audio("cut.wav"), "the audio cannot be decoded ("),
+    (HEARS, audio("nan.wav"), "the sound holds NaN or inf"),
+    (HEARS, audio("good.png"), "the audio cannot be decoded ("),
+    (HEARS, audio("pipe.png"), "cannot be read (not a file)"),
+    (HEARS, audio({"array": [], "sampling_rate": 16000}), "the sound has no samples"),
+    (HEARS, audio({"array": [0.5] * 9, "sampling_rate": 0}), "a rate of 0.0 Hz"),
+    (HEARS, audio({"array": [0.5] * 9, "sampling_rate": "x"}), "the audio cannot be decoded ("),
+    (HEARS, audio({"array": [0.5] * 9}), "(KeyError: 'sampling_rate')"),
+    (HEARS, audio({"array": [1, 2], "sampling_rate": 16000}), "floating-point or int16, found int"),
+    (HEARS, audio({"array": ["a"], "sampling_rate": 16000}), "floating-point or int16"),
+    (HEARS, audio({"array": [[[0.5]]], "sampling_rate": 16000}), "the sound has shape [1, 1, 1]"),
+    (SEES, ask(*[{"type": "image", "path": "good.png"}] * 40), "beyond --seq-len 256"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "says"), ROWS)
+def test_rows(
+    models: dict[str, Path], files: Path, name: str, row: dict[str, Any], says: str
+) -> None:
+    write_rows(files / "rows.jsonl", [row])
+    text = refuse(5, models[name], files)
+    assert says in text
+    assert text.startswith("rows.jsonl:1: ")
+
+
+def refuse(code: int, model: Path, files: Path, *options: object) -> str:
+    """Calibrate on `rows.jsonl`, and require that it is refused and nothing is written."""
+    out = files.parent / "out"
+    before = snapshot_regular(files.parent)
+    asked = ("--data", files / "rows.jsonl", *QUICK, *options)
+    text = fail(code, "calibrate", model, *asked, "--out", out)
+    assert snapshot_regular(files.parent) == before
+    return text
+
+
+def snapshot_regular(folder: Path) -> list[str]:
+    """List the files of a folder (a pipe among them cannot be read)."""
+    return sorted(str(path) for path in folder.rglob("*"))
