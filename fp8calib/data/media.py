@@ -40,13 +40,12 @@ COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
 MARKS = {kind: f"<{kind}>" for kind in MEDIA}
 """Where a medium of a column stands in plain text."""
 
-MAX_PIXELS = 2**30 // 12
-"""The largest image that is read: Pillow's own limit against decompression bombs."""
 MAX_FRAME_PIXELS = 2**30
 """The most pixels of all frames of a video."""
 MAX_SAMPLES = 2**28
 """The longest sound that is read, at its own rate or the model's: hours."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
+_BUFFER = re.compile(r"<_io\.BytesIO[^>]*>")
 _DATA_URI = re.compile(r"(?i)data:[^,]*;base64,")
 _KEYS = ("url", "path", "base64", "bytes", "data")
 _BASE64 = frozenset({"base64", "data"})
@@ -71,6 +70,13 @@ class Medium:
     origin: str
     folder: Path
     """Relative paths start here."""
+
+    @property
+    def label(self) -> str:
+        """Where it stands, and the path of its file if it has one."""
+        value = self.value.get("path") if isinstance(self.value, Mapping) else self.value
+        is_path = isinstance(value, str | Path) and str(value)[:5].lower() != "data:"
+        return f"{self.origin} ({shorten(str(value))})" if is_path else self.origin
 
 
 def parse_media(column: str, value: object, origin: str, folder: Path) -> tuple[Medium, ...]:
@@ -158,22 +164,21 @@ def _open_image(medium: Medium) -> Iterator[Any]:
     """Open an image that is encoded.
 
     Raises:
-        DataError: it cannot be read, or has more than `MAX_PIXELS`.
+        DataError: it cannot be read, or has more pixels than Pillow's limit, 89,478,485.
     """
     from PIL import Image  # noqa: PLC0415  optional
 
     raw = read_bytes(medium)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # an error here
-        opened = Image.open(io.BytesIO(raw))
-    with opened as image:
-        width, height = image.size
-        if width * height > MAX_PIXELS:
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            opened = Image.open(io.BytesIO(raw))
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise DataError(
-                f"{medium.origin}: the {medium.kind} has {width} x {height} pixels, more than "
-                f"{MAX_PIXELS}",
-                hint="scale it down: no model sees that many",
-            )
+                f"{medium.label}: the {medium.kind} is too large ({first_line(error)})",
+                hint="scale it down: no model sees that many pixels",
+            ) from error
+    with opened as image:
         yield image
 
 
@@ -211,16 +216,16 @@ def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
         found = found.mean(axis=int(np.argmin(found.shape)))
     if found.ndim != 1 or not found.size:
         raise DataError(
-            f"{medium.origin}: the sound has no samples"
+            f"{medium.label}: the sound has no samples"
             if not found.size
-            else f"{medium.origin}: the sound has shape {list(found.shape)}",
+            else f"{medium.label}: the sound has shape {list(found.shape)}",
             hint="write it again, as [samples] of one channel",
         )
     if not np.isfinite(found).all():
-        raise DataError(f"{medium.origin}: the sound holds NaN or inf", hint="write it again")
+        raise DataError(f"{medium.label}: the sound holds NaN or inf", hint="write it again")
     if not 0 < had < math.inf:
         raise DataError(
-            f"{medium.origin}: the sound has a rate of {had} Hz", hint="write it with its rate"
+            f"{medium.label}: the sound has a rate of {had} Hz", hint="write it with its rate"
         )
     _require_length(max(len(found), len(found) * rate / had), medium)
     return found if had == rate else _resample(found, had, rate, medium)
@@ -247,7 +252,7 @@ def _as_samples(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 def _require_length(samples: float, medium: Medium) -> None:
     if samples > MAX_SAMPLES:
         raise DataError(
-            f"{medium.origin}: the sound has {samples:.0f} samples, more than {MAX_SAMPLES}",
+            f"{medium.label}: the sound has {samples:.0f} samples, more than {MAX_SAMPLES}",
             hint="cut it into shorter sounds, or write it with its rate",
         )
 
@@ -275,7 +280,7 @@ def load_video(medium: Medium) -> npt.NDArray[np.uint8]:
         frames = _decode_frames(medium)
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
         raise DataError(
-            f"{medium.origin}: a video is frames x height x width x 3 bytes, found "
+            f"{medium.label}: a video is frames x height x width x 3 bytes, found "
             f"{frames.dtype} {list(frames.shape)}",
             hint="give a list of images of one size",
         )
@@ -379,7 +384,7 @@ def _decode_frames(medium: Medium) -> npt.NDArray[np.uint8]:
         raise
     except Exception as error:  # decoders raise anything for damaged files
         raise DataError(
-            f"{medium.origin}: not an animated image ({first_line(error)})",
+            f"{medium.label}: not an animated image ({_BUFFER.sub('it', first_line(error))})",
             hint="give a list of frames: video files are not decoded here",
         ) from error
     return _stack_frames(frames, medium)
@@ -389,7 +394,7 @@ def _require_frames(frames: Sequence[Any], medium: Medium) -> None:
     width, height = frames[-1].size
     if len(frames) * width * height > MAX_FRAME_PIXELS:
         raise DataError(
-            f"{medium.origin}: {len(frames)} frames of {width} x {height} pixels are more than "
+            f"{medium.label}: {len(frames)} frames of {width} x {height} pixels are more than "
             f"{MAX_FRAME_PIXELS} pixels",
             hint="give fewer or smaller frames",
         )
@@ -399,7 +404,7 @@ def _stack_frames(frames: Sequence[Any], medium: Medium) -> npt.NDArray[np.uint8
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1:
         raise DataError(
-            f"{medium.origin}: a video of {len(frames)} frames of {len(sizes)} sizes",
+            f"{medium.label}: a video of {len(frames)} frames of {len(sizes)} sizes",
             hint="give frames of one size",
         )
     return np.stack([np.asarray(frame) for frame in frames])
@@ -414,8 +419,8 @@ def _missing(extra: str, package: str, medium: Medium) -> UsageError:
 
 def _unreadable(medium: Medium, error: Exception) -> DataError:
     return DataError(
-        f"{medium.origin}: the {medium.kind} cannot be decoded "
-        f"({type(error).__name__}: {first_line(error)})",
+        f"{medium.label}: the {medium.kind} cannot be decoded "
+        f"({type(error).__name__}: {_BUFFER.sub('it', first_line(error))})",
         hint="it may be truncated, or of another format: write it again",
     )
 

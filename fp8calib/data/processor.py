@@ -108,6 +108,16 @@ class MediaEncoder:
         added = processor.tokenizer.added_tokens_decoder
         self._special = frozenset(token for token, each in added.items() if each.special)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the processor."""
+        return self._processor.tokenizer
+
+    @property
+    def template(self) -> Any:
+        """What has the chat template: the processor, or its tokenizer."""
+        return self._processor if has_chat_template(self._processor) else self.tokenizer
+
     def encode(self, row: Row) -> MediaRow:
         """Encode a row that has media.
 
@@ -149,7 +159,7 @@ class MediaEncoder:
             text = str(self._processor.apply_chat_template(messages, tokenize=False))
         else:
             text = self._write_prompt(messages)
-        tokenizer = self._processor.tokenizer
+        tokenizer = self.tokenizer
         ids = tokenizer(text, add_special_tokens=self._adds_special(text))["input_ids"]
         return OpenRow(ids=list(ids), media={kind: each for kind, each in media.items() if each})
 
@@ -205,7 +215,7 @@ class MediaEncoder:
 
     def _adds_special(self, text: str) -> bool:
         """Whether the tokenizer adds special tokens: as transformers, unless the text has them."""
-        bos = self._processor.tokenizer.bos_token
+        bos = self.tokenizer.bos_token
         return bos is None or not text.startswith(bos)
 
     def _write_prompt(self, messages: Sequence[Message]) -> str:
@@ -214,7 +224,7 @@ class MediaEncoder:
         Raises:
             DataError: no token stands for a medium.
         """
-        tokenizer = self._processor.tokenizer
+        tokenizer = self.tokenizer
         texts = ["".join(map(self._write_part, message["content"])) for message in messages]
         if not has_chat_template(tokenizer):
             return "\n".join(texts)

@@ -324,6 +324,8 @@ def load_processor(source: ModelSource) -> Any:
             hint='pip install "fp8calib[images,audio]", or the package that it names',
         ) from error
     except Exception as error:
+        if not any((source.folder / name).is_file() for name in _PROCESSOR_FILES):
+            raise _no_processor(source.folder) from error
         carries_code = "trust_remote_code" in str(error)
         raise ModelError(
             f"{source.folder}: the processor of its media cannot be loaded: "
@@ -333,12 +335,15 @@ def load_processor(source: ModelSource) -> Any:
             else "copy the files again that the model was published with",
         ) from error
     if not hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
-        raise ModelError(
-            f"{source.folder} holds no processor of media "
-            f"(looked for {', '.join(_PROCESSOR_FILES)})",
-            hint="copy the files that the model was published with",
-        )
+        raise _no_processor(source.folder)
     return processor
+
+
+def _no_processor(folder: Path) -> ModelError:
+    return ModelError(
+        f"{folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
+        hint="copy the files that the model was published with",
+    )
 
 
 def load_model(
