@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import struct
+import textwrap
 import wave
 import zlib
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_a_form_gives_what_was_written(folder: Path, kind: str, form: str) -> No
         "url-key": in_part({"type": kind, "url": uri}),
         "data-uri": in_part({"type": kind, kind: uri}),
         "base64": in_part({"type": kind, "base64": text}),
-        "wrapped-base64": in_part({"type": kind, "base64": "\n".join(text[i : i + 20] for i in range(0, len(text), 20))}),
+        "wrapped-base64": in_part({"type": kind, "base64": "\n".join(textwrap.wrap(text, 20))}),
         "bytes": in_part({"type": kind, kind: raw}),
         "held-bytes": in_part({"type": kind, kind: {"bytes": raw, "path": "gone"}}),
         "held-path": in_part({"type": kind, kind: {"bytes": None, "path": name}}),
@@ -445,9 +446,8 @@ def test_sources_give_their_images(form: str, folder: Path) -> None:
 
 def test_a_saved_dataset_gives_its_sounds_undecoded(folder: Path) -> None:
     """A row is read without the decoder that `datasets` would need."""
-    features = datasets.Features({"text": datasets.Value("string"), "audio": datasets.Audio()})
-    held = {"bytes": WAV, "path": None}
-    made = datasets.Dataset.from_dict({"text": ["a"], "audio": [held]}, features=features)
+    rows = {"text": ["a"], "audio": [{"bytes": WAV, "path": None}]}
+    made = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio())
     made.save_to_disk(folder / "saved")
     (row,) = iter_rows(parse_spec(str(folder / "saved")))
     np.testing.assert_array_equal(load_audio(row.media[0], 16000), SOUND)
