@@ -22,7 +22,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, succeed
+from tests.cli.program import fail, snapshot, succeed
+from tests.cli.test_resume import PAUSED, wait_for_checkpoint
+from tests.kit.forks import start_fork
 from tests.kit.multimodal import draw_image, save_multimodal
 
 SEES, HEARS = "gemma3", "qwen2_audio"
@@ -283,6 +285,26 @@ def test_a_row_of_5000_images_is_refused_by_its_length(
 ) -> None:
     write_rows(files / "rows.jsonl", [{"text": "Well?", "images": ["good.png"] * 5000}])
     assert "beyond --seq-len 256" in refuse(5, models[SEES], files)
+
+
+def test_a_run_that_could_be_resumed_is_kept(models: dict[str, Path], files: Path) -> None:
+    """An image that broke since is refused, and what was saved serves once it is back."""
+    rows = [image("good.png")] * 40
+    write_rows(files / "rows.jsonl", rows)
+    out = files.parent / "out"
+    asked = ("--data", files / "rows.jsonl", *QUICK, "--samples", 40, "--out", out, "--json")
+    command = ("calibrate", models[SEES], *asked)
+    process = start_fork(PAUSED, *command)
+    partial = wait_for_checkpoint(process, out)
+    process.kill()
+    process.communicate(timeout=60)
+    kept, whole = snapshot(partial), (files / "good.png").read_bytes()
+    (files / "good.png").write_bytes(whole[:99])
+    text = fail(5, *command[:-1], "--resume")
+    assert "(good.png): the image cannot be decoded" in text
+    assert snapshot(partial) == kept
+    (files / "good.png").write_bytes(whole)
+    assert succeed(*command, "--resume").json["resumed_sequences"] > 0
 
 
 # --- columns of datasets --------------------------------------------------------------------------

@@ -107,6 +107,9 @@ def test_samples_count_sequences_and_rows_with_media(plan_of: Any) -> None:
         for pack in (True, False):
             plan = plan_of(*rows, samples=samples, pack=pack)
             assert brief(plan) == expected[:samples]
+    long = list(range(10, 330))
+    plan = plan_of(see("first"), ids(*long), see("second"), samples=3)
+    assert brief(plan) == ["first", long[:64], long[64:128]]
 
 
 def test_rows_are_kept_in_order_without_packing(plan_of: Any) -> None:
