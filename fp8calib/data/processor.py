@@ -104,9 +104,10 @@ class MediaEncoder:
         """Take a processor of transformers, and the config of its model, which is called `name`."""
         self._processor = processor
         self._name = name
-        self._placeholders = dict(find_placeholders(config, processor))
-        added = processor.tokenizer.added_tokens_decoder
-        self._special = frozenset(token for token, each in added.items() if each.special)
+        # An image wins where it shares the token with the frames of a video.
+        found = sorted(find_placeholders(config, processor), key=_rank_kind, reverse=True)
+        self._placeholders = dict(found)
+        self._special = _list_special(processor.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
@@ -288,6 +289,18 @@ class MediaEncoder:
             )
 
 
+def _rank_kind(placeholder: tuple[int, Modality]) -> int:
+    return MODALITIES.index(placeholder[1])
+
+
+def _list_special(tokenizer: Any) -> frozenset[int]:
+    try:
+        added = tokenizer.added_tokens_decoder
+    except NotImplementedError:  # mistral-common's
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(token for token, each in added.items() if each.special)
+
+
 def _find_other(row: Row, kinds: Set[Modality]) -> Medium | None:
     """Find the first medium of none of these kinds; frames of a video may be written as images."""
     for medium in row.media:
@@ -318,7 +331,8 @@ def find_placeholders(config: Any, processor: Any = None) -> Iterator[tuple[int,
     names = getattr(config, "sub_configs", None) or {}
     parts = [getattr(config, name, None) for name in names]
     for source in (*parts, processor, config):
-        for name in dir(source) if source is not None else ():
+        mapped = getattr(source, "attribute_map", None) or {}
+        for name in (*dir(source), *mapped) if source is not None else ():
             if found := _PLACEHOLDER.fullmatch(name):
                 value = getattr(source, name, None)
                 if isinstance(value, int) and not isinstance(value, bool):

@@ -282,7 +282,7 @@ def _parse_part(part: object, where: str, folder: Path) -> Message:
         return {"type": str(found.kind), str(found.kind): found}
     if found is not None:
         return {"type": str(found)}
-    text = present.get("text") if present.get("type") in {"text", "input_text"} else None
+    text = present.get("text") if present.get("type") in ("text", "input_text") else None
     if not isinstance(text, str):
         raise _row_error(f"{where} is a part of no known type: {part!r:.60}")
     return {"type": "text", "text": require_unicode(text, where)}

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import PreTrainedConfig
 
+from fp8calib.data.media import Modality
 from fp8calib.data.plan import DataPlan, batches, build_plan, split_plan
-from fp8calib.data.processor import MediaEncoder
+from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
 from fp8calib.data.rows import parse_row
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.data.text_hashes import hash_text
@@ -209,3 +211,16 @@ def test_examples_and_the_template_are_shown_without_a_row_of_text(plan_of: Any)
     plan = plan_of(see("What?"))
     assert "What?" in plan.rows.examples[0]
     assert plan.rows.chat_template is not None
+
+
+class Renamed(PreTrainedConfig):
+    """A config that keeps one token for images and frames under a name of its own (Molmo2's)."""
+
+    attribute_map = {"image_token_id": "patch_id", "video_token_id": "patch_id"}  # noqa: RUF012
+    patch_id: int = 7
+
+
+def test_tokens_that_a_config_renames_are_found() -> None:
+    config = Renamed()
+    assert set(find_placeholders(config)) == {(7, Modality.IMAGE), (7, Modality.VIDEO)}
+    assert list_modalities(config) == (Modality.IMAGE, Modality.VIDEO)
