@@ -17,6 +17,7 @@ from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.jobs.export.attachment import AttachmentOptions, require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
+from fp8calib.jobs.export.vision import VISION_NAME, write_vision
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
 from fp8calib.jobs.reporter import Reporter
@@ -63,6 +64,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
             model_name=str(model) if isinstance(model, str | Path) else "MODEL",
             out=out,
             with_weights=request.with_weights,
+            with_vision=request.vision_scales,
             cache_type=_check_cache_type(request, recipe.formats, recipe.scales.fp8_dtype),
             attachment=AttachmentOptions(
                 base=None if request.base is None else str(request.base),
@@ -93,7 +95,7 @@ def _export(
             check_replaced(recipe.formats, task.out, source)
         with OutputFolder(
             task.out,
-            owned=list_outputs(recipe.formats, recipe.tp) | _list_weight_files(task),
+            owned=list_outputs(recipe.formats, recipe.tp) | _list_other_files(task),
             force=force,
             inputs=[*inputs, *([source.folder] if source else [])],
         ) as folder:
@@ -113,7 +115,8 @@ def _export(
                 cache_type=task.cache_type,
             )
             served = _find_serving(task, target, folder)
-            files = sorted([*written.files, *(weights.write(folder) if weights else ())])
+            more = [write_vision(stats, folder, fmt)] if task.with_vision else []
+            files = sorted([*written.files, *(weights.write(folder) if weights else ()), *more])
         return ExportResult(
             out=task.out,
             files=tuple(files),
@@ -184,10 +187,12 @@ def _check_weights(task: ExportTask) -> None:
         raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
 
 
-def _list_weight_files(task: ExportTask) -> frozenset[str]:
+def _list_other_files(task: ExportTask) -> frozenset[str]:
+    vision = frozenset({VISION_NAME}) if task.with_vision else frozenset()
     if not task.with_weights:
-        return frozenset()
-    return frozenset(name for tp in task.recipe.tp for name in name_rank_files(tp).values())
+        return vision
+    names = (name for tp in task.recipe.tp for name in name_rank_files(tp).values())
+    return frozenset(names) | vision
 
 
 def _prepare_weights(

@@ -16,6 +16,7 @@ from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
 from fp8calib.dialects.read import refuse_result
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
+from fp8calib.dialects.vision import list_vision_layers
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.fp8.encode import decode_scale
 from fp8calib.jobs.function import as_function
@@ -118,8 +119,12 @@ def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
     except (OSError, ValueError) as error:
         fault = shorten(str(error))
         raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
-    if isinstance(document, dict) and any(keys[0] in document for keys in list_json_keys()):
+    if not isinstance(document, dict):
+        return
+    if any(keys[0] in document for keys in list_json_keys()):
         yield from _list_numbers(document)
+    else:
+        yield from _list_numbers(list_vision_layers(document))
 
 
 def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:

@@ -104,9 +104,7 @@ class MediaEncoder:
         """Take a processor of transformers, and the config of its model, which is called `name`."""
         self._processor = processor
         self._name = name
-        # An image wins where it shares the token with the frames of a video.
-        found = sorted(find_placeholders(config, processor), key=_rank_kind, reverse=True)
-        self._placeholders = dict(found)
+        self._placeholders = find_placeholders(config, processor)
         self._special = _list_special(processor.tokenizer)
 
     @property
@@ -289,10 +287,6 @@ class MediaEncoder:
             )
 
 
-def _rank_kind(placeholder: tuple[int, Modality]) -> int:
-    return MODALITIES.index(placeholder[1])
-
-
 def _list_special(tokenizer: Any) -> frozenset[int]:
     try:
         added = tokenizer.added_tokens_decoder
@@ -322,21 +316,31 @@ def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
 
 def list_modalities(config: Any) -> tuple[Modality, ...]:
     """List what a model takes beside text, by the config of the whole model."""
-    found = {kind for _, kind in find_placeholders(config)}
+    found = set(find_placeholders(config).values())
     return tuple(kind for kind in MODALITIES if kind in found)
 
 
-def find_placeholders(config: Any, processor: Any = None) -> Iterator[tuple[int, Modality]]:
-    """Find the ids of the tokens that media fill: in the config, its parts, and the processor."""
+def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:
+    """Find the ids of the tokens that media fill: in the config, its parts, or the processor.
+
+    The token of a processor may be the one that its prompts have, which it replaces by others
+    (Gemma 3, Llama 4): it counts where the config has none.
+    """
     names = getattr(config, "sub_configs", None) or {}
     parts = [getattr(config, name, None) for name in names]
-    for source in (*parts, processor, config):
-        mapped = getattr(source, "attribute_map", None) or {}
-        for name in (*dir(source), *mapped) if source is not None else ():
-            if found := _PLACEHOLDER.fullmatch(name):
-                value = getattr(source, name, None)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    yield value, Modality(found[1])
+    found = dict(pair for source in (*parts, config) for pair in _list_placeholders(source))
+    of_processor = dict(_list_placeholders(processor))
+    known = set(found.values())
+    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **found}
+
+
+def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:
+    # An image comes last, and wins where it shares its token with the frames of a video.
+    for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}, reverse=True):
+        if match := _PLACEHOLDER.fullmatch(name):
+            value = getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield value, Modality(match[1])
 
 
 def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -101,7 +101,7 @@ def plan_text(
 
 def _count_places(plan: DataPlan, source: ModelSource) -> int:
     """Count the sequences of text alone with a token that a medium would fill."""
-    tokens = torch.tensor([token for token, _ in find_placeholders(source.config)])
+    tokens = torch.tensor(list(find_placeholders(source.config)))
     return sum(
         bool(torch.isin(ids, tokens).any())
         for index, ids in enumerate(plan.sequences)

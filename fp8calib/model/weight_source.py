@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -30,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, cut_list, first_line
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, Order
 from fp8calib.geometry.module_paths import list_paths
 
@@ -218,7 +219,14 @@ class WeightSource:
         converter = deepcopy(self._converters[str(parts[0][1])])
         for name, pattern in parts:
             converter.add_tensor(parameter, name, pattern, self._checkpoint.read(name))
-        converted = converter.convert(parameter, model=self._model, config=self._model.config)
+        try:
+            converted = converter.convert(parameter, model=self._model, config=self._model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            raise ModelError(
+                f"{parameter}: transformers {transformers.__version__} does not make it of "
+                f"{cut_list([name for name, _ in parts], 3)} ({first_line(error)})",
+                hint="a tensor that it joins may be missing, or another version may save it so",
+            ) from error
         return {
             name: value[0] if isinstance(value, list) else value
             for name, value in converted.items()

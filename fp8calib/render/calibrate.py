@@ -29,7 +29,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
     yield (
-        f"{result.tokens:,} tokens in {result.sequences} sequences, {counted}"
+        f"{result.stats.header.describe_tokens()} in {result.sequences} sequences, {counted}"
         f"{result.duration_s:.1f} s ({result.tokens_per_s:,.0f} tokens/s), "
         f"{result.coverage.observed} sites observed"
     )

@@ -79,7 +79,7 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
         f"weights, computed in {header.compute_dtype}"
     )
     yield (
-        f"{header.num_tokens:,} tokens in {header.num_sequences} sequences of "
+        f"{header.describe_tokens()} in {header.num_sequences} sequences of "
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
     if (shard := result.part) is not None:

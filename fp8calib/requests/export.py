@@ -70,5 +70,13 @@ class ExportRequest:
             "holds the compound scales.",
         ),
     ] = False
+    vision_scales: Annotated[
+        bool,
+        Option(
+            "--vision-scales",
+            help="Also write vision-scales.json, for --mm-encoder-fp8-scale-path of vLLM; needs "
+            "statistics of calibrate --towers.",
+        ),
+    ] = False
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None

@@ -78,12 +78,19 @@ class StatsHeader(Frozen):
     """The engine that ran the text, its version and parallelism; empty for transformers."""
     towers: tuple[Linear, ...] = ()
     """The linears of towers, where they were to be observed."""
+    modality_tokens: dict[str, int] = Field(default_factory=dict)
+    """The tokens of each modality; empty for a run of text."""
+
+    def describe_tokens(self) -> str:
+        """Count the tokens, those of each modality in brackets where there are several."""
+        of_kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.modality_tokens.items())
+        return f"{self.num_tokens:,} tokens" + (f" ({of_kinds})" if of_kinds else "")
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out what older files do not have, so that their digest stays the same."""
         fields: dict[str, object] = handler(self)
-        added = ("unquantized", "measured_quantized", "engine", "towers")
+        added = ("unquantized", "measured_quantized", "engine", "towers", "modality_tokens")
         return {key: value for key, value in fields.items() if value or key not in added}
 
     @classmethod

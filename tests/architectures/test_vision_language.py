@@ -178,7 +178,7 @@ def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path
             "mllama",
             {**SIZES, "num_hidden_layers": 3, "cross_attention_layers": [1]},
             _MLLAMA_VISION,
-            r"MllamaForCausalLM \(mllama_text_model\): its cross-attention layers cache K and V of",
+            r"MllamaForConditionalGeneration \(mllama_text_model\): its cross-attention",
         ),
         pytest.param(
             "hunyuan_vl",

@@ -25,13 +25,16 @@ from fp8calib.cli.app import app
 from fp8calib.engines.registry import ENGINES
 from fp8calib.inside import vllm_calibration
 from fp8calib.requests.shared import spread_formats
+from scripts.draw_images import write_rows as write_images
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import run, succeed
 from tests.docs.pages import DOCS, PAGES, ROOT, Command, list_commands, list_outputs
+from tests.kit.multimodal import save_multimodal
 
 MODELS = ("MODEL", "demo/SmolLM2-135M-Instruct", "meta-llama/Llama-3.3-70B-Instruct")
 QUICK = ("--samples", "8", "--seq-len", "16", "--dtype", "float32")
+IMAGES = ("--samples", "8", "--seq-len", "256", "--dtype", "float32")
 GATE_CODES = {0, 8, 9}
 """Of a random model, any verdict is right."""
 NOT_RUN = (
@@ -46,6 +49,7 @@ NOT_RUN = (
     "pip install",
     "python -m pip wheel --no-deps --wheel-dir",
     "python -m scripts.benchmarks.served",
+    "python -m scripts.draw_images",
     "python3 -m venv .venv",
     "scripts/",
     "RAY_ADDRESS=",
@@ -75,6 +79,10 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "held-out.jsonl", rows[::-1])
     (folder / "texts").mkdir()
     write_rows(folder / "texts" / "one.jsonl", rows[:9])
+    save_multimodal("llava", folder / "VISION-MODEL")
+    (folder / "images").mkdir()
+    write_images(folder / "images", 9).rename(folder / "images" / "held-out.jsonl")
+    write_images(folder / "images", 9, seed=1)
     scheme = ("--scheme", "fp8-dynamic")
     succeed("quantize", model, *scheme, "--out", folder / "MODEL-FP8")
     (folder / "ranks").mkdir()
@@ -155,6 +163,8 @@ def _make_room(workspace: Path, words: list[str]) -> None:
 
 def _quicken(words: list[str]) -> tuple[str, ...]:
     runs_text = words[0] in {"calibrate", "verify"} or "gptq" in words
+    if "VISION-MODEL" in words:
+        return IMAGES if runs_text else ()
     return QUICK if runs_text else ()
 
 

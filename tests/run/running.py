@@ -64,17 +64,17 @@ def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
 
 
 @contextmanager
-def opened(folder: Path, *, streamed: bool = False) -> Iterator[Subject]:
+def opened(folder: Path, *, streamed: bool = False, device: str = "cpu") -> Iterator[Subject]:
     """Open a model folder in fp32."""
     source = open_source(str(folder))
     streaming = None
     if streamed:
         model = build_skeleton(source, dtype=torch.float32)
         streaming = Streaming(
-            dtype=torch.float32, device="cpu", hidden_ram_bytes=1 << 20, scratch=folder.parent
+            dtype=torch.float32, device=device, hidden_ram_bytes=1 << 20, scratch=folder.parent
         )
     else:
-        model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+        model = load_model(source, dtype=torch.float32, device=device, device_map=None)
     with Checkpoint.open(folder) as checkpoint:
         prepared = prepare(model, checkpoint, RECIPE)
         yield Subject(prepared, source, checkpoint, streaming)

@@ -37,6 +37,8 @@ class ExportTask:
     """The model as the user named it."""
     out: Path
     with_weights: bool
+    with_vision: bool = False
+    """Whether the scales of the attention of a vision tower are written."""
     attachment: AttachmentOptions
     cache_type: str = ""
     """The type of the KV cache, if it is not FP8."""

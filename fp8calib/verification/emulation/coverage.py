@@ -48,7 +48,7 @@ def find_checkpoint_gaps(
         yield _explain_inputs(name, sorted(inside))
     if quantized - inside:
         beside = _first_of(sorted(quantized - inside))
-        yield f"{name}: ignored, as it is not part of the text decoder: {beside}"
+        yield f"{name}: in 16 bits here, as it is not part of the text decoder: {beside}"
 
 
 def _explain_inputs(name: str, parameters: Sequence[str]) -> str:

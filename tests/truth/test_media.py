@@ -1,0 +1,131 @@
+"""Calibration on images, video and audio, against what the whole model computes by modality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.data.media import MODALITIES
+from fp8calib.data.plan import DataPlan
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.jobs.rows import split_data
+from fp8calib.jobs.text import plan_text
+from fp8calib.model.load import open_source
+from fp8calib.stats.calibration_stats import CalibrationStats
+from tests.kit.multimodal import MULTIMODAL, messages, parametrize, save_multimodal
+from tests.run.running import as_bytes, opened
+from tests.truth import by_modality
+
+_LEFT_OUT = {
+    "ernie4_5_vl_moe": "transformers cannot load what it saves of this type",
+    "molmo2": "q, k and v are one tensor of an unknown layout",
+    "paligemma": "a row of text runs without the model around its decoder, from position 0",
+}
+_ROWS = {
+    "chameleon": slice(1, None),  # its processor ends a row of text with a separator
+    "qwen2_5_omni_thinker": slice(0, 5),  # its videos are longer than its positions
+    "qwen3_omni_moe_thinker": slice(0, 5),
+}
+"""Which rows of a kind are run."""
+KINDS = [name for name in sorted(MULTIMODAL) if name not in _LEFT_OUT]
+
+
+def rows_of(name: str) -> list[list[dict[str, Any]]]:
+    return messages(name)[_ROWS.get(name, slice(None))]
+
+
+def plan_of(name: str, folder: Path) -> DataPlan:
+    """Plan all rows of a kind, each a sequence of its own."""
+    _, rows = split_data([{"messages": row} for row in rows_of(name)])
+    return plan_text(
+        open_source(str(folder)),
+        specs=(),
+        rows=rows,
+        samples=16,
+        seq_len=None,
+        pack=False,
+        seed=0,
+        part="calibrate",
+    )
+
+
+def calibrate(folder: Path, plan: DataPlan, *, streamed: bool, size: int) -> CalibrationStats:
+    with opened(folder, streamed=streamed) as subject:
+        return subject.calibrate(plan=plan, batch_size=size)
+
+
+@parametrize(KINDS)
+def test_statistics_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    save_multimodal(name, tmp_path)
+    plan = plan_of(name, tmp_path)
+    stats = calibrate(tmp_path, plan, streamed=False, size=1)
+    seen = [by_modality.run(tmp_path, row) for row in rows_of(name)]
+
+    counted = {kind: sum(each.tokens.get(kind, 0) for each in seen) for kind in MODALITIES}
+    assert plan.tokens_by_modality == {kind: count for kind, count in counted.items() if count}
+
+    def expect(find: Callable[[by_modality.Seen, str], np.ndarray], kind: str) -> np.ndarray:
+        return np.max([find(each, kind) for each in seen if kind in each.tokens], axis=0)
+
+    kinds = [kind for kind, count in counted.items() if count]
+    for layer, attention in stats.geometry.attentions():
+        if attention.producer is not None:
+            continue
+        for place, role in enumerate((Role.K, Role.V)):
+            find = partial(_find_heads, layer.index, place)
+            check(stats, attention.site(role), {kind: expect(find, kind) for kind in kinds})
+    for _, linear in stats.geometry.linears():
+        site = Site(linear.module, Role.INPUT)
+        found = stats.sites.get(site)
+        if found is None or linear.num_experts or found.modalities is None:
+            continue
+        find = partial(_find_channels, linear.module)
+        check(stats, site, {kind: expect(find, kind) for kind in kinds})
+
+
+def _find_heads(layer: int, place: int, seen: by_modality.Seen, kind: str) -> np.ndarray:
+    return seen.head_amax(layer, kind)[place]
+
+
+def _find_channels(linear: str, seen: by_modality.Seen, kind: str) -> np.ndarray:
+    return seen.channel_amax(linear, kind)
+
+
+def check(stats: CalibrationStats, site: Site, amax: dict[str, np.ndarray]) -> None:
+    """Compare a site: of all tokens, of text alone, and the largest of each modality."""
+    found = stats.sites[site]
+    assert found.text is not None
+    assert found.modalities is not None
+    assert found.amax.numpy() == pytest.approx(np.max(list(amax.values()), axis=0), rel=1e-6)
+    assert found.text.numpy() == pytest.approx(amax["text"], rel=1e-6)
+    largest = [float(amax[kind].max()) if kind in amax else 0.0 for kind in MODALITIES]
+    assert found.modalities.tolist() == pytest.approx(largest, rel=1e-6)
+
+
+@parametrize(KINDS)
+def test_streamed_and_in_batches_it_is_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
+    save_multimodal(name, tmp_path / "model")
+    plan = plan_of(name, tmp_path / "model")
+    one, *others = (
+        as_bytes(calibrate(tmp_path / "model", plan, streamed=streamed, size=size), tmp_path)
+        for streamed, size in ((False, 1), (False, 4), (True, 1), (True, 4))
+    )
+    assert all(other == one for other in others)
+
+
+def test_a_row_of_text_counts_as_text_beside_rows_with_media(tmp_path: Path) -> None:
+    save_multimodal("llava", tmp_path)
+    plan = plan_of("llava", tmp_path)
+    assert 0 not in plan.media
+    assert set(plan.media) == {1, 2}
+    stats = calibrate(tmp_path, plan, streamed=False, size=1)
+    for site, found in stats.sites.items():
+        if site.role is not Role.WEIGHT:
+            assert found.modalities is not None
+            assert torch.equal(found.modalities.max(), found.amax.max())
