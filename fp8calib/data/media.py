@@ -5,17 +5,22 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import re
+import stat
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 
-from fp8calib.errors import DataError, UsageError, first_line, shorten
+from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line, shorten
 
 
 class Modality(StrEnum):
@@ -35,9 +40,12 @@ COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
 MARKS = {kind: f"<{kind}>" for kind in MEDIA}
 """Where a medium of a column stands in plain text."""
 
-MAX_PIXELS = 2**30 // 12
-"""The largest image that is read: Pillow's own limit against decompression bombs."""
-_URL = re.compile(r"(?i)(https?|s3|gs|ftp)://")
+MAX_FRAME_PIXELS = 2**30
+"""The most pixels of all frames of a video."""
+MAX_SAMPLES = 2**28
+"""The longest sound that is read, at its own rate or the model's: hours."""
+_URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
+_BUFFER = re.compile(r"<_io\.BytesIO[^>]*>")
 _DATA_URI = re.compile(r"(?i)data:[^,]*;base64,")
 _KEYS = ("url", "path", "base64", "bytes", "data")
 _BASE64 = frozenset({"base64", "data"})
@@ -63,20 +71,37 @@ class Medium:
     folder: Path
     """Relative paths start here."""
 
+    @property
+    def label(self) -> str:
+        """Where it stands, and the path of its file if it has one."""
+        value = self.value.get("path") if isinstance(self.value, Mapping) else self.value
+        is_path = isinstance(value, str | Path) and str(value)[:5].lower() != "data:"
+        return f"{self.origin} ({shorten(str(value))})" if is_path else self.origin
 
-def parse_media(kind: Modality, value: object, origin: str, folder: Path) -> tuple[Medium, ...]:
-    """Make the media of a column: one, or a list of them; nothing where it is null.
 
-    A list of frames is one video if its items are no lists themselves.
+def parse_media(column: str, value: object, origin: str, folder: Path) -> tuple[Medium, ...]:
+    """Make the media of a column: one, or a list of them.
+
+    Several items are the frames of one video in the column `video`, and videos in `videos`.
+
+    Raises:
+        DataError: an item is null or holds no medium.
     """
-    if value is None:
-        return ()
+    kind = COLUMNS[column]
     items = value if isinstance(value, list | tuple) else [value]
-    return tuple(
-        Medium(kind=kind, value=item, origin=f"{origin}[{index}]", folder=folder)
-        for index, item in enumerate(items)
-        if item is not None
-    )
+    if column == kind == Modality.VIDEO and len(items) > 1 and not isinstance(items[0], list):
+        items = [items]
+    found = []
+    for index, item in enumerate(items):
+        where = f"{origin}: {column}" + (f"[{index}]" if items is value else "")
+        medium = parse_media_part({"type": str(kind), str(kind): item}, where, folder)
+        if not isinstance(medium, Medium):
+            raise DataError(
+                f"{where}: {type(item).__name__} without {kind}" if item else f"{where} is empty",
+                hint=f"name a file, or leave the {kind} out",
+            )
+        found.append(medium)
+    return tuple(found)
 
 
 def parse_media_part(
@@ -113,24 +138,65 @@ def load_image(medium: Medium) -> Any:
         from PIL import Image, ImageOps  # noqa: PLC0415  optional
     except ImportError as error:
         raise _missing("images", "Pillow", medium) from error
-    if isinstance(medium.value, Image.Image):
-        return ImageOps.exif_transpose(medium.value).convert("RGB")
     try:
+        if isinstance(medium.value, Image.Image):
+            return _convert(ImageOps.exif_transpose(medium.value))
         if isinstance(medium.value, np.ndarray):
-            return Image.fromarray(medium.value).convert("RGB")
-        with Image.open(io.BytesIO(read_bytes(medium))) as image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise DataError(
-                    f"{medium.origin}: the image has {width} x {height} pixels, more than "
-                    f"{MAX_PIXELS}",
-                    hint="scale it down: no model sees that many",
-                )
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (DataError, UsageError):
+            return _convert(_from_array(medium.value))
+        with _open_image(medium) as image:
+            return _convert(ImageOps.exif_transpose(image))
+    except Fp8CalibError:
         raise
     except Exception as error:  # decoders raise anything for damaged files
         raise _unreadable(medium, error) from error
+
+
+def _from_array(value: npt.NDArray[Any]) -> Any:
+    from PIL import Image  # noqa: PLC0415  optional
+
+    if value.dtype != np.uint8:
+        raise TypeError(f"an array of pixels is uint8, found {value.dtype}")
+    return Image.fromarray(value)
+
+
+@contextmanager
+def _open_image(medium: Medium) -> Iterator[Any]:
+    """Open an image that is encoded.
+
+    Raises:
+        DataError: it cannot be read, or has more pixels than Pillow's limit, 89,478,485.
+    """
+    from PIL import Image  # noqa: PLC0415  optional
+
+    raw = read_bytes(medium)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            opened = Image.open(io.BytesIO(raw))
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise DataError(
+                f"{medium.label}: the {medium.kind} is too large ({first_line(error)})",
+                hint="scale it down: no model sees that many pixels",
+            ) from error
+    with opened as image:
+        yield image
+
+
+def _convert(image: Any) -> Any:
+    """Convert an image to RGB: 16-bit greys keep their high bytes, and white is behind alpha."""
+    from PIL import Image  # noqa: PLC0415  optional
+
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if not 0 <= values.min() <= values.max() < 2**16:
+            raise TypeError("a grey that is no 16-bit integer")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if image.mode == "F":
+        raise TypeError("floating-point pixels")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    seen = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
 
 
 def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
@@ -140,21 +206,55 @@ def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
         UsageError: soundfile is not installed, or soxr where the rate differs.
         DataError: the sound is missing, damaged, empty, or holds NaN or inf.
     """
-    value = medium.value
-    if isinstance(value, Mapping) and value.get("array") is not None:
-        found, had = np.asarray(value["array"], dtype=np.float32), value.get("sampling_rate")
-        if found.ndim == 2:
-            found = found.mean(axis=int(np.argmin(found.shape)))
-    elif isinstance(value, np.ndarray):
-        found, had = value.astype(np.float32), rate
-    else:
-        found, had = _decode_audio(medium)
-    if found.ndim != 1 or not found.size or not np.isfinite(found).all():
+    try:
+        found, had = _read_audio(medium, rate)
+    except Fp8CalibError:
+        raise
+    except Exception as error:  # soundfile's own errors share no base class
+        raise _unreadable(medium, error) from error
+    if found.ndim == 2:
+        found = found.mean(axis=int(np.argmin(found.shape)))
+    if found.ndim != 1 or not found.size:
         raise DataError(
-            f"{medium.origin}: the sound has shape {list(found.shape)}, or holds NaN or inf",
-            hint="write it again as one channel of finite samples",
+            f"{medium.label}: the sound has no samples"
+            if not found.size
+            else f"{medium.label}: the sound has shape {list(found.shape)}",
+            hint="write it again, as [samples] of one channel",
         )
-    return found if had in {rate, None} else _resample(found, float(had), rate, medium)
+    if not np.isfinite(found).all():
+        raise DataError(f"{medium.label}: the sound holds NaN or inf", hint="write it again")
+    if not 0 < had < math.inf:
+        raise DataError(
+            f"{medium.label}: the sound has a rate of {had} Hz", hint="write it with its rate"
+        )
+    _require_length(max(len(found), len(found) * rate / had), medium)
+    return found if had == rate else _resample(found, had, rate, medium)
+
+
+def _read_audio(medium: Medium, rate: int) -> tuple[npt.NDArray[np.float32], float]:
+    """Give the samples of a sound and their rate; an array alone has the rate of the model."""
+    value = medium.value
+    if isinstance(value, np.ndarray):
+        return _as_samples(value), rate
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        return _as_samples(np.asarray(value["array"])), float(value["sampling_rate"])
+    return _decode_audio(medium)
+
+
+def _as_samples(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if value.dtype == np.int16:
+        return value.astype(np.float32) / np.float32(2**15)
+    if value.size and not np.issubdtype(value.dtype, np.floating):
+        raise TypeError(f"samples are floating-point or int16, found {value.dtype}")
+    return value.astype(np.float32)
+
+
+def _require_length(samples: float, medium: Medium) -> None:
+    if samples > MAX_SAMPLES:
+        raise DataError(
+            f"{medium.label}: the sound has {samples:.0f} samples, more than {MAX_SAMPLES}",
+            hint="cut it into shorter sounds, or write it with its rate",
+        )
 
 
 def load_video(medium: Medium) -> npt.NDArray[np.uint8]:
@@ -168,25 +268,19 @@ def load_video(medium: Medium) -> npt.NDArray[np.uint8]:
     if isinstance(value, np.ndarray):
         frames = value
     elif isinstance(value, list | tuple):
-        frames = _stack_frames(
-            [
-                load_image(
-                    Medium(
-                        kind=Modality.IMAGE,
-                        value=item,
-                        origin=f"{medium.origin} frame {number}",
-                        folder=medium.folder,
-                    )
-                )
-                for number, item in enumerate(value)
-            ],
-            medium,
-        )
+        found: list[Any] = []
+        for number, item in enumerate(value):
+            origin = f"{medium.origin} frame {number}"
+            found.append(
+                load_image(replace(medium, kind=Modality.IMAGE, value=item, origin=origin))
+            )
+            _require_frames(found, medium)
+        frames = _stack_frames(found, medium)
     else:
         frames = _decode_frames(medium)
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
         raise DataError(
-            f"{medium.origin}: a video is frames x height x width x 3 bytes, found "
+            f"{medium.label}: a video is frames x height x width x 3 bytes, found "
             f"{frames.dtype} {list(frames.shape)}",
             hint="give a list of images of one size",
         )
@@ -201,9 +295,13 @@ def read_bytes(medium: Medium) -> bytes:
     """
     value = medium.value
     if isinstance(value, Mapping):
-        if value.get("bytes") is not None:
-            return bytes(value["bytes"])
-        value = value.get("path")
+        held = value.get("bytes")
+        value = value.get("path") if held is None else held
+        if held is not None and not isinstance(held, bytes | bytearray | memoryview):
+            raise DataError(
+                f"{medium.origin}: its bytes are {type(held).__name__}",
+                hint="give text in base64 as `base64`, or a path",
+            )
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str | Path):
@@ -212,43 +310,51 @@ def read_bytes(medium: Medium) -> bytes:
             hint="give a path, a data URI, bytes, or a column of datasets with images or audio",
         )
     text = str(value)
-    if found := _DATA_URI.match(text):
-        return _decode_base64(text[found.end() :], medium)
+    if text[:5].lower() == "data:":
+        return _decode_base64(text, medium)
     if _URL.match(text):
         raise DataError(
             f"{medium.origin}: {shorten(text)} is a URL, and nothing is fetched from the network",
             hint="download it, and name the file",
         )
-    path = medium.folder / text.removeprefix("file://")
+    is_uri = text[:7].lower() == "file://"
+    path = medium.folder / (unquote(text[7:]) if is_uri else text)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for a writer
+            raise OSError("not a file")
         return path.read_bytes()
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
         raise DataError(
-            f"{medium.origin}: {shorten(text)} cannot be read ({first_line(error)})",
+            f"{medium.origin}: {shorten(str(path))} cannot be read ({why})",
             hint="a path is relative to the file that names it",
         ) from error
 
 
-def _decode_base64(text: str, medium: Medium) -> bytes:
+def _decode_base64(uri: str, medium: Medium) -> bytes:
+    start = _DATA_URI.match(uri)
+    if start is None:
+        raise DataError(
+            f"{medium.origin}: {shorten(uri[:40])} is no data URI in base64",
+            hint="write data:image/png;base64, before the text in base64",
+        )
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(uri[start.end() :].split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(
             f"{medium.origin}: not base64 ({first_line(error)})", hint="encode the file again"
         ) from error
 
 
-def _decode_audio(medium: Medium) -> tuple[npt.NDArray[np.float32], int]:
+def _decode_audio(medium: Medium) -> tuple[npt.NDArray[np.float32], float]:
     try:
         import soundfile  # noqa: PLC0415  optional
     except (ImportError, OSError) as error:
         raise _missing("audio", "soundfile", medium) from error
-    raw = read_bytes(medium)
-    try:
-        found, rate = soundfile.read(io.BytesIO(raw), dtype="float32", always_2d=True)
-    except Exception as error:  # soundfile's own errors share no base class
-        raise _unreadable(medium, error) from error
-    return found.mean(axis=1), int(rate)
+    with soundfile.SoundFile(io.BytesIO(read_bytes(medium))) as file:
+        _require_length(file.frames * file.channels, medium)
+        found: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+        return found.mean(axis=1), float(file.samplerate)
 
 
 def _resample(
@@ -265,26 +371,40 @@ def _resample(
 def _decode_frames(medium: Medium) -> npt.NDArray[np.uint8]:
     """Decode the frames of an animated image (GIF, WebP, APNG)."""
     try:
-        from PIL import Image, ImageSequence  # noqa: PLC0415  optional
+        from PIL import ImageSequence  # noqa: PLC0415  optional
     except ImportError as error:
         raise _missing("images", "Pillow", medium) from error
-    raw = read_bytes(medium)
+    frames: list[Any] = []
     try:
-        with Image.open(io.BytesIO(raw)) as image:
-            frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+        with _open_image(medium) as image:
+            for frame in ImageSequence.Iterator(image):
+                frames.append(_convert(frame))
+                _require_frames(frames, medium)
+    except Fp8CalibError:
+        raise
     except Exception as error:  # decoders raise anything for damaged files
         raise DataError(
-            f"{medium.origin}: not an animated image ({first_line(error)})",
+            f"{medium.label}: not an animated image ({_BUFFER.sub('it', first_line(error))})",
             hint="give a list of frames: video files are not decoded here",
         ) from error
     return _stack_frames(frames, medium)
+
+
+def _require_frames(frames: Sequence[Any], medium: Medium) -> None:
+    width, height = frames[-1].size
+    if len(frames) * width * height > MAX_FRAME_PIXELS:
+        raise DataError(
+            f"{medium.label}: {len(frames)} frames of {width} x {height} pixels are more than "
+            f"{MAX_FRAME_PIXELS} pixels",
+            hint="give fewer or smaller frames",
+        )
 
 
 def _stack_frames(frames: Sequence[Any], medium: Medium) -> npt.NDArray[np.uint8]:
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1:
         raise DataError(
-            f"{medium.origin}: a video of {len(frames)} frames of {len(sizes)} sizes",
+            f"{medium.label}: a video of {len(frames)} frames of {len(sizes)} sizes",
             hint="give frames of one size",
         )
     return np.stack([np.asarray(frame) for frame in frames])
@@ -299,8 +419,8 @@ def _missing(extra: str, package: str, medium: Medium) -> UsageError:
 
 def _unreadable(medium: Medium, error: Exception) -> DataError:
     return DataError(
-        f"{medium.origin}: the {medium.kind} cannot be decoded "
-        f"({type(error).__name__}: {first_line(error)})",
+        f"{medium.label}: the {medium.kind} cannot be decoded "
+        f"({type(error).__name__}: {_BUFFER.sub('it', first_line(error))})",
         hint="it may be truncated, or of another format: write it again",
     )
 

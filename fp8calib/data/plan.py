@@ -175,11 +175,12 @@ def build_plan(
             seed=seed,
         )
     load = functools.cache(tokenizer)
+    encode = None if encoder is None else functools.cache(encoder)
     counted = ConversationCounter(rows)
     encoded = tokenize_rows(
         counted,
         tokenizer=load,
-        encoder=None if encoder is None else functools.cache(encoder),
+        encoder=encode,
         vocab_size=vocab_size,
     )
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
@@ -200,7 +201,12 @@ def build_plan(
         sources=sources,
         warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
         longest_padded=longest_padded,
-        rows=summarize_rows(found, counted.count, load() if load.cache_info().currsize else None),
+        rows=summarize_rows(
+            found,
+            counted.count,
+            load() if load.cache_info().currsize else None,
+            encode() if encode is not None and found.media else None,
+        ),
         media=found.media,
     )
 

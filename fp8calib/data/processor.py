@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,10 +26,12 @@ from fp8calib.data.media import (
     load_video,
 )
 from fp8calib.data.rows import Message, Row, has_chat_template
-from fp8calib.errors import DataError, Fp8CalibError, first_line
+from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(?:id|index)")
-_PER_TOKEN = frozenset({"input_ids", "attention_mask"})
+_NO_MEDIA = frozenset({"input_ids", "attention_mask", "labels"})
+_PER_TOKEN = ("token_type_ids", "cross_attention_mask")
+"""How the names of tensors [1, S, ...] end: others may have S features or samples by chance."""
 _DEFAULT_RATE = 16000
 _ARGUMENTS = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "audio"}
 """The arguments of processors."""
@@ -50,14 +52,15 @@ class MediaRow:
     """Gives the tensors that the model takes beside the tokens, for a batch of this row alone."""
     open: Callable[[], OpenRow]
     """Gives the row as an engine takes it, whose own processor expands placeholders."""
+    special: frozenset[int]
+    """Tokens that no text makes: those of the template, and around the parts of an image."""
     num_cut: int = 0
     """How many tokens at the end of the row are left out."""
 
     @property
     def text_ids(self) -> list[int]:
-        """The tokens that are text."""
-        found: list[int] = self.ids[self.kinds == 0].tolist()
-        return found
+        """The tokens of the text itself: none of media, and no special ones."""
+        return [x for x in self.ids[self.kinds == 0].tolist() if x not in self.special]
 
     def cut(self, length: int) -> MediaRow:
         """Drop the text after `length` tokens.
@@ -79,7 +82,7 @@ class MediaRow:
             kinds=self.kinds[:length],
             num_cut=whole - length,
             load=lambda: {
-                key: x[:, :length] if x.shape[:2] == (1, whole) else x
+                key: x[:, :length] if key.endswith(_PER_TOKEN) else x
                 for key, x in self.load().items()
             },
         )
@@ -101,7 +104,18 @@ class MediaEncoder:
         """Take a processor of transformers, and the config of its model, which is called `name`."""
         self._processor = processor
         self._name = name
-        self._placeholders = _find_placeholders(config, processor)
+        self._placeholders = find_placeholders(config, processor)
+        self._special = _list_special(processor.tokenizer)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the processor."""
+        return self._processor.tokenizer
+
+    @property
+    def template(self) -> Any:
+        """What has the chat template: the processor, or its tokenizer."""
+        return self._processor if has_chat_template(self._processor) else self.tokenizer
 
     def encode(self, row: Row) -> MediaRow:
         """Encode a row that has media.
@@ -109,7 +123,9 @@ class MediaEncoder:
         Raises:
             DataError: a medium cannot be read, or the processor refuses the row.
         """
+        self._require_taken(row)
         found = self._run(row)
+        digest = _hash_tensors(found)
         ids = found["input_ids"][0].to(torch.int64)
         kinds = torch.zeros(len(ids), dtype=torch.int8)
         for token, kind in self._placeholders.items():
@@ -119,10 +135,20 @@ class MediaEncoder:
             row=row,
             ids=ids,
             kinds=kinds,
-            digest=_hash_tensors(found),
-            load=lambda: {k: x for k, x in self._run(row).items() if k not in _PER_TOKEN},
+            digest=digest,
+            load=lambda: self._load(row, digest),
             open=lambda: self._open(row),
+            special=self._special,
         )
+
+    def _load(self, row: Row, digest: str) -> dict[str, torch.Tensor]:
+        found = self._run(row)
+        if _hash_tensors(found) != digest:
+            raise DataError(
+                f"{row.origin}: its media changed while the run went on",
+                hint="leave the files as they are until the run ends",
+            )
+        return {name: tensor for name, tensor in found.items() if name not in _NO_MEDIA}
 
     def _open(self, row: Row) -> OpenRow:
         messages = [self._decode_message(message) for message in row.messages or ()]
@@ -132,27 +158,35 @@ class MediaEncoder:
             text = str(self._processor.apply_chat_template(messages, tokenize=False))
         else:
             text = self._write_prompt(messages)
-        tokenizer = self._processor.tokenizer
+        tokenizer = self.tokenizer
         ids = tokenizer(text, add_special_tokens=self._adds_special(text))["input_ids"]
         return OpenRow(ids=list(ids), media={kind: each for kind, each in media.items() if each})
 
     def _run(self, row: Row) -> dict[str, torch.Tensor]:
         messages = [self._decode_message(message) for message in row.messages or ()]
         try:
-            found = self._call(messages)
+            found = {
+                key: value
+                if isinstance(value, torch.Tensor)
+                else torch.as_tensor(np.asarray(value))
+                for key, value in self._call(messages).items()
+                if value is not None
+            }
         except Fp8CalibError:
             raise
+        except ImportError as error:
+            raise UsageError(
+                f"{row.origin}: {type(self._processor).__name__} needs a package that is not "
+                f"installed ({first_line(error)})",
+                hint='pip install "fp8calib[images,audio]", or the package that it names',
+            ) from error
         except Exception as error:  # templates and processors are programs that raise anything
             raise DataError(
                 f"{row.origin}: {type(self._processor).__name__} of {self._name} refuses the row "
                 f"({type(error).__name__}: {first_line(error)})",
                 hint="check the order of the roles, and that the model takes such media",
             ) from error
-        return {
-            key: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
-            for key, value in found.items()
-            if value is not None
-        }
+        return found
 
     def _call(self, messages: list[Message]) -> Mapping[str, Any]:
         """Let the processor make the inputs; one without a chat template takes a plain prompt."""
@@ -180,7 +214,7 @@ class MediaEncoder:
 
     def _adds_special(self, text: str) -> bool:
         """Whether the tokenizer adds special tokens: as transformers, unless the text has them."""
-        bos = self._processor.tokenizer.bos_token
+        bos = self.tokenizer.bos_token
         return bos is None or not text.startswith(bos)
 
     def _write_prompt(self, messages: Sequence[Message]) -> str:
@@ -189,7 +223,7 @@ class MediaEncoder:
         Raises:
             DataError: no token stands for a medium.
         """
-        tokenizer = self._processor.tokenizer
+        tokenizer = self.tokenizer
         texts = ["".join(map(self._write_part, message["content"])) for message in messages]
         if not has_chat_template(tokenizer):
             return "\n".join(texts)
@@ -232,18 +266,42 @@ class MediaEncoder:
                 return int(rate)
         return _DEFAULT_RATE
 
+    def _require_taken(self, row: Row) -> None:
+        """Refuse a row with media of a kind for which the model has no token."""
+        taken = set(self._placeholders.values())
+        if medium := _find_other(row, taken):
+            raise DataError(
+                f"{medium.origin}: {self._name} takes no {medium.kind}, only "
+                f"{' and '.join(kind for kind in MEDIA if kind in taken) or 'text'}",
+                hint="use other data; --text-column leaves out columns of media",
+            )
+
     def _require_tokens(self, row: Row, kinds: torch.Tensor) -> None:
         """Refuse a row of whose media no token can be told."""
         present = {MODALITIES[code] for code in torch.unique(kinds).tolist()}
-        for medium in row.media:
-            # Some processors write the frames of a video as images.
-            same = {medium.kind, Modality.IMAGE} if medium.kind is Modality.VIDEO else {medium.kind}
-            if not same & present:
-                raise DataError(
-                    f"{medium.origin}: the chat template of {self._name} leaves no token for the "
-                    f"{medium.kind}",
-                    hint=f"the model may take no {medium.kind}, or its template is for text only",
-                )
+        if medium := _find_other(row, present):
+            raise DataError(
+                f"{medium.origin}: the chat template of {self._name} leaves no token for the "
+                f"{medium.kind}",
+                hint="its template may be for text only: copy the one published with the model",
+            )
+
+
+def _list_special(tokenizer: Any) -> frozenset[int]:
+    try:
+        added = tokenizer.added_tokens_decoder
+    except NotImplementedError:  # mistral-common's
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(token for token, each in added.items() if each.special)
+
+
+def _find_other(row: Row, kinds: Set[Modality]) -> Medium | None:
+    """Find the first medium of none of these kinds; frames of a video may be written as images."""
+    for medium in row.media:
+        same = {medium.kind, Modality.IMAGE} if medium.kind is Modality.VIDEO else {medium.kind}
+        if not same & kinds:
+            return medium
+    return None
 
 
 def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
@@ -258,11 +316,11 @@ def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
 
 def list_modalities(config: Any) -> tuple[Modality, ...]:
     """List what a model takes beside text, by the config of the whole model."""
-    found = set(_find_placeholders(config, None).values())
+    found = set(find_placeholders(config).values())
     return tuple(kind for kind in MODALITIES if kind in found)
 
 
-def _find_placeholders(config: Any, processor: Any) -> dict[int, Modality]:
+def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:
     """Find the ids of the tokens that media fill: in the config, its parts, or the processor.
 
     The token of a processor may be the one that its prompts have, which it replaces by others
@@ -277,7 +335,8 @@ def _find_placeholders(config: Any, processor: Any) -> dict[int, Modality]:
 
 
 def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:
-    for name in dir(source):
+    # An image comes last, and wins where it shares its token with the frames of a video.
+    for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}, reverse=True):
         if match := _PLACEHOLDER.fullmatch(name):
             value = getattr(source, name, None)
             if isinstance(value, int) and not isinstance(value, bool):
@@ -288,5 +347,5 @@ def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

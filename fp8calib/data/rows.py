@@ -282,7 +282,7 @@ def _parse_part(part: object, where: str, folder: Path) -> Message:
         return {"type": str(found.kind), str(found.kind): found}
     if found is not None:
         return {"type": str(found)}
-    text = present.get("text") if present.get("type") in {"text", "input_text"} else None
+    text = present.get("text") if present.get("type") in ("text", "input_text") else None
     if not isinstance(text, str):
         raise _row_error(f"{where} is a part of no known type: {part!r:.60}")
     return {"type": "text", "text": require_unicode(text, where)}
@@ -294,13 +294,22 @@ def _parse_part(part: object, where: str, folder: Path) -> Message:
 def _find_media(
     value: Mapping[str, Any], origin: str, folder: Path
 ) -> dict[Modality, tuple[Medium, ...]]:
-    """Find the media in columns, by their kind."""
+    """Find the media in columns, by their kind.
+
+    Raises:
+        DataError: two columns hold media of one kind, or a value is none.
+    """
     found: dict[Modality, tuple[Medium, ...]] = {}
     for name, kind in MEDIA_COLUMNS.items():
-        if value.get(name) is not None:
-            media = parse_media(kind, value[name], f"{origin}: {name}", folder)
-            found[kind] = found.get(kind, ()) + media
-    return {kind: media for kind, media in found.items() if media}
+        if value.get(name) is None:
+            continue
+        if media := parse_media(name, value[name], origin, folder):
+            if kind in found:
+                raise DataError(
+                    f"{origin}: both {kind}s and {kind} hold media", hint="keep one of the columns"
+                )
+            found[kind] = media
+    return found
 
 
 def _place_media(row: Row, columns: Mapping[Modality, Sequence[Medium]]) -> Row:
@@ -312,14 +321,17 @@ def _place_media(row: Row, columns: Mapping[Modality, Sequence[Medium]]) -> Row:
     messages = row.messages
     if columns and messages is None:
         if row.text is None:
-            raise _row_error(f"{row.origin}: input_ids stand beside {next(iter(columns))}s")
+            raise DataError(
+                f"{row.origin}: input_ids stand beside {next(iter(columns))}s",
+                hint="give text or messages: the model's processor makes the token ids",
+            )
         messages = ({"role": "user", "content": row.text},)
     if messages is None or not (columns or any(isinstance(m["content"], list) for m in messages)):
         return row
     pattern = "|".join(re.escape(MARKS[kind]) for kind in columns)
     parts = [list(_split_content(message["content"], pattern)) for message in messages]
     first = next((place for place, m in enumerate(messages) if m["role"] == "user"), 0)
-    for kind in MEDIA:
+    for kind in reversed(MEDIA):  # each is put before those that were put first
         _fill(parts, kind, columns.get(kind, ()), row.origin, first)
     placed = (
         {**message, "content": content} for message, content in zip(messages, parts, strict=True)
@@ -356,7 +368,9 @@ def _fill(
     if len(places) != len(media):
         raise DataError(
             f"{origin}: {len(media)} {kind}s beside {len(places)} places for them",
-            hint=f"write {MARKS[kind]} in the text, or a part of type {kind}, once for each",
+            hint=f"write {MARKS[kind]} in the text, or a part of type {kind}, once for each"
+            if media
+            else f"give the part a path, url or base64, or the row a column {kind}s",
         )
     for place, medium in zip(places, media, strict=True):
         place[str(kind)] = medium

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fp8calib.data.processor import MediaEncoder
 from fp8calib.data.rows import Row, has_chat_template
 from fp8calib.data.tokenize import PackedRows
 from fp8calib.errors import fit_line
@@ -29,7 +30,7 @@ class RowsUsed:
     conversations: int
     """Rows read that are messages or instructions."""
     chat_template: str | None
-    """sha256 (hex) of the tokenizer's chat template if it was applied, else None."""
+    """sha256 (hex) of the tokenizer's or processor's chat template if it was applied, else None."""
     examples: tuple[str, ...]
     """The beginning and the end of the first rows used, special tokens included; one line each."""
 
@@ -70,15 +71,21 @@ class ConversationCounter:
             yield row
 
 
-def summarize_rows(found: PackedRows, conversations: int, tokenizer: Any) -> RowsUsed:
-    """Summarize rows; `tokenizer` is None where no row needed one, and examples are token ids."""
+def summarize_rows(
+    found: PackedRows, conversations: int, tokenizer: Any, encoder: MediaEncoder | None = None
+) -> RowsUsed:
+    """Summarize rows; where none needed `tokenizer` or `encoder`, examples are token ids."""
+    template = tokenizer
+    if encoder is not None:
+        tokenizer = tokenizer or encoder.tokenizer
+        template = encoder.template
     return RowsUsed(
         read=found.num_rows,
         used=found.num_used,
         too_short=found.num_dropped,
         cut=found.num_cut,
         conversations=conversations,
-        chat_template=_hash_template(tokenizer) if conversations else None,
+        chat_template=_hash_template(template) if conversations else None,
         examples=tuple(_shorten_row(ids, tokenizer) for ids in found.first),
     )
 

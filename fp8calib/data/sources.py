@@ -50,10 +50,12 @@ def iter_rows(
                 yield from iter_file_rows(path, text_column=text_column)
         case HubSource() as source:
             values = _iter_hub_values(source)
-            yield from _parse_dataset(values, f"hub:{source.name}", spec.label, text_column)
+            rows = _parse_dataset(values, f"hub:{source.name}", text_column, Path())
+            yield from _require_rows(rows, spec.label)
         case SavedSource(folder=folder):
             values = _iter_saved_values(folder, spec.label, text_column)
-            yield from _parse_dataset(values, spec.label, spec.label, text_column)
+            rows = _parse_dataset(values, spec.label, text_column, folder)
+            yield from _require_rows(rows, spec.label)
         case _:
             yield from iter_builtin_rows(part)
 
@@ -143,14 +145,17 @@ def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
 
 
 def _parse_dataset(
-    values: Iterator[Any], name: str, label: str, text_column: str | None
+    values: Iterator[Any], name: str, text_column: str | None, folder: Path
 ) -> Iterator[Row]:
-    # Datasets such as wikitext have blank rows, which the user cannot remove.
-    rows = (
-        parse_row(value, f"{name} row {number}", allow_blank=True, text_column=text_column)
-        for number, value in enumerate(values, start=1)
-    )
-    return _require_rows(rows, label)
+    for number, value in enumerate(values, start=1):
+        # Datasets such as wikitext have blank rows, which the user cannot remove.
+        yield parse_row(
+            value,
+            f"{name} row {number}",
+            allow_blank=True,
+            text_column=text_column,
+            folder=folder,
+        )
 
 
 _Values = Iterator[tuple[str, object]]
@@ -239,10 +244,10 @@ def _iter_hub_values(source: HubSource) -> Iterator[Any]:
 
 
 def _keep_encoded(dataset: Any) -> Any:
-    """Leave the images and sounds of a dataset as bytes or paths: few rows are decoded."""
+    """Leave the media of a dataset as bytes or paths: few rows are decoded."""
     for name, feature in (getattr(dataset, "features", None) or {}).items():
         held = getattr(feature, "feature", feature)  # a list has its items' feature
-        if type(held).__name__ in {"Image", "Audio"}:
+        if type(held).__name__ in {"Image", "Audio", "Video"}:
             encoded = type(held)(decode=False)
             dataset = dataset.cast_column(
                 name, encoded if held is feature else type(feature)(encoded)

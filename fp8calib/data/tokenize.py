@@ -71,7 +71,7 @@ def tokenize_rows(
             if encoder is None:
                 raise DataError(
                     f"{row.origin}: the row holds {row.media[0].kind}, and the model takes text",
-                    hint="use --text-column to read the text alone, or other data",
+                    hint="use other data; --text-column leaves out columns of media",
                 )
             encoded = encoder().encode(row)
             _check_ids(encoded.ids.tolist(), row, vocab_size)

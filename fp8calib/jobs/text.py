@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from fp8calib.data.plan import (
     FEW_TOKENS,
     DataPlan,
@@ -15,7 +17,7 @@ from fp8calib.data.plan import (
     split_plan,
     warn_of_scales,
 )
-from fp8calib.data.processor import MediaEncoder, list_modalities
+from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
@@ -88,7 +90,23 @@ def plan_text(
             "with media (docs/media.md)"
         )
         plan = replace(plan, warnings=(*plan.warnings, note))
+    if modalities and (count := _count_places(plan, source)):
+        note = (
+            f"{count} sequences of text hold tokens that stand for media, and no media: is their "
+            "column named image, images, video, videos, audio or audios?"
+        )
+        plan = replace(plan, warnings=(*plan.warnings, note))
     return plan
+
+
+def _count_places(plan: DataPlan, source: ModelSource) -> int:
+    """Count the sequences of text alone with a token that a medium would fill."""
+    tokens = torch.tensor(list(find_placeholders(source.config)))
+    return sum(
+        bool(torch.isin(ids, tokens).any())
+        for index, ids in enumerate(plan.sequences)
+        if index not in plan.media
+    )
 
 
 def _make_encoder(source: ModelSource, processor: Any) -> MediaEncoder:

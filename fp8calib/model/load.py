@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
-from fp8calib.errors import CalibrationError, ModelError, first_line
+from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
@@ -311,27 +311,39 @@ def load_processor(source: ModelSource) -> Any:
 
     Raises:
         ModelError: it is missing, or cannot be loaded.
+        UsageError: it needs a package that is not installed.
     """
     try:
         processor = AutoProcessor.from_pretrained(
             source.folder, trust_remote_code=source.trust_remote_code
         )
+    except ImportError as error:
+        raise UsageError(
+            f"{source.folder}: the processor of its media needs a package that is not installed: "
+            f"{_explain_load_error(error)}",
+            hint='pip install "fp8calib[images,audio]", or the package that it names',
+        ) from error
     except Exception as error:
+        if not any((source.folder / name).is_file() for name in _PROCESSOR_FILES):
+            raise _no_processor(source.folder) from error
         carries_code = "trust_remote_code" in str(error)
         raise ModelError(
             f"{source.folder}: the processor of its media cannot be loaded: "
             f"{_explain_load_error(error)}",
             hint="pass --trust-remote-code if you trust that code"
             if carries_code
-            else 'it may need packages that are not installed: pip install "fp8calib[images]"',
+            else "copy the files again that the model was published with",
         ) from error
     if not hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
-        raise ModelError(
-            f"{source.folder} holds no processor of media "
-            f"(looked for {', '.join(_PROCESSOR_FILES)})",
-            hint="copy the files that the model was published with",
-        )
+        raise _no_processor(source.folder)
     return processor
+
+
+def _no_processor(folder: Path) -> ModelError:
+    return ModelError(
+        f"{folder} holds no processor of media (looked for {', '.join(_PROCESSOR_FILES)})",
+        hint="copy the files that the model was published with",
+    )
 
 
 def load_model(

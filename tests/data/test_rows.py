@@ -115,6 +115,10 @@ def test_a_message_becomes_role_and_text(message: object, expected: object) -> N
             "messages[0].content[0] is a part of no known type",
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]},
+            "messages[0].content[0] is a part of no known type",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "0 images beside 1 places for them",
         ),

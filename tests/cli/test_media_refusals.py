@@ -1,0 +1,389 @@
+"""What `calibrate` refuses of images, sounds and video: one message, a hint, nothing written."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import struct
+import sys
+import wave
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail, snapshot, succeed
+from tests.cli.test_resume import PAUSED, wait_for_checkpoint
+from tests.kit.forks import start_fork
+from tests.kit.multimodal import draw_image, save_multimodal
+
+SEES, HEARS = "gemma3", "qwen2_audio"
+QUICK = ("--samples", 4, "--seq-len", 256, "--dtype", "float32")
+ASKED = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write a model that sees and one that hears."""
+    folder = tmp_path_factory.mktemp("media-models")
+    for name in (SEES, HEARS):
+        save_multimodal(name, folder / name)
+    return {name: folder / name for name in (SEES, HEARS)}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Write a folder of media that are damaged, and some that are not."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    draw_image(0).save(folder / "good.png")
+    png = (folder / "good.png").read_bytes()
+    draw_image(0).save(folder / "jpeg.jpg")
+    jpeg = (folder / "jpeg.jpg").read_bytes()
+    (folder / "good.wav").write_bytes(make_wav([0, 900, -900] * 400, 16000))
+    for name, content in {
+        "empty.png": b"",
+        "cut.png": png[: len(png) // 2],
+        "cut.jpg": jpeg[: len(jpeg) // 2],
+        "text.png": b"this is no image",
+        "bomb.png": make_png(50_000, 50_000),
+        "large.png": make_png(9460, 9460),  # 89,491,600 pixels: a little above the limit
+        "silent.wav": make_wav([], 16000),
+        "none.wav": make_wav([0, 900] * 400, 0),
+        "slow.wav": make_wav([0, 900] * 30_000, 1),
+        "cut.wav": make_wav([0] * 800, 16000)[:20],
+        "nan.wav": make_float_wav([0.0, float("nan")]),
+    }.items():
+        (folder / name).write_bytes(content)
+    (folder / "loop.png").symlink_to("loop.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "folder.png").mkdir()
+    return folder
+
+
+def make_png(width: int, height: int) -> bytes:
+    """Write the header of a PNG of this size, and hardly any pixels."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checked = name + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def make_wav(samples: list[int], rate: int) -> bytes:
+    """Write 16-bit samples of one channel; the rate is patched into the header."""
+    found = io.BytesIO()
+    with wave.open(found, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(np.array(samples, dtype="<i2").tobytes())
+    raw = bytearray(found.getvalue())
+    raw[24:32] = struct.pack("<II", rate, rate * 2)
+    return bytes(raw)
+
+
+def make_float_wav(samples: list[float]) -> bytes:
+    """Write 32-bit floating-point samples of one channel at 16 kHz."""
+    body = np.array(samples, dtype="<f4").tobytes()
+    header = struct.pack("<HHIIHH", 3, 1, 16000, 64000, 4, 32)
+    chunks = b"fmt " + struct.pack("<I", 16) + header + b"data" + struct.pack("<I", len(body))
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks) + len(body)) + b"WAVE" + chunks + body
+
+
+def ask(*parts: Any, **columns: Any) -> dict[str, Any]:
+    """Write a row of one question, with these parts before it."""
+    return {"messages": [{"role": "user", "content": [*parts, ASKED]}], **columns}
+
+
+def image(value: Any) -> dict[str, Any]:
+    """Write a row with one image."""
+    return ask({"type": "image", "image": value})
+
+
+def audio(value: Any) -> dict[str, Any]:
+    """Write a row with one sound."""
+    return ask({"type": "audio", "audio": value})
+
+
+GOOD = base64.b64encode(b"not an image").decode()
+ROWS: list[tuple[str, dict[str, Any], str]] = [
+    (SEES, image("none.png"), "none.png cannot be read (No such file or directory)"),
+    (SEES, image("folder.png"), "folder.png cannot be read (not a file)"),
+    (SEES, image("pipe.png"), "pipe.png cannot be read (not a file)"),
+    (SEES, image("/dev/zero"), "/dev/zero cannot be read (not a file)"),
+    (SEES, image("loop.png"), "loop.png cannot be read ("),
+    (SEES, image("a\0b.png"), "a\\x00b.png cannot be read ("),
+    (SEES, image("a\ud800.png"), "a\\ud800.png cannot be read ("),
+    (SEES, image("n" * 5000), "cannot be read (File name too long)"),
+    (SEES, image(""), "cannot be read (not a file)"),
+    (SEES, image("empty.png"), "the image cannot be decoded (UnidentifiedImageError"),
+    (SEES, image("cut.png"), "the image cannot be decoded (OSError"),
+    (SEES, image("cut.jpg"), "the image cannot be decoded (OSError"),
+    (SEES, image("text.png"), "the image cannot be decoded (UnidentifiedImageError"),
+    (SEES, image("good.wav"), "the image cannot be decoded (UnidentifiedImageError"),
+    (SEES, image("bomb.png"), "(bomb.png): the image is too large (Image size (2500000000 pixels)"),
+    (
+        SEES,
+        image("large.png"),
+        "the image is too large (Image size (89491600 pixels) exceeds limit of 89478485",
+    ),
+    (SEES, image(5), "int is no image"),
+    (SEES, image({"bytes": 10**15}), "its bytes are int"),
+    (SEES, image({"bytes": None, "path": None}), "NoneType is no image"),
+    (SEES, image(None), "0 images beside 1 places for them"),
+    (SEES, ask({"type": "image", "file": "good.png"}), "0 images beside 1 places for them"),
+    (SEES, image("https://example.com/a.png"), "is a URL, and nothing is fetched"),
+    (SEES, image("s3://bucket/a.png"), "is a URL, and nothing is fetched"),
+    (SEES, image("hf://datasets/a.png"), "is a URL, and nothing is fetched"),
+    (SEES, image("data:image/png,abc"), "data:image/png,abc is no data URI in base64"),
+    (SEES, image("data:image/png;base64,a!b"), "not base64"),
+    (SEES, image("data:image/png;base64,abcde"), "not base64"),
+    (SEES, image(f"data:image/png;base64,{GOOD}"), "the image cannot be decoded ("),
+    (SEES, ask({"type": "image", "base64": "%%%"}), "not base64"),
+    (SEES, ask(images=[None]), "images[0] is empty"),
+    (SEES, ask(images=[{"file": "good.png"}]), "images[0]: dict without image"),
+    (SEES, ask(image="good.png", images=["good.png"]), "both images and image hold media"),
+    (SEES, {"text": "<image> and?", "images": ["good.png"] * 2}, "2 images beside 1 places"),
+    (SEES, {"text": "<image><image>", "images": ["good.png"]}, "1 images beside 2 places"),
+    (SEES, {"input_ids": [5, 6, 7], "image": "good.png"}, "input_ids stand beside images"),
+    (SEES, audio("good.wav"), "gemma3 takes no audio, only image"),
+    (HEARS, image("good.png"), "qwen2_audio takes no image, only audio"),
+    (HEARS, ask({"type": "video", "video": ["good.png"]}), "takes no video, only audio"),
+    (HEARS, audio("silent.wav"), "the sound has no samples"),
+    (HEARS, audio("none.wav"), "the "),
+    (HEARS, audio("slow.wav"), "the sound has 960000000 samples, more than"),
+    (HEARS, audio("cut.wav"), "the audio cannot be decoded ("),
+    (HEARS, audio("nan.wav"), "the sound holds NaN or inf"),
+    (HEARS, audio("good.png"), "the audio cannot be decoded ("),
+    (HEARS, audio("pipe.png"), "cannot be read (not a file)"),
+    (HEARS, audio({"array": [], "sampling_rate": 16000}), "the sound has no samples"),
+    (HEARS, audio({"array": [0.5] * 9, "sampling_rate": 0}), "a rate of 0.0 Hz"),
+    (HEARS, audio({"array": [0.5] * 9, "sampling_rate": "x"}), "the audio cannot be decoded ("),
+    (HEARS, audio({"array": [0.5] * 9}), "(KeyError: 'sampling_rate')"),
+    (HEARS, audio({"array": [1, 2], "sampling_rate": 16000}), "floating-point or int16, found int"),
+    (HEARS, audio({"array": ["a"], "sampling_rate": 16000}), "floating-point or int16"),
+    (HEARS, audio({"array": [[[0.5]]], "sampling_rate": 16000}), "the sound has shape [1, 1, 1]"),
+    (SEES, ask(*[{"type": "image", "path": "good.png"}] * 40), "beyond --seq-len 256"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "says"), ROWS)
+def test_rows(
+    models: dict[str, Path], files: Path, name: str, row: dict[str, Any], says: str
+) -> None:
+    write_rows(files / "rows.jsonl", [row])
+    text = refuse(5, models[name], files)
+    assert says in text
+    assert text.startswith("rows.jsonl:1: ")
+
+
+def refuse(code: int, model: Path, files: Path, *options: object) -> str:
+    """Calibrate on `rows.jsonl`, and require that it is refused and nothing is written."""
+    out = files.parent / "out"
+    before = list_files(files.parent)
+    asked = ("--data", files / "rows.jsonl", *QUICK, *options)
+    text = fail(code, "calibrate", model, *asked, "--out", out)
+    assert list_files(files.parent) == before
+    return text
+
+
+def list_files(folder: Path) -> list[str]:
+    """List the files of a folder with their times; a pipe among them cannot be read."""
+    return sorted(f"{path} {path.lstat().st_mtime_ns}" for path in folder.rglob("*"))
+
+
+def test_a_medium_for_a_model_of_text(model: Path, files: Path) -> None:
+    """A part or a column is refused; --text-column leaves the column out, but no part."""
+    says = "the row holds image, and the model takes text"
+    write_rows(files / "rows.jsonl", [image("good.png")])
+    assert says in refuse(5, model, files, "--seq-len", 64)
+    assert says in refuse(5, model, files, "--seq-len", 64, "--text-column", "messages")
+    write_rows(files / "rows.jsonl", [{"text": "w1 w2 w3", "images": ["none.png"]}])
+    assert says in refuse(5, model, files, "--seq-len", 64)
+    asked = ("--data", files / "rows.jsonl", *QUICK, "--seq-len", 64, "--text-column", "text")
+    plan = succeed("calibrate", model, *asked, "--dry-run", "--json").json["plan"]
+    assert plan["rows"]["examples"] == ["<s> w1 w2 w3"]
+
+
+def test_places_for_media_without_media_are_pointed_out(
+    models: dict[str, Path], files: Path
+) -> None:
+    """A column of another name is not read; the mark in the text is then a token of no image."""
+    write_rows(
+        files / "rows.jsonl", [{"text": "<image_soft_token> and?", "image_path": "good.png"}]
+    )
+    asked = ("--data", files / "rows.jsonl", *QUICK, "--dry-run")
+    warned = succeed("calibrate", models[SEES], *asked).err
+    assert "1 sequences of text hold tokens that stand for media, and no media" in warned
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1)])
+def test_thin_images_are_what_the_processor_makes_of_them(
+    models: dict[str, Path], files: Path, size: tuple[int, int]
+) -> None:
+    draw_image(0, (900, 900)).crop((0, 0, *size)).save(files / "thin.png")
+    write_rows(files / "rows.jsonl", [image("thin.png")])
+    asked = ("--data", files / "rows.jsonl", *QUICK, "--dry-run", "--json")
+    report = succeed("calibrate", models[SEES], *asked).json
+    assert report["plan"]["rows"]["used"] == 1
+
+
+def test_a_path_may_lead_out_of_the_folder(models: dict[str, Path], files: Path) -> None:
+    """Data is read with the rights of the user who names it: `..` and links are followed."""
+    shutil.move(files / "good.png", files.parent / "out-of-it.png")
+    (files / "link.png").symlink_to(files.parent / "out-of-it.png")
+    write_rows(files / "rows.jsonl", [image("../out-of-it.png"), image("link.png")])
+    asked = ("--data", files / "rows.jsonl", *QUICK, "--dry-run", "--json")
+    assert succeed("calibrate", models[SEES], *asked).json["plan"]["rows"]["used"] == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_image_without_permission(models: dict[str, Path], files: Path) -> None:
+    (files / "good.png").chmod(0)
+    write_rows(files / "rows.jsonl", [image("good.png")])
+    assert "good.png cannot be read (Permission denied)" in refuse(5, models[SEES], files)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "row"),
+    [
+        (SEES, "PIL", image("good.png")),
+        (HEARS, "soundfile", audio("good.wav")),
+        (HEARS, "soxr", audio({"array": [0.5] * 900, "sampling_rate": 8000})),
+    ],
+)
+def test_a_package_that_is_not_installed(
+    models: dict[str, Path],
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    package: str,
+    row: dict[str, Any],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    write_rows(files / "rows.jsonl", [row])
+    text = refuse(2, models[name], files)
+    assert "is not installed" in text
+    assert 'pip install "fp8calib[' in text
+
+
+def test_a_row_of_5000_images_is_refused_by_its_length(
+    models: dict[str, Path], files: Path
+) -> None:
+    write_rows(files / "rows.jsonl", [{"text": "Well?", "images": ["good.png"] * 5000}])
+    assert "beyond --seq-len 256" in refuse(5, models[SEES], files)
+
+
+def test_a_run_that_could_be_resumed_is_kept(models: dict[str, Path], files: Path) -> None:
+    """An image that broke since is refused, and what was saved serves once it is back."""
+    rows = [image("good.png")] * 40
+    write_rows(files / "rows.jsonl", rows)
+    out = files.parent / "out"
+    asked = ("--data", files / "rows.jsonl", *QUICK, "--samples", 40, "--out", out, "--json")
+    command = ("calibrate", models[SEES], *asked)
+    process = start_fork(PAUSED, *command)
+    partial = wait_for_checkpoint(process, out)
+    process.kill()
+    process.communicate(timeout=60)
+    kept, whole = snapshot(partial), (files / "good.png").read_bytes()
+    (files / "good.png").write_bytes(whole[:99])
+    text = fail(5, *command[:-1], "--resume")
+    assert "(good.png): the image cannot be decoded" in text
+    assert snapshot(partial) == kept
+    (files / "good.png").write_bytes(whole)
+    assert succeed(*command, "--resume").json["resumed_sequences"] > 0
+
+
+# --- columns of datasets --------------------------------------------------------------------------
+
+
+def test_a_broken_image_in_a_saved_dataset(models: dict[str, Path], files: Path) -> None:
+    rows = {"text": ["a", "b"], "image": [str(files / "good.png"), str(files / "cut.png")]}
+    saved = Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    saved.save_to_disk(files / "saved")
+    asked = ("--data", files / "saved", *QUICK, "--out", files.parent / "out")
+    text = fail(5, "calibrate", models[SEES], *asked)
+    assert text.startswith("saved row 2: image (")
+    assert "the image cannot be decoded (OSError" in text
+    assert not (files.parent / "out").exists()
+
+
+# --- processors ----------------------------------------------------------------------------------
+
+
+def remove_processor(folder: Path) -> None:
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def write_template(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
+
+
+def add_code(folder: Path) -> None:
+    path = folder / "processor_config.json"
+    own = {"auto_map": {"AutoProcessor": "own.OwnProcessor"}, "processor_class": "OwnProcessor"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    (folder / "own.py").write_text("raise SystemExit('ran')")
+
+
+def add_tokens(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<more_{index}>" for index in range(200)], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+
+
+PROCESSORS: list[tuple[int, Callable[[Path], object], str]] = [
+    (4, remove_processor, "holds no processor of media (looked for processor_config.json"),
+    (
+        4,
+        lambda folder: (folder / "processor_config.json").write_text('{"image_processor": '),
+        "the processor of its media cannot be loaded",
+    ),
+    (
+        4,
+        lambda folder: (folder / "processor_config.json").write_text("[]"),
+        "the processor of its media cannot be loaded",
+    ),
+    (4, add_code, "--trust-remote-code"),
+    (5, add_tokens, "the tokenizer gives token "),
+    (
+        5,
+        write_template("{% for m in messages %}{{ m.role }}: {{ m.content[1].text }}{% endfor %}"),
+        "refuses the row (ValueError: ",
+    ),
+    (5, write_template("{{ raise_exception('no images here') }}"), "no images here"),
+    (5, write_template("{{ messages[7].content }}"), "refuses the row (UndefinedError"),
+    (5, write_template("{% for"), "refuses the row (TemplateSyntaxError"),
+]
+
+
+@pytest.mark.parametrize(("code", "damage", "says"), PROCESSORS)
+def test_processors(
+    models: dict[str, Path],
+    files: Path,
+    tmp_path: Path,
+    code: int,
+    damage: Callable[[Path], object],
+    says: str,
+) -> None:
+    folder = shutil.copytree(models[SEES], tmp_path / "damaged")
+    damage(folder)
+    rows = [image("good.png")]
+    if damage is add_tokens:
+        rows[0]["messages"][0]["content"].append({"type": "text", "text": "<more_199>"})
+    write_rows(files / "rows.jsonl", rows)
+    assert says in refuse(code, folder, files)

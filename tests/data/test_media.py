@@ -1,0 +1,453 @@
+"""Every accepted form of an image, a sound and a video, against what was drawn or written."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import textwrap
+import wave
+import zlib
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fp8calib.data import media
+from fp8calib.data.media import Medium, Modality, load_audio, load_image, load_video
+from fp8calib.data.rows import Row, parse_row
+from fp8calib.data.sources import iter_rows
+from fp8calib.data.specs import parse_spec
+from fp8calib.errors import DataError
+from fp8calib.jobs.rows import split_data
+
+PIXELS = np.array(
+    [[[255, 0, 0], [0, 255, 0], [0, 0, 255]], [[9, 8, 7], [250, 251, 252], [0, 0, 0]]], np.uint8
+)
+"""Two rows of three pixels."""
+OTHER = PIXELS[::-1].copy()
+TONE = np.array([0, 8192, 16384, -32768, 4096], np.int16)
+"""As fp32: 0, 0.25, 0.5, -1, 0.125."""
+SOUND = np.array([0, 0.25, 0.5, -1, 0.125], np.float32)
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    checked = name + content
+    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+def write_png(values: np.ndarray, *, colour: int = 2, depth: int = 8, extra: bytes = b"") -> bytes:
+    """Write a PNG by hand, each line unfiltered (ISO/IEC 15948)."""
+    height, width = values.shape[:2]
+    lines = b"".join(b"\0" + line.tobytes() for line in values)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    body = chunk(b"IDAT", zlib.compress(lines))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + body + chunk(b"IEND", b"")
+
+
+def write_wav(samples: np.ndarray, rate: int = 16000) -> bytes:
+    """Write int16 [samples, channels] by the standard library."""
+    found = io.BytesIO()
+    with wave.open(found, "wb") as file:
+        file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return found.getvalue()
+
+
+PNG = write_png(PIXELS)
+WAV = write_wav(TONE)
+
+
+def encode(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write the images and sounds that rows name."""
+    place = tmp_path / "rows"
+    place.mkdir()
+    (place / "a b.png").write_bytes(PNG)
+    (place / "other.png").write_bytes(write_png(OTHER))
+    (place / "a b.wav").write_bytes(WAV)
+    return place
+
+
+def read(row: dict[str, Any], folder: Path) -> Row:
+    return parse_row(row, "x:1", folder=folder)
+
+
+def look(row: Row) -> list[list[list[list[int]]]]:
+    return [np.asarray(load_image(each)).tolist() for each in row.media]
+
+
+def in_part(part: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "relative", "absolute", "uri", "uri-escaped", "path-key", "url-key", "data-uri", "base64",
+        "wrapped-base64", "bytes", "held-bytes", "held-path", "url-part", "openai", "column",
+        "columns", "column-of-dicts", "memory",
+    ],
+)  # fmt: skip
+def test_a_form_gives_what_was_written(folder: Path, kind: str, form: str) -> None:
+    raw = PNG if kind == "image" else WAV
+    name = "a b.png" if kind == "image" else "a b.wav"
+    uri = f"data:{kind}/x;base64,{encode(raw)}"
+    text = encode(raw)
+    openai = {
+        "image": {"type": "image_url", "image_url": {"url": uri, "detail": "high"}},
+        "audio": {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}},
+    }
+    memory = {"image": Image.fromarray(PIXELS), "audio": SOUND}
+    rows: dict[str, dict[str, Any]] = {
+        "relative": in_part({"type": kind, kind: name}),
+        "absolute": in_part({"type": kind, kind: str(folder / name)}),
+        "uri": in_part({"type": kind, kind: f"file://{folder / name}"}),
+        "uri-escaped": in_part({"type": kind, kind: (folder / name).as_uri()}),
+        "path-key": in_part({"type": kind, "path": name, "text": None}),
+        "url-key": in_part({"type": kind, "url": uri}),
+        "data-uri": in_part({"type": kind, kind: uri}),
+        "base64": in_part({"type": kind, "base64": text}),
+        "wrapped-base64": in_part({"type": kind, "base64": "\n".join(textwrap.wrap(text, 20))}),
+        "bytes": in_part({"type": kind, kind: raw}),
+        "held-bytes": in_part({"type": kind, kind: {"bytes": raw, "path": "gone"}}),
+        "held-path": in_part({"type": kind, kind: {"bytes": None, "path": name}}),
+        "url-part": in_part({"type": f"{kind}_url", f"{kind}_url": name}),
+        "openai": in_part(openai[kind]),
+        "column": {"text": "?", kind: name},
+        "columns": {"text": "?", f"{kind}s": [name]},
+        "column-of-dicts": {"text": "?", f"{kind}s": [{"url": uri}]},
+        "memory": in_part({"type": kind, kind: memory[kind]}),
+    }  # fmt: skip
+    row = read(rows[form], folder)
+    assert row.messages is not None
+    assert [part["type"] for part in row.messages[0]["content"]] == [kind, "text"]
+    if kind == "image":
+        assert look(row) == [PIXELS.tolist()]
+    else:
+        (medium,) = row.media
+        np.testing.assert_array_equal(load_audio(medium, 16000), SOUND)
+
+
+ALPHA = np.dstack([PIXELS, np.array([[255, 0, 255], [255, 0, 255]], np.uint8)])
+ON_WHITE = np.where(ALPHA[..., 3:] == 0, np.uint8(255), PIXELS)
+COLOURS = chunk(b"PLTE", bytes([1, 2, 3, 200, 100, 50]))
+INDICES = np.array([[0, 1], [1, 0]], np.uint8)
+PALETTE = np.array([[1, 2, 3], [200, 100, 50]], np.uint8)
+GREY16 = np.array([[0, 255, 256], [32768, 65535, 513]], ">u2")
+
+
+def save(image: Image.Image, suffix: str, **options: Any) -> bytes:
+    found = io.BytesIO()
+    image.save(found, suffix, **options)
+    return found.getvalue()
+
+
+def write_turned(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return save(Image.fromarray(PIXELS), "png", exif=exif.tobytes())
+
+
+INK = np.array([[[255, 0, 0, 0], [0, 0, 0, 255], [0, 255, 255, 0]]], np.uint8)
+IMAGES = {
+    "rgb": (PNG, PIXELS),
+    "alpha": (write_png(ALPHA, colour=6), ON_WHITE),
+    "palette": (write_png(INDICES, colour=3, extra=COLOURS), PALETTE[INDICES]),
+    "clear palette": (
+        write_png(INDICES, colour=3, extra=COLOURS + chunk(b"tRNS", b"\0")),
+        np.array([[255, 255, 255], [200, 100, 50]], np.uint8)[INDICES],
+    ),
+    "grey": (write_png(INDICES, colour=0), np.stack([INDICES] * 3, axis=-1)),
+    "16 bits": (
+        write_png(GREY16, colour=0, depth=16),
+        np.stack([(GREY16 >> 8).astype(np.uint8)] * 3, axis=-1),
+    ),
+    "cmyk": (
+        save(Image.fromarray(INK, "CMYK"), "tiff"),
+        np.array([[[0, 255, 255], [0, 0, 0], [255, 0, 0]]], np.uint8),
+    ),
+    "upside down": (write_turned(3), PIXELS[::-1, ::-1]),
+    "on its side": (write_turned(6), np.rot90(PIXELS, -1)),
+    "mirrored": (write_turned(2), PIXELS[:, ::-1]),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_every_kind_become_rgb_and_stand_upright(name: str, tmp_path: Path) -> None:
+    raw, expected = IMAGES[name]
+    (found,) = look(read({"text": "?", "image": raw}, tmp_path))
+    assert found == expected.tolist()
+
+
+def test_arrays_are_pixels_of_eight_bits() -> None:
+    row = parse_row({"text": "?", "images": [PIXELS, Image.fromarray(ALPHA)]}, "x:1")
+    assert look(row) == [PIXELS.tolist(), ON_WHITE.tolist()]
+    for wrong in (PIXELS / 255, PIXELS.astype(np.uint16), PIXELS.astype(np.int64)):
+        with pytest.raises(DataError, match="an array of pixels is uint8, found"):
+            look(parse_row({"text": "?", "image": wrong}, "x:1"))
+    with pytest.raises(DataError, match="floating-point pixels"):
+        look(parse_row({"text": "?", "image": Image.new("F", (2, 2))}, "x:1"))
+
+
+def hear(value: Any, rate: int = 16000) -> np.ndarray:
+    return load_audio(Medium(kind=Modality.AUDIO, value=value, origin="x:1", folder=Path()), rate)
+
+
+def test_channels_are_averaged() -> None:
+    left, right = TONE, np.array([0, 8192, 0, -32768, 0], np.int16)
+    mean = np.array([0, 0.25, 0.25, -1, 0.0625], np.float32)
+    both = np.stack([left, right], axis=1)
+    np.testing.assert_array_equal(hear(write_wav(both)), mean)
+    for array in (both, both.T, both.astype(np.float32) / 32768):
+        np.testing.assert_array_equal(hear({"array": array, "sampling_rate": 16000}), mean)
+        np.testing.assert_array_equal(hear(array), mean)
+
+
+def test_another_rate_is_resampled() -> None:
+    """A tone of 200 Hz stays one: the same cosine, at the rate of the model."""
+    for rate in (8000, 44100):
+        time = np.arange(rate) / rate
+        tone = np.cos(2 * np.pi * 200 * time)
+        raw = write_wav((tone * 16384).astype(np.int16), rate)
+        for value in (raw, {"array": tone * 0.5, "sampling_rate": rate}):
+            found = hear(value)
+            assert len(found) == 16000
+            assert found.dtype == np.float32
+            expected = 0.5 * np.cos(2 * np.pi * 200 * np.arange(16000) / 16000)
+            assert np.abs(found - expected)[500:-500].max() < 2e-3
+
+
+FRAMES = np.stack([PIXELS, OTHER, PIXELS])
+
+
+def watch(row: Row) -> list[Any]:
+    return [load_video(each).tolist() for each in row.media]
+
+
+def write_gif(frames: np.ndarray) -> bytes:
+    first, *rest = (Image.fromarray(each) for each in frames)
+    return save(first, "webp", save_all=True, append_images=rest, lossless=True, exact=True)
+
+
+def test_a_video_is_an_animated_image_or_a_list_of_frames(folder: Path) -> None:
+    (folder / "v.webp").write_bytes(write_gif(FRAMES))
+    one, two = FRAMES.tolist(), FRAMES[:2].tolist()
+    names = ["a b.png", "other.png"]
+    for row, expected in [
+        (in_part({"type": "video", "video": "v.webp"}), [one]),
+        (in_part({"type": "video", "path": "v.webp"}), [one]),
+        (in_part({"type": "video_url", "video_url": {"url": "v.webp"}}), [one]),
+        (in_part({"type": "video", "video": names}), [two]),
+        (in_part({"type": "video", "video": FRAMES}), [one]),
+        ({"text": "?", "video": "v.webp"}, [one]),
+        ({"text": "?", "video": names}, [two]),
+        ({"text": "?", "video": ["v.webp"]}, [one]),
+        ({"text": "?", "videos": ["v.webp", "v.webp"]}, [one, one]),
+        ({"text": "?", "videos": [names, "v.webp"]}, [two, one]),
+        ({"text": "?", "video": FRAMES}, [one]),
+    ]:
+        assert watch(read(row, folder)) == expected
+
+
+def test_a_gif_is_a_video(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (4, 3), colour) for colour in ("red", "blue", "white")]
+    raw = save(frames[0], "gif", save_all=True, append_images=frames[1:])
+    (found,) = watch(read({"text": "?", "video": raw}, tmp_path))
+    assert found == [np.asarray(each).tolist() for each in frames]
+
+
+def test_what_is_no_video_or_too_large_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "v.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    Image.new("RGB", (5, 5)).save(folder / "five.png")
+    for value, says in [
+        ("v.mp4", r"\(v\.mp4\): not an animated image .*it\)"),
+        (["a b.png", "five.png"], "a video of 2 frames of 2 sizes"),
+        ([], "a video of 0 frames"),
+        (PIXELS, r"found uint8 \[2, 3, 3\]"),
+        (FRAMES / 1.0, r"found float64 \[3, 2, 3, 3\]"),
+    ]:
+        row = read(in_part({"type": "video", "video": value}), folder)
+        with pytest.raises(DataError, match=says):
+            watch(row)
+    monkeypatch.setattr(media, "MAX_FRAME_PIXELS", 11)
+    (folder / "v.webp").write_bytes(write_gif(FRAMES))
+    for value in ("v.webp", ["a b.png", "other.png"]):
+        with pytest.raises(DataError, match="2 frames of 3 x 2 pixels are more than 11 pixels"):
+            watch(read(in_part({"type": "video", "video": value}), folder))
+
+
+# --- columns and marks ----------------------------------------------------------------------------
+
+A, B = "a b.png", "other.png"
+
+
+def shape(row: Row) -> list[tuple[str, list[str]]]:
+    """Give each message's role and parts: text, or the path of a medium."""
+
+    def show(part: dict[str, Any]) -> str:
+        return part["text"] if part["type"] == "text" else f"[{part[part['type']].value}]"
+
+    return [(m["role"], list(map(show, m["content"]))) for m in row.messages or ()]
+
+
+def talk(*texts: Any) -> list[dict[str, Any]]:
+    roles = ("human", "gpt") * len(texts)
+    return [{"from": role, "value": text} for role, text in zip(roles, texts, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "What?", "image": A}, [("user", [f"[{A}]", "What?"])]),
+        ({"text": "What?", "images": [A, B]}, [("user", [f"[{A}]", f"[{B}]", "What?"])]),
+        (
+            {"text": "Is <image> like <image>?", "images": [A, B]},
+            [("user", ["Is ", f"[{A}]", " like ", f"[{B}]", "?"])],
+        ),
+        ({"text": "a<b>", "images": []}, None),
+        (
+            {"conversations": talk("<image>\nWhat?", "A plot."), "image": A},
+            [("user", [f"[{A}]", "\nWhat?"]), ("assistant", ["A plot."])],
+        ),
+        (
+            {"conversations": talk("Hi", "Hi", "See <image>", "So?"), "images": [B]},
+            [
+                ("user", ["Hi"]),
+                ("assistant", ["Hi"]),
+                ("user", ["See ", f"[{B}]"]),
+                ("assistant", ["So?"]),
+            ],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "What?"},
+                ],
+                "images": [A],
+            },
+            [("system", ["Be brief."]), ("user", [f"[{A}]", "What?"])],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "One "},
+                            {"type": "image"},
+                            {"type": "image", "image": B},
+                        ],
+                    },
+                ],
+                "images": [A],
+            },
+            [("user", ["One ", f"[{A}]", f"[{B}]"])],
+        ),
+        (
+            {"prompt": "What <image> is", "completion": " this.", "image": A},
+            [("user", ["What ", f"[{A}]", " is this."])],
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "What?"}],
+                "completion": [{"role": "assistant", "content": "A plot."}],
+                "images": [A],
+            },
+            [("user", [f"[{A}]", "What?"]), ("assistant", ["A plot."])],
+        ),
+        (
+            {"instruction": "Describe.", "input": "<image>", "output": "A plot.", "image": A},
+            [("user", ["Describe.\n\n", f"[{A}]"]), ("assistant", ["A plot."])],
+        ),
+        (
+            {"text": "All?", "audio": "s.wav", "videos": ["v.gif"], "images": [A]},
+            [("user", [f"[{A}]", "[v.gif]", "[s.wav]", "All?"])],
+        ),
+        (
+            {"text": "<audio>, <image>", "audio": "s.wav", "image": A},
+            [("user", ["[s.wav]", ", ", f"[{A}]"])],
+        ),
+        ({"text": "<audio> is a tag", "image": A}, [("user", [f"[{A}]", "<audio> is a tag"])]),
+    ],
+)
+def test_media_of_columns_stand_at_the_marks_or_before_the_first_question(
+    row: dict[str, Any], expected: Any
+) -> None:
+    found = parse_row(row, "x:1")
+    if expected is None:
+        assert found == Row("x:1", text=row["text"])
+    else:
+        assert shape(found) == expected
+        assert found.text is None
+
+
+def test_a_named_column_leaves_the_columns_of_media_out() -> None:
+    row = {"text": "What?", "image": A}
+    assert parse_row(row, "x:1", text_column="text") == Row("x:1", text="What?")
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "saved", "saved files", "memory"])
+def test_sources_give_their_images(form: str, folder: Path) -> None:
+    """One row with an image, one with two: [A], [A, B] by file, or as `datasets` keeps them."""
+    texts = ["one", "two"]
+    files: list[list[str]] = [[A], [A, B]]
+    path = folder / f"rows.{form}"
+    plain = [{"text": t, "images": f} for t, f in zip(texts, files, strict=True)]
+    if form == "jsonl":
+        path.write_text("\n".join(map(json.dumps, plain)))
+    elif form == "json":
+        path.write_text(json.dumps(plain))
+    elif form == "parquet":
+        held = [[{"bytes": (folder / f).read_bytes(), "path": f} for f in each] for each in files]
+        pq.write_table(pa.table({"text": texts, "images": held}), path)
+    elif form == "saved":
+        column = datasets.Sequence(datasets.Image())
+        features = datasets.Features({"text": datasets.Value("string"), "images": column})
+        absolute = [[str(folder / f) for f in each] for each in files]
+        made = datasets.Dataset.from_dict({"text": texts, "images": absolute}, features=features)
+        path = folder / "saved"
+        made.save_to_disk(path)
+    elif form == "saved files":
+        path = folder / "saved"
+        above = [[f"../{f}" for f in each] for each in files]
+        datasets.Dataset.from_dict({"text": texts, "images": above}).save_to_disk(path)
+    if form == "memory":
+        images = [[Image.open(folder / f) for f in each] for each in files]
+        rows = split_data([{"text": t, "images": i} for t, i in zip(texts, images, strict=True)])[1]
+        assert rows is not None
+        found = list(rows)
+    else:
+        found = list(iter_rows(parse_spec(str(path))))
+    assert [look(row) for row in found] == [
+        [PIXELS.tolist()],
+        [PIXELS.tolist(), OTHER.tolist()],
+    ]
+
+
+def test_a_saved_dataset_gives_its_sounds_undecoded(folder: Path) -> None:
+    """A row is read without the decoder that `datasets` would need."""
+    rows = {"text": ["a"], "audio": [{"bytes": WAV, "path": None}]}
+    made = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio())
+    made.save_to_disk(folder / "saved")
+    (row,) = iter_rows(parse_spec(str(folder / "saved")))
+    np.testing.assert_array_equal(load_audio(row.media[0], 16000), SOUND)
