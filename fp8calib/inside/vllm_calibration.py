@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ _OWN = {
     "calculate_kv_scales": "a quantized cache changes what later layers see",
     "quantization": "quantized weights change what is measured",
     "worker_extension_cls": "it is what observes",
+    "language_model_only": "it follows from the rows of --data",
+    "limit_mm_per_prompt": "it follows from the rows of --data",
 }
 """Arguments of vLLM that are set here, because others would falsify the statistics."""
 _TEXT_OPTIONS = {"skip_tokenizer_init": True, "language_model_only": True}
@@ -246,6 +249,11 @@ class _Run:
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         try:
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        except ValueError as error:
+            raise CalibrationError(
+                f"vLLM refuses samples {group[0].first} to {group[-1].first}: {_shorten(error)}",
+                hint="leave out --engine to calibrate with transformers",
+            ) from error
         except Exception as error:
             raise self._explain(error) from error
         for batch, output in zip(group, outputs, strict=True):
@@ -427,6 +435,7 @@ def _engine(
     folder: Path, settings: EngineSettings, longest: int, media: Mapping[str, int]
 ) -> Iterator[Any]:
     """Start vLLM and stop it at the end; `media` are the most of each kind in a row."""
+    used = [kind for kind, count in media.items() if count]
     # Its log is not for the standard output, where --json prints.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -457,11 +466,18 @@ def _engine(
                 },
             )
     except Exception as error:
+        hint = "its own log is above; VLLM_LOGGING_LEVEL=INFO shows more"
+        if media and find_spec("torchvision") is None:
+            hint += "; torchvision, which most models that take media need in vLLM, is missing"
         raise CalibrationError(
-            f"vLLM cannot start with this model: {_shorten(error)}",
-            hint="its own log is above; VLLM_LOGGING_LEVEL=INFO shows more",
+            f"vLLM cannot start with this model: {_shorten(error)}", hint=hint
         ) from error
     try:
+        if media and not llm.llm_engine.model_config.is_multimodal_model:
+            raise CalibrationError(
+                f"vLLM runs this model on text alone, and there are rows with {' and '.join(used)}",
+                hint="leave out --engine to calibrate with transformers",
+            )
         yield llm
     finally:
         sys.stdout.flush()

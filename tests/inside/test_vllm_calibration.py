@@ -132,12 +132,12 @@ def test_every_sequence_is_run_once_in_order(vllm: Any, model_of: Callable[[str]
     rows = [row["input_ids"] for row in make_rows()]
     assert vllm.asked[-1].prompts == rows
     expected = [each for method, args in vllm.asked[-1].calls for each in _expected(method, args)]
-    assert [(first, length) for first, _, length, _ in expected] == [
+    assert [(first, length) for first, _, length, *_ in expected] == [
         (index, len(row)) for index, row in enumerate(rows)
     ]
 
 
-def _expected(method: str, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
+def _expected(method: str, args: tuple[Any, ...]) -> list[tuple[int, ...]]:
     return list(args[0]) if method == "fp8calib_expect" else []
 
 
@@ -184,6 +184,7 @@ def test_a_drafter_drafts_one_token_and_is_named(
     [
         ({"kv_cache_dtype": "fp8"}, "quantized cache"),
         ({"load_format": "dummy"}, "random weights"),
+        ({"limit_mm_per_prompt": {"image": 0}}, "follows from the rows"),
         ({"speculative_config": "eagle"}, "write {method: ..., model: ...}"),
         ({"gpu_memory_utilisation": 0.5}, "no such argument"),
     ],

@@ -59,10 +59,11 @@ def _write_template(kind: Kind) -> str:
     )
 
 
-def build_config(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Build a kind's config; ids of tokens are those of `tokenizer`."""
+def build_config(name: str, tokenizer: PreTrainedTokenizerFast, **text: object) -> PreTrainedConfig:
+    """Build a kind's config; ids of tokens are those of `tokenizer`, `text` changes its decoder."""
     kind = MULTIMODAL[name]
     settings = _copy(kind.config)
+    settings.get("text_config", settings).update(text)
     for path, tokens in kind.ids.items():
         *parents, last = path.split(".")
         place = settings
@@ -76,12 +77,17 @@ def _copy(settings: Any) -> Any:
     return {k: _copy(v) for k, v in settings.items()} if isinstance(settings, dict) else settings
 
 
-def build_multimodal(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """Build a random fp32 model in which every parameter matters, and its processor."""
+def build_multimodal(
+    name: str, *, seed: int = 0, **text: object
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Build a random fp32 model in which every parameter matters, and its processor.
+
+    `text` changes the config of its decoder.
+    """
     kind = MULTIMODAL[name]
     tokenizer = build_tokenizer(kind)
     torch.manual_seed(seed)
-    config = build_config(name, tokenizer)
+    config = build_config(name, tokenizer, **text)
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,9 +98,9 @@ def build_multimodal(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, Proc
     return model, kind.processor(tokenizer)
 
 
-def save_multimodal(name: str, folder: Path) -> None:
+def save_multimodal(name: str, folder: Path, **text: object) -> None:
     """Write a model of the kind with its tokenizer, processor and chat template."""
-    model, processor = build_multimodal(name)
+    model, processor = build_multimodal(name, **text)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 

@@ -3,7 +3,7 @@
 Runs in vLLM's own environment, which takes long to import: a fork of this process runs the command
 line of fp8calib for each. A job has `arguments`, `environment`, and `result`, the file for what is
 printed; its last line is the exit code. `record` is the file for the answers of the workers, or
-empty. A line on stdout says that a job is done.
+empty. `has_torchvision` puts an empty one in its place. A line on stdout says that a job is done.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from no_torchvision import replace_torchvision
 from vllm import LLM
 from vllm.model_executor.models import registry
 from vllm_weights import prepare_for_forks
@@ -46,6 +47,8 @@ def _answer_in_fork(job: dict[str, Any]) -> None:
         return
     signal.alarm(_TIMEOUT_S)
     os.environ.update(job["environment"])
+    if job["has_torchvision"]:
+        replace_torchvision()
     answers: dict[str, list[Any]] = {}
     if job["record"]:
         _keep_answers(answers)
@@ -61,8 +64,9 @@ def _answer_in_fork(job: dict[str, Any]) -> None:
             from tests.inside.recorded import write_golden  # noqa: PLC0415
 
             write_golden(Path(job["record"]), answers)
-    except BaseException:  # noqa: BLE001 -- the caller reads it
+    except BaseException as error:  # noqa: BLE001 -- the caller reads it
         traceback.print_exc()
+        print(getattr(error, "hint", ""))
     print(f"\nexit code {code}", flush=True)
     os._exit(0)  # vLLM's threads may not end
 

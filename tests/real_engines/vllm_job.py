@@ -200,15 +200,25 @@ class Calibrator(ForkServer):
         super().__init__(log, CALIBRATION_WORKER)
 
     def __call__(
-        self, model: Path, out: Path, *options: object, ranks: int = 1, record: Path | None = None
+        self,
+        model: Path,
+        out: Path,
+        *options: object,
+        ranks: int = 1,
+        record: Path | None = None,
+        has_torchvision: bool = False,
     ) -> tuple[int, str]:
-        """Give the exit code, and what was printed; `record` is the file for workers' answers."""
+        """Give the exit code, and what was printed.
+
+        `record` is the file for workers' answers; `has_torchvision` stands an empty one in.
+        """
         result = out.with_suffix(".printed")
         arguments = ["calibrate", model, "--engine", "vllm", "--out", out, *options]
         self._ask(
             arguments=list(map(str, arguments)),
             environment=_bind_ranks(ranks),
             record=record or "",
+            has_torchvision=has_torchvision,
             result=result,
         )
         printed, _, code = result.read_text().rpartition("exit code ")

@@ -3,8 +3,6 @@
 JOB names a `model`, `files` of scales, `tensors` of q, k and v (safetensors) and `saved`, where
 vLLM is to save its own scales of them. RESULT gives the scales of each layer by file, or the error.
 A CPU has no kernel for FP8 in a tower, so vLLM is told that it has FlashInfer's; nothing calls it.
-torchvision, of which there is no build beside vLLM's for CPUs, is replaced by an empty module: the
-classes are imported, and no image is processed.
 """
 
 from __future__ import annotations
@@ -14,14 +12,12 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import vllm.model_executor.layers.attention.mm_encoder_attention as attention
+from no_torchvision import replace_torchvision
 from safetensors.torch import load_file
-from transformers.utils import is_torchvision_available
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
@@ -40,7 +36,7 @@ def main() -> None:
     """Answer the job of the command line, each file in a process of its own."""
     job_path, result_path = map(Path, sys.argv[1:])
     job = json.loads(job_path.read_text())
-    _replace_torchvision()
+    replace_torchvision()
     registry._run_in_subprocess = lambda inspect: inspect()
     _set_torch_accelerator_to_noop()
     type(current_platform).get_vit_attn_backend = classmethod(
@@ -59,15 +55,6 @@ def main() -> None:
         assert status == 0, f"{path}: the process ended with {status}"
         answers[path or "saved"] = json.loads(part.read_text())
     result_path.write_text(json.dumps(answers))
-
-
-def _replace_torchvision() -> None:
-    assert not is_torchvision_available()  # cached: transformers goes on without it
-    for name in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".io"):
-        module = ModuleType(f"torchvision{name}")
-        module.__getattr__ = lambda each: MagicMock(name=each)  # type: ignore[method-assign]
-        module.__path__ = []
-        sys.modules[module.__name__] = module
 
 
 def _answer(job: dict[str, Any], path: str | None) -> Any:

@@ -30,9 +30,12 @@ class LLM:
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
         self.asked.append(self)
 
-    def generate(self, prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> None:
+    def generate(
+        self, prompts: list[dict[str, list[int]]], *_: Any, **__: Any
+    ) -> list[SimpleNamespace]:
         """Keep the prompts."""
         self.prompts += [each["prompt_token_ids"] for each in prompts]
+        return [SimpleNamespace(**each) for each in prompts]
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Give the recorded answers of the workers."""

@@ -10,5 +10,6 @@ class EngineArgs:
     model: str = ""
     kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
+    limit_mm_per_prompt: object = None
     load_format: str = "auto"
     speculative_config: object = None
