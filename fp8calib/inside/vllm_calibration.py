@@ -229,6 +229,7 @@ class _Run:
 
         Raises:
             RankLostError: vLLM died.
+            CalibrationError: it refuses a sequence, or makes other tokens of one.
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
@@ -249,12 +250,13 @@ class _Run:
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         try:
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        except ValueError as error:
-            raise CalibrationError(
-                f"vLLM refuses samples {group[0].first} to {group[-1].first}: {_shorten(error)}",
-                hint="leave out --engine to calibrate with transformers",
-            ) from error
         except Exception as error:
+            if _is_refusal(error):
+                samples = f"{group[0].first} to {group[-1].first}"
+                raise CalibrationError(
+                    f"vLLM refuses a row of samples {samples}: {_shorten(error)}",
+                    hint="leave out --engine to calibrate with transformers",
+                ) from error
             raise self._explain(error) from error
         for batch, output in zip(group, outputs, strict=True):
             _require_same_tokens(batch, output.prompt_token_ids)
@@ -328,6 +330,12 @@ def _make_prompt(batch: Batch) -> dict[str, Any]:
     ids = row.ids[: len(row.ids) - batch.media.num_cut]
     media = {str(kind): values for kind, values in row.media.items()}
     return {"prompt_token_ids": ids, "multi_modal_data": media}
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM did not take a prompt; 0.32 raises subclasses of its own `VLLMClientError`."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return not names.isdisjoint({"ValueError", "VLLMClientError"})
 
 
 def _require_same_tokens(batch: Batch, ids: Sequence[int]) -> None:

@@ -248,6 +248,22 @@ def test_what_the_engine_did_not_run_as_planned_is_an_error(
         fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
 
 
+def test_a_sequence_that_the_engine_refuses_is_no_reason_to_resume(
+    vllm: Any, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("The prompt is too long")
+
+    monkeypatch.setattr(vllm, "generate", refuse)
+    with pytest.raises(
+        CalibrationError, match=r"vLLM refuses a row of samples 0 to 0: .*too long"
+    ) as raised:
+        fp8calib.calibrate(model_of("llama"), **OPTIONS, engine="vllm")
+    assert "--resume" not in raised.value.hint
+
+
 def test_the_process_that_died_is_named_and_what_was_saved_is_kept(
     vllm: Any, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_vllm_holds_the_scales_of_the_overlay(
     ("size", "refusal"),
     [
         (16, "of sample 0, and transformers' "),
-        (96, "vLLM refuses samples 0 to 0: "),
+        (96, "vLLM refuses a row of samples 0 to 0: "),
     ],
 )
 def test_other_tokens_of_the_engines_processor_are_an_error(
