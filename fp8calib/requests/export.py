@@ -74,8 +74,8 @@ class ExportRequest:
         bool,
         Option(
             "--vision-scales",
-            help="Also write vision-scales.json, for --mm-encoder-fp8-scale-path of vLLM; needs "
-            "statistics of calibrate --towers.",
+            help="Also write vision-scales.json, vLLM's scales of the attention of a vision tower; "
+            "needs statistics with towers.",
         ),
     ] = False
     force: shared.ForceOption = False

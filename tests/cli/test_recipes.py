@@ -72,6 +72,7 @@ def test_a_recipe_as_json_holds_its_values_and_the_schema() -> None:
         "query": False,
         "inputs": False,
         "weights": True,
+        "towers": False,
         "ignore": [],
     }
     assert found["schema"]["data.samples"] == {
