@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,25 @@ from safetensors import safe_open
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from fp8calib.calibration import make_header
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.recipe import Observe, Recipe
+from fp8calib.run.resume import journal
+from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.run.streaming import layer_journal
 from tests.cli.program import fail, succeed
-from tests.kit.multimodal import build_multimodal, encode, parametrize, save_multimodal
+from tests.kit.multimodal import (
+    build_multimodal,
+    draw_image,
+    encode,
+    parametrize,
+    save_multimodal,
+)
 from tests.run import running
 from tests.run.running import as_bytes, opened
+from tests.run.test_resume import Stopping, interrupt
 from tests.truth.test_media import plan_of, rows_of
 
 _KINDS = ["llava", "idefics3", "gemma3", "qwen2_audio", "qwen2_5_vl", "qwen3_vl", "internvl"]
@@ -144,3 +156,67 @@ def test_a_model_without_towers_has_none_to_observe(tmp_path: Path) -> None:
     data = ("--data", tmp_path / "rows.jsonl", "--towers", "--out", tmp_path / "out")
     message = fail(4, "calibrate", tmp_path / "model", *data)
     assert "has no tower of vision or audio" in message
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_that_goes_on_counts_its_towers_once(
+    steps: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (journal, "LONGEST_INTERVAL_S"),
+        (journal, "_WORTH_SAVING_S"),
+        (layer_journal, "_SHORTEST_INTERVAL_S"),
+        (layer_journal, "_INTERVAL_PER_COST"),
+    ):
+        monkeypatch.setattr(module, name, 0.0)
+    save_multimodal("llava", tmp_path / "model")
+    plan = plan_of("llava", tmp_path / "model")
+    recipe = Recipe(name="towers", observe=Observe(towers=True, weights=False))
+    monkeypatch.setattr(running, "RECIPE", recipe)
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+
+        def go_on() -> WorkShare:
+            (tmp_path / "kept").mkdir(exist_ok=True)
+            header = make_header(subject.prepared, plan, subject.source, subject.checkpoint, recipe)
+            kept = journal.Journal(
+                tmp_path / "kept",
+                header,
+                plan.text.hashes,
+                shard=None,
+                batch_size=1,
+                warn=print,
+            )
+            kept.load()
+            return WorkShare(journal=kept)
+
+        options: dict[str, Any] = {"plan": plan, "batch_size": 1, "recipe": recipe}
+        whole = as_bytes(subject.calibrate(**options), tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(go_on(), progress=Stopping(steps, interrupt), **options)
+        assert as_bytes(subject.calibrate(go_on(), **options), tmp_path) == whole
+
+
+def test_a_shard_of_text_merges_with_one_of_images(tmp_path: Path) -> None:
+    """The towers that no row of the first shard reached are observed in the second."""
+    save_multimodal("llava", tmp_path / "model")
+    rows = [{"text": "some words that go on and on for a while"}] * 4
+    rows += [{"text": "what is <image>", "images": [{"bytes": picture(seed)}]} for seed in range(4)]
+    pd = pytest.importorskip("pyarrow")
+    table = pd.Table.from_pylist([{"images": None, **row} for row in rows])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
+    run = ("calibrate", tmp_path / "model", "--data", tmp_path / "rows.parquet", "--no-pack")
+    run = (*run, "--samples", "8", "--seq-len", "128", "--dtype", "float32", "--towers", "--out")
+    succeed(*run, tmp_path / "whole")
+    for part in ("1/2", "2/2"):
+        succeed(*run, tmp_path / part[0], "--shard", part)
+    parts = [tmp_path / name / "stats.safetensors" for name in "12"]
+    succeed("merge", *parts, "--out", tmp_path / "merged.safetensors")
+    whole = (tmp_path / "whole" / "stats.safetensors").read_bytes()
+    assert (tmp_path / "merged.safetensors").read_bytes() == whole
+
+
+def picture(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    draw_image(seed).save(buffer, "PNG")
+    return buffer.getvalue()
