@@ -12,7 +12,7 @@ from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import standard_error
-from fp8calib.verification.compare.token_scores import split_sequences
+from fp8calib.verification.compare.token_scores import select_lengths
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.served import find_decoded
 from fp8calib.verification.report import DecodeResult, PairedAnswer, describe_pair
@@ -36,8 +36,7 @@ def compare_decoding(
 ) -> tuple[DecodeResult, ...]:
     """Compare both scores of each candidate with a KV cache, on tokens that steps predict."""
     decoded = find_decoded(lengths)
-    counts = [int(part.sum()) for part in split_sequences(decoded, lengths)]
-    kept = [count + 1 for count in counts if count]
+    kept = select_lengths(decoded, lengths)
     return tuple(
         _compare(candidate, _find_klds(candidate, compared), decoded, kept)
         for candidate in candidates

@@ -30,7 +30,7 @@ from fp8calib.verification.compare.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
+from fp8calib.verification.compare.token_scores import TokenScores, select_lengths
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
@@ -641,10 +641,8 @@ def _split_contexts(
 ) -> Iterator[ContextResult]:
     """Split the scored tokens into those after media and those without media before them."""
     is_after = plan.after_media
-    parts = list(split_sequences(is_after, plan.lengths))
     for after, chosen in ((True, is_after), (False, ~is_after)):
-        counts = [int((part if after else ~part).sum()) for part in parts]
-        kept = [count + 1 for count in counts if count]
+        kept = select_lengths(chosen, plan.lengths)
         for candidate in candidates if kept else ():
             scores = compared.candidates[candidate.name]
             losses = (compared.reference.logprobs - scores.logprobs)[chosen].double()

@@ -13,6 +13,7 @@ import torch
 from fp8calib.verification.compare.token_scores import (
     TokenScores,
     predicted_positions,
+    select_lengths,
     split_sequences,
 )
 from fp8calib.verification.report import PositionResult
@@ -182,8 +183,7 @@ def list_positions(
     for octave in range(int(octaves.max()) + 1):
         chosen = octaves == octave
         found = None if klds is None else klds[chosen].double()
-        counts = [int(part.sum()) for part in split_sequences(chosen, lengths)]
-        parts = [count + 1 for count in counts if count]
+        parts = select_lengths(chosen, lengths)
         results.append(
             PositionResult(
                 first=2**octave,

@@ -208,6 +208,12 @@ def predicted_positions(lengths: Sequence[int]) -> torch.Tensor:
     return torch.cat([torch.arange(1, length) for length in lengths])
 
 
+def select_lengths(chosen: torch.Tensor, lengths: Sequence[int]) -> list[int]:
+    """Give the lengths of what is left if only the chosen scored tokens, bool [N], are kept."""
+    counts = (int(part.sum()) for part in split_sequences(chosen, lengths))
+    return [count + 1 for count in counts if count]
+
+
 def split_sequences(values: torch.Tensor, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
     """Cut per-token values into those of each sequence (`length - 1` each)."""
     return iter(torch.split(values, [length - 1 for length in lengths]))
