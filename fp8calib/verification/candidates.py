@@ -75,6 +75,8 @@ class Target:
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
+    towers: tuple[Linear, ...] = ()
+    """The linears of towers, where the text has media beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,11 +494,14 @@ def build_checkpoint(
     weights, copied = find_stored(
         checkpoint,
         model,
-        target.geometry,
+        (*(linear for _, linear in target.geometry.linears()), *target.towers),
         source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
+        with_towers=bool(target.towers),
     )
-    emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
+    emulation = emulate_linears(
+        weights, target.geometry, numerics, copied=copied, towers=target.towers
+    )
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     fitted: Mapping[Site, Quantizer] = {}
     cache = None
@@ -534,6 +539,7 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     modules = {attention.module for _, attention in geometry.attentions()}
     modules |= {linear.module for _, linear in geometry.linears()}
     emulation = candidate.emulation
+    modules |= {linear.module for linear in emulation.towers}
     lacking = [site for site in emulation.quantizers if site.module not in modules]
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""

@@ -71,14 +71,14 @@ def test_a_streamed_verification_gives_the_same_figures(name: str, tmp_path: Pat
     stats = fp8calib.calibrate(tmp_path, rows(name, 1), recipe="w8a8-static", **options).stats
     found = []
     for streams in (False, True):
-        with _streamed(streams):
+        with streamed(streams):
             for scheme in (None, "fp8-static"):
                 report = fp8calib.verify(tmp_path, stats, rows(name, 1), scheme=scheme, **options)
                 found.append((report.candidates, report.contexts, report.media))
     assert found[:2] == found[2:]
 
 
-def _streamed(streams: bool) -> Any:
+def streamed(streams: bool) -> Any:
     """Let a verification stream the model, as if it did not fit."""
     choose = memory.choose_memory_mode
 

@@ -28,6 +28,7 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.model.topology.towers import find_towers
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
@@ -121,6 +122,8 @@ def open_verify_job(
     asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
     opened = [tuple(_open_candidates(each, target)) for each in asked]
     plan = text if isinstance(text, DataPlan) else text.plan(model.source)
+    if plan.media:
+        target = replace(target, towers=find_towers(model.prepared.model, {}))
     if plan.media and (server is not None or options.scores_decoding or options.writes_text):
         name = "--server" if server is not None else "--decode"
         kinds = " and ".join(list(plan.tokens_by_modality)[1:])

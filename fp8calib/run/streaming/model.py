@@ -162,24 +162,19 @@ class StreamedModel:
             if any(batch.media is not None for batch in batches):
                 store = stack.enter_context(open_hidden_states(streaming))
                 run = prepare or (lambda b: decoder.prepare(b, DynamicCache(config=decoder.config)))
-                self._run_towers(batches, store, run)
+                with self.placed_towers():
+                    put_calls(store, batches, run)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = lambda batch: store.get(batch.first, decoder.device)
             yield stack.enter_context(open_steps(decoder, self.layer_modules()))
 
-    def _run_towers(
-        self,
-        batches: Sequence[Batch],
-        store: HiddenStateStore,
-        prepare: Callable[[Batch], DecoderCall],
-    ) -> None:
+    @contextmanager
+    def placed_towers(self) -> Iterator[None]:
+        """Put the weights of what runs before the decoder into the model."""
         towers = part_of_towers(self._loader)
         self._loader.place(towers, self._loader.read(towers))
         try:
-            for batch in batches:
-                if batch.media is not None:
-                    store.put(batch.first, prepare(batch))
-
+            yield
         finally:
             self._loader.drop(towers)
 
@@ -268,6 +263,17 @@ def part_of_towers(loader: PartLoader) -> ModelPart:
     return loader.part(
         lambda name: not name.startswith((*([f"{path}."] if path else [""]), *heads))
     )
+
+
+def put_calls(
+    store: HiddenStateStore,
+    batches: Sequence[Batch],
+    prepare: Callable[[Batch], DecoderCall],
+) -> None:
+    """Store the arguments of the decoder for each row with media, by its first sequence."""
+    for batch in batches:
+        if batch.media is not None:
+            store.put(batch.first, prepare(batch))
 
 
 def open_hidden_states(streaming: Streaming) -> HiddenStateStore:
