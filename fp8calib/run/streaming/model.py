@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
@@ -161,9 +161,8 @@ class StreamedModel:
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
                 store = stack.enter_context(open_hidden_states(streaming))
-                run = prepare or (lambda b: decoder.prepare(b, DynamicCache(config=decoder.config)))
                 with self.placed_towers():
-                    put_calls(store, batches, run)
+                    put_calls(store, batches, prepare or decoder.prepare)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = lambda batch: store.get(batch.first, decoder.device)
             yield stack.enter_context(open_steps(decoder, self.layer_modules()))

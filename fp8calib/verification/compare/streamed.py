@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from transformers import DynamicCache
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError, VerificationError
@@ -154,7 +153,7 @@ class StreamedComparison:
     def _run_towers(self, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore) -> None:
         def prepare(batch: Batch) -> DecoderCall:
             lane.hooks.begin_batch(batch)
-            call = self._decoder.prepare(batch, DynamicCache(config=self._decoder.config))
+            call = self._decoder.prepare(batch)
             lane.hooks.end_batch()
             return call
 
