@@ -86,21 +86,9 @@ def plan_recipe_text(
         UsageError: the length is above the model's maximum.
         DataError: the data cannot be read.
     """
-    settings = recipe.data
     if not recipe.observe.needs_forward:
         return None
-    return plan_text(
-        model.source,
-        specs=settings.sources,
-        rows=rows,
-        samples=settings.samples,
-        seq_len=settings.seq_len,
-        pack=settings.pack,
-        seed=settings.seed,
-        part="calibrate",
-        tokenizer=tokenizer,
-        text_column=settings.text_column,
-    )
+    return plan_text(model.source, recipe.data, rows=rows, part="calibrate", tokenizer=tokenizer)
 
 
 def load_prepared(job: CalibrationJob, mode: MemoryMode, progress: Progress) -> PreparedModel:

@@ -17,6 +17,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
+from fp8calib.recipe import Data
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.kit.multimodal import MULTIMODAL, messages, parametrize, save_multimodal
 from tests.run.running import as_bytes, opened
@@ -44,14 +45,7 @@ def plan_of(name: str, folder: Path) -> DataPlan:
     """Plan all rows of a kind, each a sequence of its own."""
     _, rows = split_data([{"messages": row} for row in rows_of(name)])
     return plan_text(
-        open_source(str(folder)),
-        specs=(),
-        rows=rows,
-        samples=16,
-        seq_len=None,
-        pack=False,
-        seed=0,
-        part="calibrate",
+        open_source(str(folder)), Data(samples=16, pack=False), rows=rows, part="calibrate"
     )
 
 

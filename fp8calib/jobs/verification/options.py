@@ -63,6 +63,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     if kv_memory is not None and not 0 < kv_memory < math.inf:
         raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
     return VerifyOptions(
+        request=request,
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
         engine=engine,
         numerics=numerics,
@@ -72,20 +73,10 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         fmt=_find_format(request.fp8_dtype),
         cache_types=cache_types,
         plain_caches=_list_plain_caches(request, engine),
-        has_all_types="all" in (request.kv_cache_dtype or ()),
         gpu=gpu,
         kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
-        is_strict=request.strict,
-        sensitivity=request.sensitivity,
-        batch_size=request.batch_size,
-        tasks=tuple(request.tasks or ()),
-        limit=request.limit,
-        with_faults=request.server is not None,
-        writes_text=request.sampled and request.reference_server is None,
-        scores_decoding=request.decode,
         measures_noise=request.receipt is not None,
-        with_histograms=request.report is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
 

@@ -61,7 +61,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         UsageError: options that contradict each other.
         ModelError: a candidate cannot be emulated.
     """
-    groups = _group_engines(job)
+    groups, asked = _group_engines(job), job.options.request
     candidates = tuple(_list_candidates(groups, model))
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
@@ -87,13 +87,13 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
-        is_strict=job.options.is_strict,
+        is_strict=asked.strict,
         has_all_types=job.options.has_all_types,
-        faults=list_faults(candidates) if job.options.with_faults else {},
-        sensitivity_of=candidates[0] if job.options.sensitivity else None,
+        faults={} if asked.server is None else list_faults(candidates),
+        sensitivity_of=candidates[0] if asked.sensitivity else None,
         measures_noise=job.options.measures_noise,
-        scores_decoding=job.options.scores_decoding,
-        histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
+        scores_decoding=asked.decode,
+        histograms=() if asked.report is None else tuple(_list_histograms(job, candidates)),
         refused=tuple(
             _name_in(name, group[0], groups) for group in groups for name in group[0].refused
         ),
