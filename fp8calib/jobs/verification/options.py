@@ -17,7 +17,7 @@ from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
-    E5M2_CACHE,
+    EMULATED,
     FP8_CACHES,
     explain_not_emulated,
 )
@@ -107,7 +107,7 @@ def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
             hint="use --engine vllm, or reference for any type",
         )
     if "all" in names:
-        return tuple(name for name in offered if name in CACHE_TYPES or name == E5M2_CACHE)
+        return tuple(name for name in offered if name in EMULATED and name not in FP8_CACHES)
     for name in names:
         if name not in offered:
             others = list_offering(name)
@@ -119,7 +119,7 @@ def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
             raise UsageError(
                 f"--kv-cache-dtype {name}: {engine.release} has no such type", hint=hint
             )
-        if name not in {*CACHE_TYPES, *FP8_CACHES, E5M2_CACHE}:
+        if name not in EMULATED:
             raise UsageError(
                 f"--kv-cache-dtype {name}: not emulated: {explain_not_emulated(name)}",
                 hint=f"emulated: {', '.join(CACHE_TYPES)}",
