@@ -506,10 +506,10 @@ def build_checkpoint(
     weights, copied = find_stored(
         checkpoint,
         model,
-        (*(linear for _, linear in target.geometry.linears()), *target.towers),
+        target.geometry,
         source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
-        with_towers=bool(target.towers),
+        towers=target.towers,
     )
     emulation = emulate_linears(
         weights, target.geometry, numerics, copied=copied, towers=target.towers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Linear
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.coverage import list_embedding_and_head
@@ -31,24 +31,25 @@ from fp8calib.verification.emulation.weights import (
 def find_stored(
     checkpoint: Fp8Checkpoint,
     model: LoadedModel,
-    linears: Iterable[Linear],
+    geometry: ModelGeometry,
     source: WeightSource,
     *,
     is_changed: Callable[[str], bool],
-    with_towers: bool,
+    towers: Sequence[Linear] = (),
 ) -> tuple[list[Fp8Weights], list[CopiedParameter]]:
     """Find the FP8 weights of a checkpoint, and what else differs from the unquantized model.
 
-    FP8 weights of the text decoder that belong to none of the `linears` are only copied, and so are
-    those outside the decoder `with_towers`; else these are left out (`coverage` reports both).
-    `source` reads the checkpoint; `is_changed` tells whether the tensor of a name differs from the
-    unquantized model's.
+    FP8 weights of the text decoder that belong to no linear of a layer are only copied. Those
+    outside the decoder are left out where `towers`, its linears there, are not given (`coverage`
+    reports both). `source` reads the checkpoint; `is_changed` tells whether the tensor of a name
+    differs from the unquantized model's.
 
     Raises:
         ModelError: the checkpoint quantizes no linear of the model, quantizes one in part,
             lacks one, or quantizes the output head or an embedding.
     """
     found = _Matched(checkpoint, source, model)
+    linears = (*(linear for _, linear in geometry.linears()), *towers)
     parameters = find_parameters(linears, dict(model.named_modules()))
     stored = [parameter for parameter in parameters if found.is_stored(parameter)]
     if not stored:
@@ -56,7 +57,7 @@ def find_stored(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
-    others = found.list_others(stored, with_towers=with_towers)
+    others = found.list_others(stored, with_towers=bool(towers))
     found.refuse_embeddings()
     plain = StoredWeights(
         parameters=(),
