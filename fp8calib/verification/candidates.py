@@ -515,6 +515,9 @@ def build_checkpoint(
         weights, target.geometry, numerics, copied=copied, towers=target.towers
     )
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
+    outside = {linear.weight_name for linear in target.towers}
+    if towers := sum(outside.issuperset(each.inputs) for each in weights):
+        parts[0] += f", {towers} of towers"
     fitted: Mapping[Site, Quantizer] = {}
     cache = None
     if opened.found is not None:
