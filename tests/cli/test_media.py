@@ -1,0 +1,58 @@
+"""Commands on rows with media, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
+from tests.kit.multimodal import draw_image, save_multimodal
+
+QUICK = ("--seq-len", 256, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that sees."""
+    folder = tmp_path_factory.mktemp("media") / "llava"
+    save_multimodal("llava", folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Write rows of which every second one has an image."""
+    rows: list[dict[str, Any]] = []
+    for number in range(4):
+        draw_image(number).save(tmp_path / f"{number}.png")
+        image = {"type": "image", "image": f"{number}.png"}
+        rows += [ask(image, {"type": "text", "text": "What is this?"}), ask("What else is there?")]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    return tmp_path / "rows.jsonl"
+
+
+def ask(*content: Any) -> dict[str, Any]:
+    """Write a row of one question: a text, or parts."""
+    asked = content[0] if isinstance(content[0], str) else list(content)
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "!"}]}
+
+
+def test_rows_of_text_have_the_template_that_a_processor_keeps_in_its_own_file(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Older checkpoints have chat_template.json, which transformers' tokenizers do not read."""
+    older = shutil.copytree(model, tmp_path / "older")
+    template = (older / "chat_template.jinja").read_text()
+    (older / "chat_template.jinja").unlink()
+    (older / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    plans = [
+        succeed("calibrate", each, "--data", data, *QUICK, "--dry-run", "--json").json["plan"]
+        for each in (model, older)
+    ]
+    assert plans[0]["rows"] == plans[1]["rows"]
+    assert plans[0]["rows"]["used"] == 8
