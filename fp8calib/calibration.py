@@ -127,9 +127,7 @@ def make_header(
         measured_quantized=checkpoint.form,
         engine="" if engine is None else engine.describe(),
         towers=prepared.towers,
-        modality_tokens={
-            str(kind): count for kind, count in (plan.tokens_by_modality if plan else {}).items()
-        },
+        modality_tokens=plan.tokens_by_modality if plan else {},
     )
 
 
