@@ -123,7 +123,7 @@ def make_header(
         histogram_sequences=HISTOGRAM_SEQUENCES,
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
         skipped=(),
-        versions=versions(),
+        versions=versions(plan.tokens_by_modality if plan else ()),
         measured_quantized=checkpoint.form,
         engine="" if engine is None else engine.describe(),
         towers=prepared.towers,

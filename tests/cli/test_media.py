@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import write_rows
-from tests.cli.program import succeed
+from tests.cli.program import run, succeed
 from tests.kit.multimodal import draw_image, save_multimodal
 
 QUICK = ("--seq-len", 256, "--dtype", "float32")
@@ -56,3 +56,17 @@ def test_rows_of_text_have_the_template_that_a_processor_keeps_in_its_own_file(
     ]
     assert plans[0]["rows"] == plans[1]["rows"]
     assert plans[0]["rows"]["used"] == 8
+
+
+def test_a_receipt_tells_of_images_only_where_they_are_read_again(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    receipt, files = tmp_path / "receipt.json", ("--model", model, "--data", data)
+    succeed("verify", model, "--data", data, *QUICK, "--receipt", receipt)
+    assert "pillow" in json.loads(receipt.read_text())["versions"]
+    draw_image(9).save(data.parent / "2.png")
+    found = succeed("receipt", "verify", receipt, *files, "--json").json
+    assert "figures, tokens, pixels and samples (--rerun)" in found["unchecked"]
+    again = run("receipt", "verify", receipt, *files, "--rerun", "--json")
+    assert again.code == 8
+    assert any(fault.startswith("text.fingerprint") for fault in again.json["faults"])
