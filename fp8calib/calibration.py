@@ -123,13 +123,11 @@ def make_header(
         histogram_sequences=HISTOGRAM_SEQUENCES,
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
         skipped=(),
-        versions=versions(),
+        versions=versions(plan.tokens_by_modality if plan else ()),
         measured_quantized=checkpoint.form,
         engine="" if engine is None else engine.describe(),
         towers=prepared.towers,
-        modality_tokens={
-            str(kind): count for kind, count in (plan.tokens_by_modality if plan else {}).items()
-        },
+        modality_tokens=plan.tokens_by_modality if plan else {},
     )
 
 

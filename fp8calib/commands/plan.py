@@ -146,7 +146,7 @@ def _plan(
                 command=spell_command(),
                 model_hash=opened.target.fingerprint,
                 data_hash=opened.held_out.fingerprint,
-                versions=versions(),
+                versions=versions(opened.held_out.tokens_by_modality),
             ),
         )
     )

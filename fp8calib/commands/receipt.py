@@ -113,7 +113,7 @@ def _check(
         texts = hash_texts(list_specs(request.data))
         yield "files of text", True, list(compare_files(receipt.text.files, texts, "text"))
     if not request.rerun:
-        yield "figures (--rerun)", False, []
+        yield "figures, tokens, pixels and samples (--rerun)", False, []
         return
     again = _measure_again(request, receipt, scales, reporter)
     for note in compare_versions(receipt, again):

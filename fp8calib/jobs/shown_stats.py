@@ -18,6 +18,7 @@ from fp8calib.results.show import (
     ModalityRow,
     Positions,
     StatsShown,
+    TowerRow,
 )
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.scales.scale_table import scale_of
@@ -48,11 +49,20 @@ def show_stats(stats: CalibrationStats) -> StatsShown:
         position_saturation=compute_position_saturation(stats),
         unfit_queries=tuple(list_unfit_queries(stats)),
         modalities=tuple(_list_modalities(stats)),
+        towers=tuple(_list_towers(stats)) if stats.header.towers else (),
     )
 
 
-def _list_modalities(stats: CalibrationStats) -> Iterator[ModalityRow]:
-    layers = {
+def _list_towers(stats: CalibrationStats) -> Iterator[TowerRow]:
+    layers = _find_layers(stats)
+    for site, found in stats.sites.items():
+        if site.module not in layers and (amax := _find_amax(found)) is not None:
+            yield TowerRow(site=str(site), amax=amax, scale=_compute_scale(amax), rows=found.count)
+
+
+def _find_layers(stats: CalibrationStats) -> dict[str, int]:
+    """Find the layer of each attention and linear."""
+    return {
         module: layer.index
         for layer in stats.geometry.layers
         for module in (
@@ -60,6 +70,10 @@ def _list_modalities(stats: CalibrationStats) -> Iterator[ModalityRow]:
             *(linear.module for linear in layer.linears),
         )
     }
+
+
+def _list_modalities(stats: CalibrationStats) -> Iterator[ModalityRow]:
+    layers = _find_layers(stats)
     present = [
         place
         for place in range(len(MODALITIES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from fp8calib.data.plan import (
     warn_of_scales,
 )
 from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
-from fp8calib.data.rows import Row
+from fp8calib.data.rows import Row, has_chat_template
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.jobs.rows import list_specs
@@ -73,7 +74,9 @@ def plan_text(
     plan = build_plan(
         data.sources,
         tokenizer=lambda: (
-            getattr(processor, "tokenizer", tokenizer) or load_tokenizer(source, vocab_size)
+            load_tokenizer(source, vocab_size)
+            if tokenizer is None
+            else _give_template(getattr(processor, "tokenizer", tokenizer), processor)
         ),
         encoder=partial(_make_encoder, source, processor) if modalities else None,
         vocab_size=vocab_size,
@@ -100,6 +103,15 @@ def plan_text(
         )
         plan = replace(plan, warnings=(*plan.warnings, note))
     return plan
+
+
+def _give_template(tokenizer: Any, processor: Any) -> Any:
+    """Give a copy of a tokenizer without a chat template that of its processor."""
+    if has_chat_template(tokenizer) or not has_chat_template(processor):
+        return tokenizer
+    found = copy(tokenizer)
+    found.chat_template = processor.chat_template
+    return found
 
 
 def _count_places(plan: DataPlan, source: ModelSource) -> int:

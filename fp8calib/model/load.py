@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
+from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
@@ -38,6 +39,7 @@ HUB_FILES = [
     *("LICEN[CS]E*", "NOTICE*", "*.md"),
 ]
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -303,7 +305,15 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
             f"{vocab_size} rows",
             hint="the tokenizer belongs to another model, or the embedding was not resized",
         )
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = _load_processor_template(source.folder)
     return tokenizer
+
+
+def _load_processor_template(folder: Path) -> object:
+    """Load the chat template that older processors keep in a file of their own, if there is one."""
+    path = folder / _PROCESSOR_TEMPLATE
+    return load_json_object(path).get("chat_template") if path.is_file() else None
 
 
 def load_processor(source: ModelSource) -> Any:

@@ -30,6 +30,7 @@ from fp8calib.stats.calibration_stats import Skipped
 _UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
 _LEFTOVER = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
 _UNCALLED = "the model does not call this linear: its input is not observed"
+_UNRUN = "no row runs this part of the tower: its input is not observed"
 _ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 
@@ -153,11 +154,11 @@ def _uncalled(
     prepared: PreparedModel, observed: Collection[Site], unseen: Mapping[Site, str]
 ) -> Iterator[Skipped]:
     """List the linears that the model does not call, or an engine does not show."""
-    linears = [linear for _, linear in prepared.geometry.linears()]
-    for linear in (*linears, *prepared.towers):
+    linears = [(linear, _UNCALLED) for _, linear in prepared.geometry.linears()]
+    for linear, why in (*linears, *((each, _UNRUN) for each in prepared.towers)):
         site = Site(linear.module, Role.INPUT)
         if linear.runner not in prepared.ignored and site not in observed:
-            yield Skipped(site=str(site), why=unseen.get(site, _UNCALLED))
+            yield Skipped(site=str(site), why=unseen.get(site, why))
 
 
 def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:

@@ -211,8 +211,8 @@ class InputScales:
         if site not in self._stats.sites:
             raise ExportError(
                 f"the stats have no data for {site}",
-                hint="`fp8calib calibrate --recipe w8a8-static` observes it; --ignore leaves it "
-                "unquantized",
+                hint="`fp8calib calibrate --recipe w8a8-static` observes it, in a tower with "
+                "--towers and rows that run it; --ignore leaves it unquantized",
             )
         measured = self._stats.sites[site]
         amax = measured.amax.max()

@@ -19,7 +19,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.schemes import MX_BLOCK, NEAREST, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_path, split_expert
@@ -149,11 +149,19 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
     """Choose the linears to quantize.
 
     Raises:
-        UsageError: a pattern names no linear, or divides what engines load as one weight.
+        UsageError: a pattern names no linear, or divides what engines load as one weight; there is
+            no tower to quantize.
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
         ExportError: a weight cannot be divided into blocks of MXFP8.
     """
     selection = select(checkpoint, ignore=settings.ignore, towers=settings.towers)
+    if settings.towers:
+        without = select(checkpoint, ignore=settings.ignore)
+        if len(without.quantized) == len(selection.quantized):
+            raise UsageError(
+                "--towers: no linear of a tower or projector is left to quantize",
+                hint="leave out --towers",
+            )
     check_layer_schemes(settings.schemes, selection)
     _refuse_partial_blocks(settings.schemes, selection)
     return selection

@@ -25,6 +25,7 @@ from pydantic_core import CoreSchema
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
+from fp8calib.data.media import Modality
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Frozen, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
@@ -78,7 +79,7 @@ class StatsHeader(Frozen):
     """The engine that ran the text, its version and parallelism; empty for transformers."""
     towers: tuple[Linear, ...] = ()
     """The linears of towers, where they were to be observed."""
-    modality_tokens: dict[str, int] = Field(default_factory=dict)
+    modality_tokens: dict[Modality, NonNegativeInt] = Field(default_factory=dict)
     """The tokens of each modality; empty for a run of text."""
 
     def describe_tokens(self) -> str:
@@ -315,7 +316,10 @@ def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> Sit
     for name, tensor in found.items():
         if not STATISTICS[name].is_valid(tensor):
             what = "counts" if STATISTICS[name].is_count else "magnitudes"
-            raise ValueError(f"{text}/{name} holds values that are not {what}")
+            raise ValueError(f"{text}/{name} holds values that are not {what}, or too few or many")
+    amax, of_text = found["amax"], found.get("text", found["amax"])
+    if of_text.shape != amax.shape or bool((of_text > amax).any()):
+        raise ValueError(f"{text}/text is no part of {text}/amax")
     return SiteStats(count=count, tensors=found)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
 
 from fp8calib import __version__
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.media import Modality
 
 SAMPLE_BYTES = 4096
+_SEES, _HEARS = ("pillow", "torchvision"), ("soundfile", "soxr")
+_DECODERS = {Modality.IMAGE: _SEES, Modality.VIDEO: _SEES, Modality.AUDIO: _HEARS}
 _HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
@@ -35,12 +38,19 @@ def fingerprint_model(config: Mapping[str, object], checkpoint: Checkpoint) -> s
     return "".join(half.hexdigest()[:32] for half in halves)
 
 
-def versions() -> dict[str, str]:
-    """Give the versions of the packages that the numbers depend on."""
-    others = {name: _find_version(name) for name in ("torch", "transformers")}
-    return {"fp8calib": __version__, **others}
+def versions(kinds: Iterable[Modality] = ()) -> dict[str, str]:
+    """Give the versions of the packages that the numbers depend on, for text and other `kinds`.
+
+    Pixels depend on whether torchvision is there: what is not installed has no version.
+    """
+    names = {name for kind in kinds for name in _DECODERS.get(kind, ())}
+    others = {name: _find_version(name) for name in ("torch", "transformers", *sorted(names))}
+    return {"fp8calib": __version__, **{name: found for name, found in others.items() if found}}
 
 
 @cache  # reading it takes 5 ms
-def _find_version(package: str) -> str:
-    return metadata.version(package)
+def _find_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

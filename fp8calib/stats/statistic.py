@@ -50,8 +50,13 @@ class Statistic:
         return one + other if self.is_count else torch.maximum(one, other)
 
     def is_valid(self, stored: torch.Tensor) -> bool:
-        """Whether a tensor holds values that this statistic can have."""
-        return stored.dtype is self.dtype and bool((stored.isfinite() & (stored >= 0)).all())
+        """Whether a tensor holds values that this statistic can have, and as many as it has."""
+        is_sized = self.length is None or stored.shape == (self.length,)
+        return (
+            is_sized
+            and stored.dtype is self.dtype
+            and bool((stored.isfinite() & (stored >= 0)).all())
+        )
 
     def num_bytes(self, linear: Linear, role: Role) -> int:
         """Compute the memory for a linear's input or weight."""

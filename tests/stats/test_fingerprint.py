@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
+import PIL
 import pytest
+import soundfile
+import soxr
 import torch
 from safetensors.torch import save_file
 
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.media import Modality
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
@@ -81,3 +86,12 @@ def test_versions_name_what_the_numbers_depend_on() -> None:
     assert set(found) == {"fp8calib", "torch", "transformers"}
     assert found["fp8calib"] == fp8calib.__version__
     assert found["torch"] == torch.__version__
+
+
+def test_versions_of_what_reads_media_are_those_that_are_installed() -> None:
+    text = versions([Modality.TEXT])
+    seen, heard = (versions([kind]) for kind in (Modality.IMAGE, Modality.AUDIO))
+    assert text == versions()
+    assert heard == {**text, "soundfile": soundfile.__version__, "soxr": soxr.__version__}
+    assert seen.pop("pillow") == PIL.__version__
+    assert seen.keys() - text.keys() == ({"torchvision"} if find_spec("torchvision") else set())

@@ -19,7 +19,13 @@ from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.recipe import Data
 from fp8calib.stats.calibration_stats import CalibrationStats
-from tests.kit.multimodal import MULTIMODAL, messages, parametrize, save_multimodal
+from tests.kit.multimodal import (
+    MULTIMODAL,
+    build_multimodal,
+    messages,
+    parametrize,
+    save_multimodal,
+)
 from tests.run.running import as_bytes, opened
 from tests.truth import by_modality
 
@@ -41,11 +47,15 @@ def rows_of(name: str) -> list[list[dict[str, Any]]]:
     return messages(name)[_ROWS.get(name, slice(None))]
 
 
-def plan_of(name: str, folder: Path) -> DataPlan:
+def plan_of(name: str, folder: Path, *, tokenizer: Any = None) -> DataPlan:
     """Plan all rows of a kind, each a sequence of its own."""
     _, rows = split_data([{"messages": row} for row in rows_of(name)])
     return plan_text(
-        open_source(str(folder)), Data(samples=16, pack=False), rows=rows, part="calibrate"
+        open_source(str(folder)),
+        Data(samples=16, pack=False),
+        rows=rows,
+        part="calibrate",
+        tokenizer=tokenizer,
     )
 
 
@@ -123,3 +133,15 @@ def test_a_row_of_text_counts_as_text_beside_rows_with_media(tmp_path: Path) -> 
         if site.role is not Role.WEIGHT:
             assert found.modalities is not None
             assert torch.equal(found.modalities.max(), found.amax.max())
+
+
+def test_rows_of_text_have_the_template_of_a_processor_whose_tokenizer_has_none(
+    tmp_path: Path,
+) -> None:
+    """The tokenizer of the caller stays as it is."""
+    save_multimodal("llava", tmp_path)
+    _, processor = build_multimodal("llava")
+    expected = plan_of("llava", tmp_path).fingerprint
+    processor.tokenizer.chat_template = None
+    assert plan_of("llava", tmp_path, tokenizer=processor).fingerprint == expected
+    assert processor.tokenizer.chat_template is None

@@ -23,6 +23,7 @@ from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume import journal
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming import layer_journal
+from fp8calib.stats.calibration_stats import load_stats
 from tests.cli.program import fail, succeed
 from tests.cli.program import run as run_command
 from tests.kit.multimodal import (
@@ -149,6 +150,19 @@ def test_static_inputs_of_towers_need_their_statistics(tmp_path: Path) -> None:
     assert "--towers, on rows with media" in message
 
 
+def test_towers_that_no_row_runs_are_not_observed(tmp_path: Path) -> None:
+    save_multimodal("llava", tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a few words without an image"}')
+    asked = ("--data", tmp_path / "rows.jsonl", "--towers", "--out", tmp_path / "out")
+    succeed("calibrate", tmp_path / "model", *asked)
+    skipped = load_stats(tmp_path / "out").header.skipped
+    whys = {each.why for each in skipped if "vision_tower" in each.site}
+    assert whys == {"no row runs this part of the tower: its input is not observed"}
+    stats = ("--stats", tmp_path / "out", "--towers", "--scheme", "fp8-static")
+    message = fail(7, "quantize", tmp_path / "model", *stats, "--out", tmp_path / "q")
+    assert "in a tower with --towers and rows that run it" in message
+
+
 def test_a_model_without_towers_has_none_to_observe(tmp_path: Path) -> None:
     from tests import zoo  # noqa: PLC0415
     from tests.cli.conftest import write_rows  # noqa: PLC0415
@@ -158,6 +172,9 @@ def test_a_model_without_towers_has_none_to_observe(tmp_path: Path) -> None:
     data = ("--data", tmp_path / "rows.jsonl", "--towers", "--out", tmp_path / "out")
     message = fail(4, "calibrate", tmp_path / "model", *data)
     assert "has no tower of vision or audio" in message
+    plain = ("--scheme", "fp8-dynamic", "--towers", "--out", tmp_path / "out")
+    message = fail(2, "quantize", tmp_path / "model", *plain)
+    assert "--towers: no linear of a tower or projector is left to quantize" in message
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

@@ -140,6 +140,14 @@ def test_statistics_of_text_have_no_comparison(tmp_path: Path) -> None:
     assert fp8calib.verify(tmp_path, stats, text, **options).contexts == ()
 
 
+def test_text_without_media_does_not_tell_whether_scales_need_them(tmp_path: Path) -> None:
+    save_multimodal("llava", tmp_path)
+    options = {"pack": False, "dtype": "float32"}
+    stats = fp8calib.calibrate(tmp_path, rows("llava"), **options).stats
+    text = [{"messages": messages("llava", seed=9)[0]}] * 4
+    assert fp8calib.verify(tmp_path, stats, text, **options).media == ()
+
+
 def test_decoding_takes_text_alone(tmp_path: Path) -> None:
     save_multimodal("llava", tmp_path)
     with pytest.raises(UsageError, match="decode=True: the data has image"):

@@ -82,7 +82,7 @@ def compare_again(recorded: Receipt, again: Receipt) -> Iterator[str]:
 def compare_versions(recorded: Receipt, again: Receipt) -> Iterator[str]:
     """List the versions and the device that differ, which explain small differences."""
     for name in sorted(recorded.versions.keys() | again.versions.keys()):
-        one, other = recorded.versions.get(name), again.versions.get(name)
+        one, other = (each.versions.get(name, "none") for each in (recorded, again))
         if one != other:
             yield f"measured with {name} {one}, here is {other}"
     if recorded.device != again.device:

@@ -192,7 +192,7 @@ def run_verify_job(
         command=command,
         model_hash=job.target.fingerprint,
         data_hash=verified.data,
-        versions=versions(),
+        versions=versions(job.plan.tokens_by_modality),
     )
     return _change_report(verified, memory=memory, provenance=provenance)
 

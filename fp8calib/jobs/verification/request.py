@@ -372,7 +372,12 @@ def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
 
 
 def _build_text_scaled(job: VerifyJob, model: LoadedModel) -> Iterator[tuple[str, Candidate]]:
-    """Build the candidates calibrated on media again, with the scales of the text alone."""
+    """Build the candidates calibrated on media again, with the scales of the text alone.
+
+    Text without media does not tell whether scales need them.
+    """
+    if not job.plan.media:
+        return
     if job.make_text_scaled is not None:
         yield from job.make_text_scaled(model, job.target).items()
     for opened in job.opened:

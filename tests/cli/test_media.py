@@ -1,0 +1,94 @@
+"""Commands on rows with media, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.cli.conftest import write_rows
+from tests.cli.program import run, succeed
+from tests.kit.multimodal import draw_image, save_multimodal
+
+QUICK = ("--seq-len", 256, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that sees."""
+    folder = tmp_path_factory.mktemp("media") / "llava"
+    save_multimodal("llava", folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Write rows of which every second one has an image."""
+    rows: list[dict[str, Any]] = []
+    for number in range(4):
+        draw_image(number).save(tmp_path / f"{number}.png")
+        image = {"type": "image", "image": f"{number}.png"}
+        rows += [ask(image, {"type": "text", "text": "What is this?"}), ask("What else is there?")]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    return tmp_path / "rows.jsonl"
+
+
+def ask(*content: Any) -> dict[str, Any]:
+    """Write a row of one question: a text, or parts."""
+    asked = content[0] if isinstance(content[0], str) else list(content)
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "!"}]}
+
+
+def test_rows_of_text_have_the_template_that_a_processor_keeps_in_its_own_file(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Older checkpoints have chat_template.json, which transformers' tokenizers do not read."""
+    older = shutil.copytree(model, tmp_path / "older")
+    template = (older / "chat_template.jinja").read_text()
+    (older / "chat_template.jinja").unlink()
+    (older / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    plans = [
+        succeed("calibrate", each, "--data", data, *QUICK, "--dry-run", "--json").json["plan"]
+        for each in (model, older)
+    ]
+    assert plans[0]["rows"] == plans[1]["rows"]
+    assert plans[0]["rows"]["used"] == 8
+
+
+def test_a_receipt_tells_of_images_only_where_they_are_read_again(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    receipt, files = tmp_path / "receipt.json", ("--model", model, "--data", data)
+    succeed("verify", model, "--data", data, *QUICK, "--receipt", receipt)
+    assert "pillow" in json.loads(receipt.read_text())["versions"]
+    draw_image(9).save(data.parent / "2.png")
+    found = succeed("receipt", "verify", receipt, *files, "--json").json
+    assert "figures, tokens, pixels and samples (--rerun)" in found["unchecked"]
+    again = run("receipt", "verify", receipt, *files, "--rerun", "--json")
+    assert again.code == 8
+    assert any(fault.startswith("text.fingerprint") for fault in again.json["faults"])
+
+
+def test_what_was_observed_of_towers_is_shown(model: Path, data: Path, tmp_path: Path) -> None:
+    """The four images have four patches each, and CLIP puts a token before them."""
+    stats = tmp_path / "out" / "stats.safetensors"
+    succeed("calibrate", model, "--data", data, *QUICK, "--towers", "--out", stats.parent)
+    with safe_open(stats, "pt") as file:
+        stored = json.loads(file.metadata()["fp8calib"])
+        names = {site: f"{site}/amax" for site in stored["counts"] if "language_model" not in site}
+        towers = {
+            site: float(file.get_tensor(stored["aliases"].get(name, name)).max())
+            for site, name in names.items()
+        }
+    shown = succeed("show", stats, "--json").json["towers"]
+    assert {row["site"]: row["amax"] for row in shown} == towers
+    assert {row["rows"] for row in shown if "fc1" in row["site"]} == {4 * 5}
+    table = succeed("show", stats, "--all").out
+    assert all(f"{site} " in table for site in towers)
+    least, most = (choose(towers, key=towers.__getitem__) for choose in (min, max))
+    ends = f"{towers[least]:.4g} ({least}) to {towers[most]:.4g} ({most})"
+    assert f"amax of {len(towers)} sites of towers: {ends}" in succeed("show", stats).out
