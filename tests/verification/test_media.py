@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from fp8calib.errors import UsageError
 from fp8calib.jobs.verification import memory
 from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.compare.streamed import StreamedComparison
+from fp8calib.verification.judge import decide
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 
@@ -160,3 +162,13 @@ def test_a_model_that_sees_is_not_calibrated_on_text_without_a_word(tmp_path: Pa
         fp8calib.calibrate(
             tmp_path, [{"messages": messages("llava")[0]}] * 4, pack=False, dtype="float32"
         )
+
+
+def test_a_model_that_knows_nothing_does_not_tell_whether_media_are_needed(tmp_path: Path) -> None:
+    save_multimodal("gemma3", tmp_path)
+    options = {"pack": False, "dtype": "float32"}
+    stats = fp8calib.calibrate(tmp_path, rows("gemma3"), **options).stats
+    asked = partial(fp8calib.verify, tmp_path, stats, rows("gemma3", 1), **options)
+    assert asked().media
+    with patch.object(decide, "_SMALLEST_VOCABULARY", 0), patch.object(decide, "_CHANCE", 0.1):
+        assert asked().media == ()
