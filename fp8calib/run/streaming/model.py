@@ -148,23 +148,23 @@ class StreamedModel:
         self,
         decoder: Decoder,
         batches: Sequence[Batch],
-        streaming: Streaming,
+        store: HiddenStateStore,
         prepare: Callable[[Batch], DecoderCall] | None = None,
     ) -> Iterator[LayerSteps]:
         """Let single layers run on batches; the towers run once, on the rows with media.
 
-        `prepare` runs what comes before the decoder, instead of `Decoder.prepare`.
+        What they give is stored beside the hidden states. `prepare` runs what comes before the
+        decoder, instead of `Decoder.prepare`.
 
         Raises:
             CalibrationError: a tower failed, or there is no space for what it gives.
         """
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
-                store = stack.enter_context(open_hidden_states(streaming))
                 run = prepare or (lambda b: decoder.prepare(b, DynamicCache(config=decoder.config)))
                 self._run_towers(batches, store, run)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
-                decoder.find_call = lambda batch: store.get(batch.first, decoder.device)
+                decoder.find_call = lambda batch: store.get(_name_call(batch), decoder.device)
             yield stack.enter_context(open_steps(decoder, self.layer_modules()))
 
     def _run_towers(
@@ -178,8 +178,7 @@ class StreamedModel:
         try:
             for batch in batches:
                 if batch.media is not None:
-                    store.put(batch.first, prepare(batch))
-
+                    store.put(_name_call(batch), prepare(batch))
         finally:
             self._loader.drop(towers)
 
@@ -268,6 +267,10 @@ def part_of_towers(loader: PartLoader) -> ModelPart:
     return loader.part(
         lambda name: not name.startswith((*([f"{path}."] if path else [""]), *heads))
     )
+
+
+def _name_call(batch: Batch) -> tuple[str, int]:
+    return "call", batch.first
 
 
 def open_hidden_states(streaming: Streaming) -> HiddenStateStore:

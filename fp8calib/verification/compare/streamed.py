@@ -109,7 +109,8 @@ class StreamedComparison:
                     pass
 
         with ExitStack() as stack:
-            steps = stack.enter_context(self._steps([batch]))
+            store = stack.enter_context(open_hidden_states(self._streaming))
+            steps = stack.enter_context(self._steps([batch], store))
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
@@ -122,8 +123,10 @@ class StreamedComparison:
             keep = any(lane.by_layer for lane in lanes)
             return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
 
-    def _steps(self, batches: Sequence[Batch]) -> AbstractContextManager[LayerSteps]:
-        return self._streamed.steps(self._decoder, batches, self._streaming)
+    def _steps(
+        self, batches: Sequence[Batch], store: HiddenStateStore
+    ) -> AbstractContextManager[LayerSteps]:
+        return self._streamed.steps(self._decoder, batches, store)
 
     # --- the models -----------------------------------------------------------------------------
 
@@ -181,7 +184,7 @@ class StreamedComparison:
         advance: Advance,
     ) -> None:
         with ExitStack() as stack:
-            steps = stack.enter_context(self._steps(batches))
+            steps = stack.enter_context(self._steps(batches, store))
             for layer in stack.enter_context(self._streamed.layers()):
                 index = layer.layer.index
                 keep = any(index in lane.by_layer for lane in lanes)
