@@ -116,6 +116,18 @@ def test_a_streamed_model_needs_two_layers(subject: PlanInputs, tmp_path: Path) 
     assert plan.peak["hidden states"] == 5120 * 100 // 40
 
 
+def test_an_embedding_waits_for_each_token_of_rows_with_media(
+    subject: PlanInputs, tmp_path: Path
+) -> None:
+    seen = replace(subject, work=replace(WORK, num_media_tokens=30))
+    for probe in (PROBE, None):
+        plain, found = (
+            planner(each, limits(2**30), tmp_path).plan(probe).peak["hidden states"]
+            for each in (subject, seen)
+        )
+        assert found == plain + 30 * 32 * 4
+
+
 def test_a_probe_that_measured_more_than_the_formula_counts(
     subject: PlanInputs, tmp_path: Path
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.recipe import Data
+from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.kit.multimodal import (
     MULTIMODAL,
@@ -121,6 +124,26 @@ def test_streamed_and_in_batches_it_is_the_same_bit_for_bit(name: str, tmp_path:
         for streamed, size in ((False, 1), (False, 4), (True, 1), (True, 4))
     )
     assert all(other == one for other in others)
+
+
+def test_what_towers_give_shares_the_memory_of_hidden_states(tmp_path: Path) -> None:
+    """Two embeddings and two outputs of a layer wait, of 32 channels each: more than the limit."""
+    save_multimodal("llava", tmp_path)
+    plan = plan_of("llava", tmp_path)
+    limit = 32 * 4 * sum(len(plan.sequences[index]) for index in plan.media)
+    stores: list[HiddenStateStore] = []
+    put = HiddenStateStore.put
+
+    def count(store: HiddenStateStore, number: Hashable, tree: Any) -> None:
+        put(store, number, tree)
+        stores.append(store)
+        assert sum(each.ram_bytes for each in set(stores)) <= limit
+
+    with opened(tmp_path, streamed=True) as subject, patch.object(HiddenStateStore, "put", count):
+        assert subject.streaming is not None
+        streaming = replace(subject.streaming, hidden_ram_bytes=limit)
+        replace(subject, streaming=streaming).calibrate(plan=plan, batch_size=1)
+    assert stores[0].file_bytes > 0
 
 
 def test_a_row_of_text_counts_as_text_beside_rows_with_media(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class Workload:
     """Whether inputs of linears are quantized."""
     is_padded: bool = False
     """Whether a micro-batch contains padding."""
-    has_media: bool = False
-    """Whether the towers run, on rows with media."""
+    num_media_tokens: int = 0
+    """Tokens of the rows with media, for which the towers run."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Self:
@@ -65,7 +65,9 @@ class Workload:
             num_tokens=sum(batch.input_ids.numel() for batch in batches),
             num_distinct=len(find_distinct_tokens(batches)),
             is_padded=any(batch.mask is not None for batch in batches),
-            has_media=any(batch.media is not None for batch in batches),
+            num_media_tokens=sum(
+                batch.input_ids.numel() for batch in batches if batch.media is not None
+            ),
         )
 
 
@@ -87,7 +89,16 @@ def peak_of_layers(layers: Sequence[PartSize], *, keep: bool, copies_ahead: bool
 
 def hidden_bytes(model: PreTrainedModel, work: Workload, itemsize: int) -> int:
     """Compute the bytes of the hidden states kept between layers."""
-    return work.num_tokens * int(_text_config(model).hidden_size) * itemsize * work.num_models
+    return work.num_tokens * _state_bytes(model, itemsize) * work.num_models
+
+
+def media_bytes(model: PreTrainedModel, work: Workload, itemsize: int) -> int:
+    """Compute the bytes kept of what the towers give: one embedding a token."""
+    return work.num_media_tokens * _state_bytes(model, itemsize)
+
+
+def _state_bytes(model: PreTrainedModel, itemsize: int) -> int:
+    return int(_text_config(model).hidden_size) * itemsize
 
 
 def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:

@@ -18,6 +18,7 @@ from fp8calib.run.planning.footprint import (
     head_bytes,
     hidden_bytes,
     layer_flops,
+    media_bytes,
     peak_of_layers,
 )
 from fp8calib.run.planning.limits import Limits
@@ -60,7 +61,7 @@ class StreamPlanner:
         self._layers = [loader.measure(part) for part in layer_parts(subject.geometry, loader)]
         self._outside_bytes = loader.measure(outside).placed
         # The towers are dropped before the first layer is read.
-        towers = loader.measure(part_of_towers(loader)) if subject.work.has_media else None
+        towers = loader.measure(part_of_towers(loader)) if subject.work.num_media_tokens else None
         self._towers = 0 if towers is None else max(towers.stored, towers.placed) + towers.step
         self._subject = subject
         self._limits = limits
@@ -170,11 +171,13 @@ class StreamPlanner:
         return walks * (layers + (head if self._subject.logits_bytes else 0)) + once
 
     def _hidden_bytes(self, probe: Probe | None) -> int:
-        work = self._subject.work
+        model, work, itemsize = self._subject.model, self._subject.work, self._subject.itemsize
+        media = media_bytes(model, work, itemsize)
         if probe is None:
-            return hidden_bytes(self._subject.model, work, self._subject.itemsize)
+            return media + hidden_bytes(model, work, itemsize)
         probed_tokens = max(work.rows * work.columns, 1)
-        return math.ceil(probe.state_bytes * work.num_models * work.num_tokens / probed_tokens)
+        states = probe.state_bytes * work.num_models * work.num_tokens / probed_tokens
+        return media + math.ceil(states)
 
     def _expect_s(self, probe: Probe, share: float) -> float:
         """Expect a walk through all layers, and through the head where logits are needed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Hashable
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -19,7 +20,7 @@ _SEGMENT_BYTES = 64 * 2**20
 
 
 class HiddenStateStore:
-    """Stores trees of tensors by number, one under each; a context manager.
+    """Stores trees of tensors by key, such as a number; a context manager.
 
     The file has no name: it is gone however the process ends. Its disk space is allocated when it
     is mapped, so that a full disk is an error and not a crash.
@@ -34,11 +35,11 @@ class HiddenStateStore:
         self.file_bytes = 0
         self._ram_limit_bytes = ram_limit_bytes
         self._folder = folder
-        self._trees: dict[int, Any] = {}
+        self._trees: dict[Hashable, Any] = {}
         self._file: IO[bytes] | None = None
         self._segment = torch.zeros(0, dtype=torch.uint8)
 
-    def put(self, number: int, tree: Any) -> None:
+    def put(self, number: Hashable, tree: Any) -> None:
         """Store a copy of a tree of tensors, in place of the one with the same number.
 
         Raises:
@@ -50,7 +51,7 @@ class HiddenStateStore:
         kept = [self._copy(leaf, room) for leaf, room in zip(leaves, known, strict=False)]
         self._trees[number] = pytree.tree_unflatten(kept, spec)
 
-    def get(self, number: int, device: torch.device) -> Any:
+    def get(self, number: Hashable, device: torch.device) -> Any:
         """Load a tree onto a device; on the CPU its tensors are the stored ones, not copies."""
         return pytree.tree_map_only(
             torch.Tensor, lambda leaf: leaf.to(device, non_blocking=True), self._trees[number]

@@ -148,23 +148,23 @@ class StreamedModel:
         self,
         decoder: Decoder,
         batches: Sequence[Batch],
-        streaming: Streaming,
+        store: HiddenStateStore,
         prepare: Callable[[Batch], DecoderCall] | None = None,
     ) -> Iterator[LayerSteps]:
         """Let single layers run on batches; the towers run once, on the rows with media.
 
-        `prepare` runs what comes before the decoder, instead of `Decoder.prepare`.
+        What they give is stored beside the hidden states. `prepare` runs what comes before the
+        decoder, instead of `Decoder.prepare`.
 
         Raises:
             CalibrationError: a tower failed, or there is no space for what it gives.
         """
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
-                store = stack.enter_context(open_hidden_states(streaming))
                 with self.placed_towers():
-                    put_calls(store, batches, prepare or decoder.prepare)
+                    found = store_calls(decoder, store, batches, prepare or decoder.prepare)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
-                decoder.find_call = lambda batch: store.get(batch.first, decoder.device)
+                decoder.find_call = found
             yield stack.enter_context(open_steps(decoder, self.layer_modules()))
 
     @contextmanager
@@ -264,15 +264,27 @@ def part_of_towers(loader: PartLoader) -> ModelPart:
     )
 
 
-def put_calls(
+def store_calls(
+    decoder: Decoder,
     store: HiddenStateStore,
     batches: Sequence[Batch],
     prepare: Callable[[Batch], DecoderCall],
-) -> None:
-    """Store the arguments of the decoder for each row with media, by its first sequence."""
+    *,
+    number: int = 0,
+) -> Callable[[Batch], DecoderCall]:
+    """Store the arguments of the decoder for each row with media, and give what finds them.
+
+    `number` tells the arguments of several models apart.
+    """
     for batch in batches:
         if batch.media is not None:
-            store.put(batch.first, prepare(batch))
+            store.put(("call", number, batch.first), prepare(batch))
+
+    def find(batch: Batch) -> DecoderCall:
+        call: DecoderCall = store.get(("call", number, batch.first), decoder.device)
+        return call
+
+    return find
 
 
 def open_hidden_states(streaming: Streaming) -> HiddenStateStore:

@@ -77,7 +77,8 @@ class StreamedRunner:
     def probe(self, batch: Batch, *, on_layer_read: Callable[[StreamedLayer], None]) -> Probe:
         """Measure the first layer on one micro-batch (`probe_layer`)."""
         with ExitStack() as stack:
-            steps = stack.enter_context(self._steps([batch], observes=False))
+            store = stack.enter_context(open_hidden_states(self._streaming))
+            steps = stack.enter_context(self._steps([batch], store, observes=False))
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
@@ -86,15 +87,13 @@ class StreamedRunner:
             return probe_layer(self._streamed, layers, run, on_layer_read=on_layer_read)
 
     def _steps(
-        self, batches: Sequence[Batch], *, observes: bool = True
+        self, batches: Sequence[Batch], store: HiddenStateStore, *, observes: bool = True
     ) -> AbstractContextManager[LayerSteps]:
         def prepare(batch: Batch) -> DecoderCall:
             with self._observer.observed(batch) as cache:
                 return self._decoder.prepare(batch, cache)
 
-        return self._streamed.steps(
-            self._decoder, batches, self._streaming, prepare if observes else None
-        )
+        return self._streamed.steps(self._decoder, batches, store, prepare if observes else None)
 
     def _locate(self, found: _NonfiniteError) -> CalibrationError:
         """Run the layers down to the failed one again, for each sequence alone."""
@@ -124,7 +123,7 @@ class StreamedRunner:
             store = stack.enter_context(open_hidden_states(self._streaming))
             first = 0 if journal is None else journal.load(store)
             # A run that goes on has the statistics of its towers.
-            steps = stack.enter_context(self._steps(batches, observes=not first))
+            steps = stack.enter_context(self._steps(batches, store, observes=not first))
             advance(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(self._streamed.layers(until=until)):
                 on_layer_read(layer)

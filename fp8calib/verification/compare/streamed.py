@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,7 +28,7 @@ from fp8calib.run.streaming.model import (
     StreamedModel,
     Streaming,
     open_hidden_states,
-    put_calls,
+    store_calls,
 )
 from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.verification.compare.comparison import (
@@ -120,7 +119,8 @@ class StreamedComparison:
                     pass
 
         with ExitStack() as stack:
-            steps = stack.enter_context(self._steps([batch], lanes))
+            store = stack.enter_context(open_hidden_states(self._streaming))
+            steps = stack.enter_context(self._steps([batch], lanes, store))
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
@@ -134,23 +134,23 @@ class StreamedComparison:
             return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
 
     @contextmanager
-    def _steps(self, batches: Sequence[Batch], lanes: Sequence[_Lane]) -> Iterator[LayerSteps]:
+    def _steps(
+        self, batches: Sequence[Batch], lanes: Sequence[_Lane], store: HiddenStateStore
+    ) -> Iterator[LayerSteps]:
         """Let single layers run; what runs before the decoder runs once for each model."""
-        decoder, streaming = self._decoder, self._streaming
-        with ExitStack() as stack:
-            steps = stack.enter_context(self._streamed.steps(decoder, batches, streaming))
-            has_media = any(batch.media is not None for batch in batches)
+        has_media = any(batch.media is not None for batch in batches)
+        with self._streamed.steps(self._decoder, batches, store) as steps:
             for lane in lanes:
-                lane.find_call = decoder.find_call
-                if has_media and lane.changes_calls:
-                    # The memory that is planned for has room for the reference's alone.
-                    on_disk = replace(streaming, hidden_ram_bytes=0)
-                    store = stack.enter_context(open_hidden_states(on_disk))
+                lane.find_call = (
                     self._run_towers(lane, batches, store)
-                    lane.find_call = partial(_find_call, store, decoder.device)
+                    if has_media and lane.changes_calls
+                    else self._decoder.find_call
+                )
             yield steps
 
-    def _run_towers(self, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore) -> None:
+    def _run_towers(
+        self, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore
+    ) -> Callable[[Batch], DecoderCall]:
         def prepare(batch: Batch) -> DecoderCall:
             lane.hooks.begin_batch(batch)
             call = self._decoder.prepare(batch)
@@ -165,7 +165,7 @@ class StreamedComparison:
             changed_weights(self._model, lane.towers, self._originals, damage),
             open_emulation_hooks(self._model, geometry, lane.hooks, towers),
         ):
-            put_calls(store, batches, prepare)
+            return store_calls(self._decoder, store, batches, prepare, number=lane.number)
 
     # --- the models -----------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class StreamedComparison:
         advance: Advance,
     ) -> None:
         with ExitStack() as stack:
-            steps = stack.enter_context(self._steps(batches, lanes))
+            steps = stack.enter_context(self._steps(batches, lanes, store))
             for layer in stack.enter_context(self._streamed.layers()):
                 index = layer.layer.index
                 keep = any(index in lane.by_layer for lane in lanes)
@@ -346,11 +346,6 @@ class StreamedComparison:
             return found
 
         return checked
-
-
-def _find_call(store: HiddenStateStore, device: torch.device, batch: Batch) -> DecoderCall:
-    call: DecoderCall = store.get(batch.first, device)
-    return call
 
 
 def _read_rows(embedding: EmbeddingRows, change: WeightChange) -> torch.Tensor:

@@ -114,7 +114,7 @@ def estimate(
     """
     walk = _Walk(streamed, batches, groups, seed=seed, advance=advance)
     with open_hidden_states(streaming) as store, ExitStack() as stack:
-        steps = stack.enter_context(streamed.steps(walk.decoder, batches, streaming))
+        steps = stack.enter_context(streamed.steps(walk.decoder, batches, store))
         walk.run_forward(steps, store)
         walk.start_back(steps, store)
         walk.run_back(steps, store)
