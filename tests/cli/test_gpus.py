@@ -21,7 +21,7 @@ from fp8calib.machine.pinned import PinnedCopier, StartedCopy
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.run.planning import whole_or_streamed
 from fp8calib.run.planning.stream_plan import StreamPlanner
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.scales.from_amax import scale_of
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import Outcome, fail, snapshot, succeed

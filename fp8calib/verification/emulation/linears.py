@@ -13,7 +13,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.scale_table import SMALLEST_SCALE
+from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.stored_weights import CopiedParameter, StoredWeights

@@ -18,7 +18,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.scales.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
 from fp8calib.verification.emulation.fake_quantize import Quantizer

@@ -23,7 +23,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.scales.from_amax import scale_of
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,
