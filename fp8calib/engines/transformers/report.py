@@ -54,6 +54,7 @@ _RENAMED_SCALES = ("scale", "qscale_weight")
 """What transformers 5.23 renames to weight_scale_inv (quantizers/quantizer_finegrained_fp8.py)."""
 _CONFIG_FIX = "write the quantization_config of kv-overlay"
 _WEIGHT_FIX = "complete the checkpoint, or serve it with another engine"
+_RUN_FIX = "serve it with another engine, or quantize it by another scheme"
 _RENAMED = "compressed-tensors 0.20 finds no attention: its forward takes no past_key_values"
 """compressed-tensors 0.20 `quantization/lifecycle/initialize.py`, run with transformers 5.24, whose
 classes call the argument `cache`."""
@@ -99,7 +100,7 @@ def _report_loaded(
     # The last, because it decompresses the weights.
     is_quantized = bool(folder.config.get("quantization_config"))
     if is_quantized and (error := find_run_error(loaded.model, len(geometry.layers))):
-        raise Refusal(f"the first forward pass fails: {error}", fix=_WEIGHT_FIX)
+        raise Refusal(f"the first forward pass fails: {error}", fix=_RUN_FIX)
     return report.model_copy(update={"weights": weights})
 
 
