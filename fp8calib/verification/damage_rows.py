@@ -30,17 +30,15 @@ def list_layers(
     scales: Mapping[Site, ScaleRange],
     layer_of: Mapping[str, int],
 ) -> list[LayerResult]:
-    """Make the rows of one candidate, the most damaged site first; towers have no layers."""
+    """Make the rows of one candidate, the most damaged site first."""
     rows = []
     for site, sums in damage.items():
-        if site.module not in layer_of:
-            continue
         found, scale = Damage(*sums.tolist()), scales[site]
         rows.append(
             LayerResult(
                 candidate=candidate,
                 site=str(site),
-                layer=layer_of[site.module],
+                layer=layer_of.get(site.module),
                 role=site.role.value,
                 sqnr_db=found.sqnr_db,
                 clipped=found.clipped_share,

@@ -117,3 +117,21 @@ def test_streamed_figures_are_the_same(name: str, tmp_path: Path) -> None:
             report = fp8calib.verify(tmp_path / "model", [checkpoint], rows(name, 1), **_OPTIONS)
             found.append((report.candidates, report.contexts, report.layers))
     assert found[0] == found[1]
+
+
+def test_a_destroyed_tower_is_named(tmp_path: Path) -> None:
+    """By its row, and where it is the worst by the text that names what is destroyed."""
+    checkpoint = quantize("gemma3", "w8a16", tmp_path)
+    tensors = load_file(checkpoint / "model.safetensors")
+    scale = next(n for n in sorted(tensors) if "vision" in n and n.endswith("fc1.weight_scale"))
+    tensors[scale] *= 30
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    data, page = rows("gemma3", 1), tmp_path / "page.html"
+    report = fp8calib.verify(tmp_path / "model", [checkpoint], data, report=page, **_OPTIONS)
+    mine = [row for row in report.layers if row.candidate == str(checkpoint)]
+    towers = {row.site for row in mine if row.layer is None}
+    module = scale.removesuffix(".weight_scale")
+    assert {site for site in towers if site.endswith(f"{module}.weight")} == {mine[0].site}
+    assert all("vision" in site or "projector" in site for site in towers)
+    assert mine[0].place == "in a tower"
+    assert f"{mine[0].site} (in a tower" in page.read_text()

@@ -36,19 +36,20 @@ def _draw_maps(rows: Sequence[LayerResult], series: Sequence[Series]) -> Iterato
     """Draw the inputs and the weights of each candidate; a map without values is left out."""
     for one in series:
         for role, kind in _ROLES.items():
-            chosen = [row for row in rows if row.candidate == one.name and row.role == role]
+            mine = [row for row in rows if row.candidate == one.name and row.role == role]
+            chosen = [row for row in mine if row.layer is not None]  # towers have no layers
             if any(row.sqnr_db is not None for row in chosen):
                 title = f"{one.label}: {kind}"
                 yield Figure(title=title, chart=_draw_map(title, chosen), legend=_LEGEND)
 
 
 def _draw_map(title: str, rows: Sequence[LayerResult]) -> Element:
-    cells: dict[tuple[str, int], LayerResult] = {}
+    cells: dict[tuple[str, int | None], LayerResult] = {}
     for row in rows:
         place = (_name_projection(row), row.layer)
         cells[place] = min(row, cells.get(place, row), key=_rank)
     places = list(dict.fromkeys(place for place, _ in cells))
-    layers = sorted({layer for _, layer in cells})
+    layers = sorted({layer for _, layer in cells if layer is not None})
     made = {place: _make_cell(row) for place, row in cells.items()}
     found = [[made.get((place, layer)) for layer in layers] for place in places]
     names = [_shorten(place) for place in places]

@@ -157,6 +157,7 @@ class StreamedComparison:
             lane.hooks.end_batch()
             return call
 
+        lane.scales |= find_weight_scales(self._model, lane.towers)
         geometry = self._streamed.geometry.model_copy(update={"layers": ()})
         towers, damage = lane.emulation.towers, lane.hooks.damage
         with (
