@@ -10,6 +10,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
 from fp8calib.model.load import LoadedModel
+from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.compare.comparison import (
     Advance,
@@ -36,6 +37,7 @@ class WholeComparison:
         self, model: LoadedModel, geometry: ModelGeometry, originals: ParameterReader
     ) -> None:
         self._model = model
+        self._decoder = Decoder(model)
         self._geometry = geometry
         self._originals = originals
 
@@ -76,7 +78,9 @@ class WholeComparison:
     ) -> Iterator[torch.Tensor]:
         """Run batches under one emulation; give the last hidden state [B, S, C] of each."""
         with emulated(
-            self._model, self._geometry, emulation, hooks, originals=self._originals
+            *(self._model, self._geometry, emulation, hooks),
+            originals=self._originals,
+            decoder=self._decoder,
         ) as run:
             for batch in group:
                 yield run(batch)

@@ -302,17 +302,20 @@ def emulated(
     hooks: EmulationHooks,
     *,
     originals: ParameterReader,
+    decoder: Decoder | None = None,
 ) -> Iterator[Callable[[Batch], torch.Tensor]]:
     """Emulate while the context is open; give the function from a batch to its last hidden state.
+
+    `decoder` is that of the model, for callers that emulate again and again.
 
     The hooks, made for the same emulation, keep their measurements across contexts. When the
     context closes, changed weights are read again from `originals`.
     """
-    decoder, attentions = Decoder(model), own_attentions(geometry)
+    used, attentions = decoder or Decoder(model), own_attentions(geometry)
 
     def run(batch: Batch) -> torch.Tensor:
         hooks.begin_batch(batch)
-        hidden = decoder.run(batch, HookedCache(decoder.config, attentions, (), hooks))
+        hidden = used.run(batch, HookedCache(used.config, attentions, (), hooks))
         hooks.end_batch()
         return hidden
 
