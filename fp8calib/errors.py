@@ -83,11 +83,15 @@ def format_ranges(indices: Collection[int]) -> str:
 def first_line(error: BaseException) -> str:
     """Give the first line of another library's error, or its type if it has no message.
 
-    If that line only counts faults (pydantic), the lines of the first fault are added.
+    If that line only counts faults (pydantic), the lines of the first fault are added. A last
+    sentence that goes on in the next line is left out.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    kept = lines[:3] if "validation error" in lines[0] else lines[:1]
-    return " ".join(line.strip() for line in kept)
+    if "validation error" in lines[0]:
+        return " ".join(line.strip() for line in lines[:3])
+    first, sign, last = lines[0].strip().rpartition(". ")
+    goes_on = bool(sign) and len(lines) > 1 and lines[1][:1].islower()
+    return f"{first}." if goes_on and last[-1:].isalnum() else lines[0].strip()
 
 
 def escape_controls(text: str) -> str:

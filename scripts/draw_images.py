@@ -14,7 +14,10 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+try:
+    from PIL import Image, ImageDraw
+except ImportError:
+    raise SystemExit('draw_images needs Pillow: pip install ".[images]"') from None
 
 _COLOURS = ("red", "green", "blue", "orange", "purple", "black", "teal", "brown")
 _WORDS = ("scale", "amax", "cache", "token", "layer", "head", "image", "number", "kernel", "engine")

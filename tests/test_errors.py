@@ -12,6 +12,7 @@ from fp8calib.errors import (
     ServerError,
     UsageError,
     VerificationError,
+    first_line,
     shorten,
     suggest,
 )
@@ -79,3 +80,13 @@ def test_names_are_cut_and_escaped() -> None:
 def test_the_same_name_in_other_case_is_suggested_first() -> None:
     assert suggest("MXFP8", ["mxfp8", "mxfp8-a16"]) == "did you mean mxfp8?"
     assert suggest("MXFP", ["mxfp8", "mxfp8-a16"]).startswith("did you mean mxfp8")
+
+
+def test_a_sentence_that_goes_on_in_the_next_line_is_left_out() -> None:
+    text = (
+        "\nA needs B, which was not found. Check out the instructions on the\ninstallation page: x"
+    )
+    assert first_line(ImportError(text)) == "A needs B, which was not found."
+    assert first_line(ValueError("one. two three\nFour")) == "one. two three"
+    assert first_line(ValueError("no sentence\ngoes on")) == "no sentence"
+    assert first_line(ValueError()) == "ValueError"

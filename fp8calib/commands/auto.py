@@ -38,14 +38,14 @@ from fp8calib.jobs.auto.measure import (
 )
 from fp8calib.jobs.auto.planned import PLANNED_PASSES, plan_left
 from fp8calib.jobs.calibration import (
-    IF_QUANTIZED,
     CalibrationJob,
     choose_mode,
     fields_of,
+    open_unquantized,
     run_calibration,
 )
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.planning.runs import MEASURED_NAME
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt
 from fp8calib.jobs.recipe_options import open_recipe
@@ -269,19 +269,7 @@ class _Opened:
 def _open_auto(task: AutoRequest) -> Iterator[_Opened]:
     _check_task(task)
     recipe = open_recipe("kv")
-    with open_run_model(
-        task.model,
-        place(task),
-        revision=task.revision,
-        trust_remote_code=task.trust_remote_code,
-        if_quantized=IF_QUANTIZED,
-        recipe=recipe,
-    ) as model:
-        if model.checkpoint.form:
-            raise ModelError(
-                f"{task.model} is quantized already: {model.checkpoint.form}",
-                hint="name the unquantized model that it was made from",
-            )
+    with open_unquantized(task, recipe) as model:
         require_usable(task, model)
         calibration, held_out = plan_texts(task, model.source)
         data = recipe.data.model_copy(update={"batch_size": task.batch_size})

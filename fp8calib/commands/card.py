@@ -115,7 +115,7 @@ def _make_entries(
         check_output_file(place, force=request.force)
     size = measure_size(facts.folder)
     if request.vllm_recipe is not None:
-        made = next((loss.provenance.date for loss in facts.losses if loss.provenance), "")
+        made = next((made.date for each in facts.losses if (made := each.report.provenance)), "")
         yield (
             Path(request.vllm_recipe),
             make_vllm_recipe(
@@ -205,7 +205,7 @@ def _copy_receipt(path: Path, receipt: Receipt, folder: Path, *, force: bool) ->
 
 def _find_source(facts: CardFacts, model: str | Path | None) -> Path | None:
     """Find the folder of the unquantized model, as it was named now or in a report."""
-    names = [str(model)] if model is not None else [loss.model for loss in facts.losses]
+    names = [str(model)] if model is not None else [loss.report.model for loss in facts.losses]
     return next((Path(name) for name in names if Path(name).is_dir()), None)
 
 
@@ -214,7 +214,7 @@ def _spell_as_id(name: str) -> str:
 
 
 def _find_base(facts: CardFacts) -> str:
-    names = [loss.model for loss in facts.losses]
+    names = [loss.report.model for loss in facts.losses]
     found = next((n for n in names if HUB_ID.fullmatch(n) and not Path(n).exists()), None)
     if found is None:
         raise UsageError(

@@ -189,7 +189,8 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "device": model.device,
             "steps": [
                 f"calibrate on {calibrated:,} tokens",
-                f"gradients and about {request.passes} passes over {opened.search.num_tokens:,}",
+                f"gradients and about {request.passes} passes over {opened.search.num_tokens:,}, "
+                "layer by layer",
                 f"judge plans on {opened.held_out.num_tokens:,} others",
             ],
             "data": list(opened.calibration.sources),

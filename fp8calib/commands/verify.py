@@ -9,21 +9,22 @@ from typing import Literal, cast
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.output_files import output_files, probe_output_files
+from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import open_run_model, place
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_files
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
-from fp8calib.jobs.text import plan_texts
+from fp8calib.jobs.text import plan_texts, read_settings
 from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.comparison import (
-    VerificationText,
     open_verify_job,
+    plan_verified,
     run_verify_job,
 )
 from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
-from fp8calib.jobs.verification.job import ServerRequest, VerifyJob
+from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_mode_beside
 from fp8calib.jobs.verification.options import (
     if_quantized,
@@ -35,6 +36,7 @@ from fp8calib.jobs.verification.request import build_request
 from fp8calib.jobs.verification.server import run_alone
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
+from fp8calib.model.load import ModelSource
 from fp8calib.options.keys import Specs
 from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.auto import AutoRequest
@@ -71,18 +73,16 @@ def run(
     if request.log is not None:
         check_tracker(request.log)
     options = resolve_options(request)
-    if options.tasks:
-        reporter.say(f"loading tasks: {', '.join(options.tasks)}")
+    if request.tasks:
+        reporter.say(f"loading tasks: {', '.join(request.tasks)}")
     specs, rows = split_data(request.data, text_column=request.text_column)
-    text = VerificationText(
-        specs=specs,
-        rows=rows,
-        samples=request.samples,
-        seq_len=request.seq_len,
-        pack=request.pack,
-        text_column=request.text_column,
-        tokenizer=request.tokenizer,
-    )
+    settings = read_settings(request, specs)
+
+    def plan(source: ModelSource) -> DataPlan:
+        if held_out is None:
+            return plan_verified(source, settings, rows, request.tokenizer)
+        return plan_texts(held_out, source)[1]
+
     with open_run_model(
         request.model,
         place(request),
@@ -90,8 +90,8 @@ def run(
         trust_remote_code=request.trust_remote_code,
         if_quantized=if_quantized(str(request.model)),
     ) as model:
-        planned = text if held_out is None else plan_texts(held_out, model.source)[1]
-        job = open_verify_job(model, options, planned, server=_make_request(request, reporter))
+        say = None if request.dry_run else reporter.say
+        job = open_verify_job(model, options, plan, tell_of_server=say)
         told = (*job.plan.warnings, *job.warnings)
         for note in told:
             reporter.warn(note)
@@ -123,26 +123,6 @@ def run(
     return _finish(request, verified, reporter, encode)
 
 
-def _make_request(request: VerifyRequest, reporter: Reporter) -> ServerRequest | None:
-    """Make the request to the server of --server; None where none is asked."""
-    if request.server is None or request.dry_run:
-        return None
-    return ServerRequest(
-        url=request.server,
-        model=request.server_model,
-        kind=request.server_kind,
-        num_top=request.server_logprobs,
-        concurrency=request.server_concurrency,
-        timeout_s=request.server_timeout,
-        is_decoded=request.decode,
-        is_sampled=request.sampled,
-        reference=request.reference_server,
-        reference_model=request.reference_server_model,
-        tokenizer=request.tokenizer,
-        say=reporter.say,
-    )
-
-
 def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
     """Describe the planned run."""
     expected_s = None if mode.plan is None else mode.plan.expected_s
@@ -169,7 +149,7 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
             "sequences": len(job.plan.sequences),
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
-            "tasks": list(job.options.tasks),
+            "tasks": list(job.options.request.tasks or ()),
             **searched,
             **mode.as_json(),
             "expected_fitted_s": None if expected_s is None else expected_s * 2 / num_models,

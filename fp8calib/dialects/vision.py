@@ -22,7 +22,7 @@ from fp8calib.dialects.metadata import JSON_ORIGIN_KEY, parse_origin
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ExportError, cut_list
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.scales.scale_table import SMALLEST_SCALE
+from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 ROLES = ("q", "k", "v")

@@ -34,6 +34,16 @@ _NUMBER = re.compile(r"\d+")
 _FIX = "quantize the model again"
 
 
+def map_measured(stats: CalibrationStats) -> dict[str, str]:
+    """Map the weights of linears that were calibrated to their modules; of experts none."""
+    linears = (*(linear for _, linear in stats.geometry.linears()), *stats.header.towers)
+    return {
+        linear.checkpoint_name: linear.module
+        for linear in linears
+        if linear.checkpoint_name is not None and not linear.num_experts
+    }
+
+
 def judge_weight_scales(
     tensors: Mapping[str, TensorEntry], largest: Mapping[str, float], stats: CalibrationStats
 ) -> Finding | None:
@@ -44,11 +54,7 @@ def judge_weight_scales(
         largest: the largest number of each scale, by name.
         stats: of the unquantized model.
     """
-    sites = {
-        linear.checkpoint_name: linear.module
-        for _, linear in stats.geometry.linears()
-        if not linear.num_experts
-    }
+    sites = map_measured(stats)
     reaches: dict[tuple[Role, Fp8Format], dict[str, Reach]] = defaultdict(dict)
     for role, scale, weight in _list_scales(tensors, largest):
         site = Site(sites.get(weight, ""), role)

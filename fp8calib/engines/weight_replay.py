@@ -13,7 +13,7 @@ from fp8calib.dialects.fp8.quantization_config import ContradictionError, Stored
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.odd_weights import judge_weight_scales, suspect_weight_scales
+from fp8calib.engines.odd_weights import judge_weight_scales, map_measured, suspect_weight_scales
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
 from fp8calib.engines.status import Status
@@ -40,7 +40,6 @@ from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.module_paths import split_expert
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SUFFIX = ".weight"
@@ -117,7 +116,8 @@ class WeightReplay:
         largest = self._opened(Opened.INDEXED).values.largest
         unmeasured = self._tensors
         if stats is not None:
-            unmeasured = {name: each for name, each in unmeasured.items() if split_expert(name)}
+            measured = map_measured(stats)
+            unmeasured = {n: each for n, each in unmeasured.items() if n not in measured}
             self._wrong = self._wrong or judge_weight_scales(self._tensors, largest, stats)
         for text, scales in suspect_weight_scales(unmeasured, largest):
             self._suspicious.append(text)

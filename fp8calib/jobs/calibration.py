@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from fp8calib import calibration
 from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, select_batches
-from fp8calib.jobs.models import RunModel
+from fp8calib.errors import ModelError
+from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.launch import ALONE, ProcessRank
@@ -23,6 +25,8 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
+from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.plan import PlanRequest
 from fp8calib.run.planning.footprint import Workload, stats_bytes
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
 from fp8calib.run.planning.plan import PlanInputs
@@ -77,6 +81,29 @@ def fields_of(model: RunModel) -> dict[str, Any]:
     return {name: getattr(model, name) for name in RunModel.__dataclass_fields__}
 
 
+@contextmanager
+def open_unquantized(request: AutoRequest | PlanRequest, recipe: Recipe) -> Iterator[RunModel]:
+    """Open a model to calibrate and to quantize.
+
+    Raises:
+        ModelError: the model cannot be read or run, or is quantized.
+    """
+    with open_run_model(
+        request.model,
+        place(request),
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+        if_quantized=IF_QUANTIZED,
+        recipe=recipe,
+    ) as model:
+        if model.checkpoint.form:
+            raise ModelError(
+                f"{request.model} is quantized already: {model.checkpoint.form}",
+                hint="name the unquantized model that it was made from",
+            )
+        yield model
+
+
 def plan_recipe_text(
     model: RunModel, recipe: Recipe, rows: Iterable[Row] | None = None, *, tokenizer: Any = None
 ) -> DataPlan | None:
@@ -86,21 +113,9 @@ def plan_recipe_text(
         UsageError: the length is above the model's maximum.
         DataError: the data cannot be read.
     """
-    settings = recipe.data
     if not recipe.observe.needs_forward:
         return None
-    return plan_text(
-        model.source,
-        specs=settings.sources,
-        rows=rows,
-        samples=settings.samples,
-        seq_len=settings.seq_len,
-        pack=settings.pack,
-        seed=settings.seed,
-        part="calibrate",
-        tokenizer=tokenizer,
-        text_column=settings.text_column,
-    )
+    return plan_text(model.source, recipe.data, rows=rows, part="calibrate", tokenizer=tokenizer)
 
 
 def load_prepared(job: CalibrationJob, mode: MemoryMode, progress: Progress) -> PreparedModel:

@@ -21,7 +21,7 @@ from fp8calib.results.show import (
     TowerRow,
 )
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.scales.from_amax import scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.modalities import find_setters
 from fp8calib.stats.positions import range_starts

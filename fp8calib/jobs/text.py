@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,29 +25,32 @@ from fp8calib.errors import UsageError
 from fp8calib.jobs.rows import list_specs
 from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
 from fp8calib.options.keys import DEFAULT_SEQ_LEN
+from fp8calib.recipe import Data
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest
+from fp8calib.requests.verify import VerifyRequest
 
 HELD_OUT = 0.2
 """The share of the data that the loss is measured on; the scales come from the rest."""
 
 
+def read_settings(request: VerifyRequest | AutoRequest | PlanRequest, specs: Sequence[str]) -> Data:
+    """Read what a request says of its text."""
+    names = [name for name in Data.model_fields if hasattr(request, name)]
+    return Data(sources=tuple(specs), **{name: getattr(request, name) for name in names})
+
+
 def plan_text(
     source: ModelSource,
+    data: Data,
     *,
-    specs: Sequence[str],
     rows: Iterable[Row] | None = None,
-    samples: int,
-    seq_len: int | None,
-    pack: bool,
-    seed: int,
     part: BuiltinPart,
     tokenizer: Any = None,
-    text_column: str | None = None,
 ) -> DataPlan:
     """Build the data plan of a run; without a length, `DEFAULT_SEQ_LEN` or the model's maximum.
 
-    `rows` are read instead of specs. `tokenizer` is used instead of that in the model's folder.
+    `rows` are read instead of sources. `tokenizer` is used instead of that in the model's folder.
 
     Raises:
         UsageError: the length is above the model's maximum, or a data spec is invalid.
@@ -60,7 +63,7 @@ def plan_text(
         )
     vocab_size = int(source.text_config.vocab_size)
     longest = source.max_positions
-    length = seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     if longest is not None and length > longest:
         raise UsageError(
             f"--seq-len {length} is above the model's maximum of {longest} positions",
@@ -69,7 +72,7 @@ def plan_text(
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
     modalities = list_modalities(source.config)
     plan = build_plan(
-        specs,
+        data.sources,
         tokenizer=lambda: (
             load_tokenizer(source, vocab_size)
             if tokenizer is None
@@ -77,14 +80,14 @@ def plan_text(
         ),
         encoder=partial(_make_encoder, source, processor) if modalities else None,
         vocab_size=vocab_size,
-        samples=samples,
+        samples=data.samples,
         seq_len=length,
-        pack=pack,
-        seed=seed,
+        pack=data.pack,
+        seed=data.seed,
         part=part,
         longest_padded=source.longest_padded,
         rows=rows,
-        text_column=text_column,
+        text_column=data.text_column,
     )
     if modalities and not plan.media:
         taken = " and ".join(modalities)
@@ -132,24 +135,16 @@ def plan_texts(task: AutoRequest | PlanRequest, source: ModelSource) -> tuple[Da
     Raises:
         DataError: the data cannot be read, or is one sequence.
     """
+    data = read_settings(task, list_specs(task.data))
 
-    def plan(part: Literal["calibrate", "verify"], samples: int) -> DataPlan:
-        return plan_text(
-            source,
-            specs=list_specs(task.data),
-            samples=samples,
-            seq_len=task.seq_len,
-            pack=task.pack,
-            text_column=task.text_column,
-            seed=0,
-            part=part,
-        )
+    def plan(part: BuiltinPart, samples: int) -> DataPlan:
+        return plan_text(source, data.model_copy(update={"samples": samples}), part=part)
 
-    if list_specs(task.data):
-        calibration, held_out = split_plan(plan("calibrate", task.samples), HELD_OUT)
+    if data.sources:
+        calibration, held_out = split_plan(plan("calibrate", data.samples), HELD_OUT)
     else:
-        number = max(1, round(task.samples * HELD_OUT))
-        calibration = plan("calibrate", task.samples - number)
+        number = max(1, round(data.samples * HELD_OUT))
+        calibration = plan("calibrate", data.samples - number)
         held_out = plan("verify", number)
     few = warn_of_scales(calibration.num_tokens)
     warnings = (*list_other_warnings(calibration), *few)

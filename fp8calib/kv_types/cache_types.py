@@ -246,6 +246,8 @@ LATENT_TILES = "fp8_ds_mla"
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """vLLM's names of the type with a scale for each layer, which every report has."""
 E5M2_CACHE = "fp8_e5m2"
+EMULATED = (*FP8_CACHES, E5M2_CACHE, *CACHE_TYPES)
+"""All types that are emulated."""
 
 
 def explain_not_emulated(name: str) -> str:

@@ -174,6 +174,7 @@ def open_hooks(
     query: bool,
     inputs: bool,
     ignored: Collection[str] = (),
+    towers: Collection[Linear] = (),
     attend: Attend | None = None,
 ) -> Iterator[None]:
     """Install all hooks except those on K and V (`HookedCache`) while the context is open.
@@ -185,6 +186,7 @@ def open_hooks(
         query: whether to hook q.
         inputs: whether to hook the inputs of linears and experts.
         ignored: paths of modules that get no hooks.
+        towers: linears outside the decoder whose inputs are hooked too.
         attend: runs attention where q is hooked; None leaves it to the model.
     """
     modules = dict(model.named_modules())
@@ -199,7 +201,8 @@ def open_hooks(
             # The lookup is wrapped, since transformers chooses the mask by the registered name.
             hook = _query_hook(attentions, hooks, attend)
             stack.enter_context(wrapped_lookup(AttentionInterface, hook))
-        for _, linear in geometry.linears() if inputs else ():
+        linears = (*(linear for _, linear in geometry.linears()), *towers)
+        for linear in linears if inputs else ():
             path = linear.runner
             if path in ignored:
                 continue

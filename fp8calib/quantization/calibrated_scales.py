@@ -28,7 +28,8 @@ from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
 from fp8calib.recipe import ScaleOptions
 from fp8calib.scales.clip_range import find_clip_range
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.scale_table import ScaleTable, scale_of
+from fp8calib.scales.from_amax import scale_of
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection

@@ -15,7 +15,7 @@ from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.scales.scale_table import (
+from fp8calib.scales.from_amax import (
     SMALLEST_EXPONENT,
     SMALLEST_SCALE,
     power_of_two_scale_of,

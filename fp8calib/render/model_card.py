@@ -93,10 +93,10 @@ def _make_result(loss: Loss) -> dict[str, Any]:
         ("kl-divergence", "Mean KL divergence in nats", own.kld_mean, own.kld_se),
         ("top-1-agreement", "Top-1 agreement", own.top1_agreement, _share_se(loss)),
     )
-    data = ", ".join(loss.data)
+    data = ", ".join(loss.report.data)
     return {
         "task": {"type": "text-generation"},
-        "dataset": {"type": "text", "name": f"{data}, {loss.tokens:,} tokens"},
+        "dataset": {"type": "text", "name": f"{data}, {loss.report.tokens:,} tokens"},
         "metrics": [
             {
                 "type": kind,
@@ -113,7 +113,7 @@ def _make_result(loss: Loss) -> dict[str, Any]:
 def _share_se(loss: Loss) -> float | None:
     """Compute the error of the top-1 agreement, as of independent tokens."""
     share = loss.own.top1_agreement
-    return None if share is None else math.sqrt(share * (1 - share) / loss.tokens)
+    return None if share is None else math.sqrt(share * (1 - share) / loss.report.tokens)
 
 
 def _format_se(se: float | None) -> str:
@@ -134,12 +134,12 @@ def _summarize(facts: CardFacts, base: str) -> str:
 
 def _tabulate(loss: Loss) -> Table:
     """Make the table of the folder and of what it was compared with."""
-    note = ", with warnings" if loss.warnings else ""
+    note = ", with warnings" if loss.report.warnings else ""
     return candidates_table(
         [loss.own, *loss.others],
         name=lambda each: "**this**" if each is loss.own else _name(each),
         verdict=lambda each: f"{each.verdict} ({each.gate}){note}",
-        tokens=loss.tokens,
+        tokens=loss.report.tokens,
     )
 
 
@@ -178,7 +178,7 @@ def _list_engines(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[
 
 
 def _list_commands(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[str]:
-    options = {loss.engine_key: loss.serve_options for loss in facts.losses if loss.serve_options}
+    options = facts.serve_options
     for key, found in report.engines.items():
         launch = find_replayed(key).launch
         # Without the option of the engine that was measured, others quantize all layers.
@@ -193,13 +193,14 @@ def _list_commands(facts: CardFacts, repo: str, report: CheckResult) -> Iterator
 
 def _list_making(facts: CardFacts) -> Iterator[str]:
     for loss in facts.losses:
-        yield from (f"{question} **{answer}**: {why}" for question, answer, why in loss.decisions)
+        for each in getattr(loss.report, "decisions", ()):
+            yield f"{each.question} **{each.answer}**: {each.why}"
     if (run := facts.calibration) is not None:
         data = ", ".join(run.data)
         yield f"Calibrated on {run.tokens:,} tokens of {data}, in sequences of {run.seq_len}"
     for name, digest in _list_hashes(facts):
         yield f"{name}: SHA-256 `{digest[:16]}...`"
-    for made in filter(None, (loss.provenance for loss in facts.losses)):
+    for made in filter(None, (loss.report.provenance for loss in facts.losses)):
         versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
         yield f"Measured on {made.date} with {versions}"
 
@@ -209,7 +210,7 @@ def _list_hashes(facts: CardFacts) -> Iterator[tuple[str, str]]:
         yield "The calibrated model", facts.origin.model
         if facts.origin.data:
             yield "The calibration text", facts.origin.data
-    for made in filter(None, (loss.provenance for loss in facts.losses)):
+    for made in filter(None, (loss.report.provenance for loss in facts.losses)):
         yield "The text of the loss", made.data_hash
 
 

@@ -16,7 +16,7 @@ _SHOWN = 24
 """Groups in a terminal; the page has all."""
 
 
-def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Block]:  # noqa: ARG001
+def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Block]:
     """Describe the plan, or that of a run that did not start."""
     if isinstance(result, RunPlan):
         yield from describe_plan(result, "plan (nothing was run or written)")
@@ -30,7 +30,8 @@ def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Blo
     yield Line()
     next_steps = [f"next: {result.write}"] if result.write else []
     serve = [f"serve: {result.serve}"] if result.serve else []
-    written = f"written to {result.out}: {result.recipe}, plan.html, report.json"
+    own = "" if request.stats else ", stats.safetensors"
+    written = f"written to {result.out}: {result.recipe}, plan.html, report.json{own}"
     yield Answer("\n".join([*next_steps, *serve, written]))
 
 
@@ -46,7 +47,8 @@ def describe_sum(result: PlanResult) -> str:
 def frontier_table(result: PlanResult) -> Table:
     """List the plans that were run on the text that is held out."""
     return Table(
-        title=f"plans on {result.tokens:,} tokens that are held out ({result.emulated})",
+        title=f"plans on {result.tokens:,} tokens that are held out, in {result.sequences} "
+        f"sequences ({result.emulated})",
         columns=["plan", "size", "KLD mean ± se", "ratio", "against the plan"],
         rows=[
             [
@@ -73,7 +75,7 @@ def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
     """List the groups, those that cost most first."""
     ranked = sorted(result.groups, key=_worst, reverse=True)
     shown = ranked[:most]
-    title = "groups, the most sensitive first"
+    title = "groups, by their most costly choice"
     if len(shown) < len(ranked):
         title = f"{title}: {len(shown)} of {len(ranked)}"
     return Table(

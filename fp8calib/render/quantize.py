@@ -16,6 +16,8 @@ from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
 from fp8calib.results.run_plan import RunPlan
 
 _SHOWN = 5
+_BY_PATTERN = "--ignore "
+"""How the reason of a linear begins that a pattern leaves out."""
 
 
 def describe(result: QuantizeResult | RunPlan, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
@@ -51,8 +53,13 @@ def _describe_schemes(result: QuantizeResult) -> str:
 
 def _describe_unquantized(left: Sequence[UnquantizedLinear]) -> Iterator[str]:
     """Describe what stays unquantized for each reason, with a few names."""
-    for reason in dict.fromkeys(item.why for item in left):
-        names = [item.module for item in left if item.why == reason]
+    named: dict[str, list[str]] = {}
+    for item in left:
+        named.setdefault(item.why, []).append(item.module)
+    ignored = [reason for reason in named if reason.startswith(_BY_PATTERN)]
+    if len(ignored) > _SHOWN:  # as a plan's recipe has them: one for each linear
+        named[_BY_PATTERN.strip()] = [name for reason in ignored for name in named.pop(reason)]
+    for reason, names in named.items():
         yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
 
 

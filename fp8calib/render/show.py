@@ -125,7 +125,7 @@ def describe_modalities(rows: Sequence[ModalityRow]) -> Iterator[str]:
     largest = sorted(cached, key=_rank_by_ratio, reverse=True)[:_FEW_SITES]
     for row in largest if any(row.set_by != "text" for row in cached) else ():
         if row.set_by != "text":
-            by = "no text" if row.ratio is None else f"{row.ratio:.2g} x the text's"
+            by = "no text" if row.ratio is None else f"{row.ratio:.3g} x the text's"
             yield f"layer {row.layer} {row.site[-1]}: set by {row.set_by} tokens, {by}"
 
 

@@ -77,6 +77,8 @@ class PlanResult(Result):
     search_tokens: int
     tokens: int
     """Scored tokens of the text that is held out."""
+    sequences: int
+    """Its sequences: of few, only large differences can be told."""
     kv_tokens: int
     bytes: BeforeAfter
     kld_mean: float

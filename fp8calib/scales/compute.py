@@ -24,15 +24,10 @@ from fp8calib.geometry.tensor_parallel import (
     owned_rows,
 )
 from fp8calib.scales.clip_range import ClipRange, find_clip_range
+from fp8calib.scales.from_amax import scale_of
 from fp8calib.scales.ranks import max_per_rank
 from fp8calib.scales.rules import AMAX, ONE, Fallback, Rule, SiteRules
-from fp8calib.scales.scale_table import (
-    Scale,
-    ScaleSource,
-    ScaleTable,
-    fill_missing,
-    scale_of,
-)
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable, fill_missing
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
 

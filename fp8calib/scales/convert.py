@@ -17,8 +17,9 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_heads
+from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.scales.ranks import convert_ranks, fits_heads
-from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable
+from fp8calib.scales.scale_table import ScaleTable
 
 _NOT_PER_HEAD = "every head gets the one scale of its layer: scales per head gain nothing here"
 

@@ -22,11 +22,11 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, format_ranges
-from fp8calib.fp8.formats import E5M2, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.kv_types.cache_types import E5M2_CACHE, CacheType
+from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, CacheType
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import InputScales
@@ -75,6 +75,8 @@ class Target:
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
+    towers: tuple[Linear, ...] = ()
+    """The linears of towers, where the text has media beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,40 +294,52 @@ def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) 
     )
 
 
-def build_e5m2_cache(
+def takes_kv_scales(dtype: str, numerics: Numerics) -> bool:
+    """Tell whether an engine stores a type of the KV cache by scales that are calibrated."""
+    if dtype == E5M2_CACHE:
+        return numerics.kv_scales_e5m2
+    return dtype not in CACHE_TYPES or CACHE_TYPES[dtype].has_global_scales
+
+
+def build_cache(
+    name: str,
+    dtype: str,
     geometry: ModelGeometry,
     numerics: Numerics,
-    table: ScaleTable | None = None,
-    *,
-    name: str = E5M2_CACHE,
-) -> Candidate:
-    """Build a candidate whose KV cache is E5M2.
-
-    `table` has the scales of a file, which the engine uses with E5M2 too; None: 1.0.
-    """
-    if table is None:
-        plain = build_unscaled(name, geometry, E5M2, numerics)
-    else:
-        scales = replace(table, fmt=E5M2)
-        plain = build_kv_candidate(name, scales, numerics, origin="those of e4m3fn")
-    cache = make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
-    return replace(plain, fitted={}, kv_cache=cache)
-
-
-def build_cache_type(
-    name: str,
-    cache_type: CacheType,
-    geometry: ModelGeometry,
     table: ScaleTable | None = None,
     *,
     factor: float = 1.0,
     gpu: Gpu | None = None,
 ) -> Candidate:
-    """Build a candidate whose KV cache has a type that fits the model.
+    """Build a candidate whose KV cache has a type of `EMULATED`, which fits the model.
 
-    `table` has the global scales of such a type, which the engine multiplies by `factor`; None:
-    1.0. `gpu` is the one that serves; None for any.
+    `table` has the calibrated scales; None: 1.0. Those of a type with global scales are multiplied
+    by `factor`, as the engine does. `gpu` is the one that serves; None for any.
     """
+    if dtype in CACHE_TYPES:
+        cache_type = CACHE_TYPES[dtype]
+        return _build_own_type(name, cache_type, geometry, table, factor=factor, gpu=gpu)
+    fmt = E5M2 if dtype == E5M2_CACHE else E4M3FN
+    if table is None:
+        plain = build_unscaled(name, geometry, fmt, numerics)
+    else:
+        scales = replace(table, fmt=fmt)
+        plain = build_kv_candidate(name, scales, numerics, origin="those of e4m3fn")
+    if fmt is not E5M2:
+        return plain
+    cache = make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
+    return replace(plain, fitted={}, kv_cache=cache)
+
+
+def _build_own_type(
+    name: str,
+    cache_type: CacheType,
+    geometry: ModelGeometry,
+    table: ScaleTable | None,
+    *,
+    factor: float,
+    gpu: Gpu | None,
+) -> Candidate:
     is_noted = gpu is None or gpu.generation in cache_type.noted_generations
     scales, notes = "", [cache_type.note] if is_noted or not cache_type.noted_generations else []
     if cache_type.has_global_scales:
@@ -495,9 +509,15 @@ def build_checkpoint(
         target.geometry,
         source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
+        towers=target.towers,
     )
-    emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
+    emulation = emulate_linears(
+        weights, target.geometry, numerics, copied=copied, towers=target.towers
+    )
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
+    outside = {linear.weight_name for linear in target.towers}
+    if towers := sum(outside.issuperset(each.inputs) for each in weights):
+        parts[0] += f", {towers} of towers"
     fitted: Mapping[Site, Quantizer] = {}
     cache = None
     if opened.found is not None:
@@ -534,6 +554,7 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     modules = {attention.module for _, attention in geometry.attentions()}
     modules |= {linear.module for _, linear in geometry.linears()}
     emulation = candidate.emulation
+    modules |= {linear.module for linear in emulation.towers}
     lacking = [site for site in emulation.quantizers if site.module not in modules]
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""

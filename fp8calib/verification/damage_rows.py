@@ -30,9 +30,11 @@ def list_layers(
     scales: Mapping[Site, ScaleRange],
     layer_of: Mapping[str, int],
 ) -> list[LayerResult]:
-    """Make the rows of one candidate, the most damaged site first."""
+    """Make the rows of one candidate, the most damaged site first; towers have no layers."""
     rows = []
     for site, sums in damage.items():
+        if site.module not in layer_of:
+            continue
         found, scale = Damage(*sums.tolist()), scales[site]
         rows.append(
             LayerResult(

@@ -471,7 +471,7 @@ def _build_report(
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
-        media=tuple(_compare_text_scales(request, compared, plan)),
+        media=() if broken else tuple(_compare_text_scales(request, compared, plan)),
         contexts=tuple(_split_contexts(request.candidates, compared, plan)) if plan.media else (),
         decoding=compare_decoding(request.candidates, compared, lengths)
         if request.scores_decoding

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.api.test_auto import LENGTH, plant
 from tests.api.test_plan import SIZES, cast_rows, plan, sharpen
+from tests.kit.minutes import takes_minutes
 
 GROUPS = {
     "self_attn.q_proj+k_proj+v_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -146,6 +147,7 @@ def ask(spoiled: tuple[Path, Path], out: Path, *budget: object) -> Any:
     return outcome.json
 
 
+@takes_minutes
 def test_at_ten_budgets_the_plan_is_within_five_percent_of_the_best_of_all(
     spoiled: tuple[Path, Path], enumerated: Enumerated, out: Path
 ) -> None:

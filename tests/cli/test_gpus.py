@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,11 +21,12 @@ from fp8calib.machine.pinned import PinnedCopier, StartedCopy
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.run.planning import whole_or_streamed
 from fp8calib.run.planning.stream_plan import StreamPlanner
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.scales.from_amax import scale_of
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.cli.test_ranks import finish, make_rows, start_ranks
+from tests.kit.minutes import HAS_MINUTES, takes_minutes
 from tests.simulated_gpus import simulated_gpus
 
 HAS_GPU = torch.cuda.is_available()
@@ -40,7 +40,6 @@ FIGURES = (
     ("streamed", "fp8-static"),
 )
 """How a model runs, and what is verified."""
-HAS_MINUTES = HAS_GPU or "FP8CALIB_TEST_ENGINES" in os.environ
 ON_SIMULATED_GPUS = "tests.cli.program_on_simulated_gpus"
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +56,7 @@ def pair(name: str, cases: Sequence[object]) -> pytest.MarkDecorator:
         (family, case)
         for number, family in enumerate(FAMILIES)
         for place, case in enumerate(cases)
-        if HAS_MINUTES or (number + place) % 2 == 0
+        if HAS_GPU or HAS_MINUTES or (number + place) % 2 == 0
     ]
     return pytest.mark.parametrize(
         ("calibrated", name), pairs, indirect=["calibrated"], ids=str, scope="module"
@@ -198,7 +197,7 @@ def test_figures_of_a_gpu_are_those_of_the_cpu(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="accelerate spreads no model that fits one real GPU")
-@pytest.mark.parametrize("family", ["mixtral", "gemma3n_text"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gemma3n_text", marks=takes_minutes)])
 def test_a_model_spread_over_gpus_gives_the_same(family: str, rows: Path, tmp_path: Path) -> None:
     model = zoo.save(family, tmp_path / "model", num_hidden_layers=4)
     weights = sum(parameter.nbytes for parameter in model.parameters())

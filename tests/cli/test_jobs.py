@@ -22,6 +22,7 @@ import yaml
 
 from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT
+from tests.kit.minutes import takes_minutes
 
 FOLDER = ROOT / "scripts" / "jobs"
 QUICK = ("--samples", "8", "--seq-len", "16", "--dtype", "float32")
@@ -155,6 +156,7 @@ def test_slurm_gives_vllm_all_gpus_of_the_node(place: Path) -> None:
     assert _read_directives("slurm-vllm.sbatch")["gpus-per-node"] == "8"
 
 
+@takes_minutes
 def test_ray_runs_a_job_a_shard_and_joins_them(
     place: Path, whole: bytes, model: Path, data: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_ray_runs_a_job_a_shard_and_joins_them(
     assert (place / "out" / "stats.safetensors").read_bytes() == whole
 
 
+@takes_minutes
 def test_skypilot_runs_a_shard_a_node(place: Path, whole: bytes, model: Path, data: Path) -> None:
     task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
     values = {**task["envs"], "MODEL": model, "DATA": data, "OUT": place / "out"}
@@ -174,6 +177,7 @@ def test_skypilot_runs_a_shard_a_node(place: Path, whole: bytes, model: Path, da
     assert (place / "out" / "stats.safetensors").read_bytes() == whole
 
 
+@takes_minutes
 def test_kubernetes_runs_a_shard_a_pod_and_joins_them(
     place: Path, whole: bytes, model: Path, data: Path
 ) -> None:

@@ -80,9 +80,9 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     write_rows(folder / "texts" / "one.jsonl", rows[:9])
     save_multimodal("llava", folder / "VISION-MODEL")
-    (folder / "images").mkdir()
-    write_images(folder / "images", 9).rename(folder / "images" / "held-out.jsonl")
-    write_images(folder / "images", 9, seed=1)
+    for seed, name in enumerate(("held-out", "images")):
+        (folder / name).mkdir()
+        write_images(folder / name, 9, seed=seed)
     scheme = ("--scheme", "fp8-dynamic")
     succeed("quantize", model, *scheme, "--out", folder / "MODEL-FP8")
     (folder / "ranks").mkdir()

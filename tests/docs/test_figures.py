@@ -7,7 +7,6 @@ difference away, because another version of Python brings another text.
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT, Command, list_commands, list_outputs
+from tests.kit.minutes import takes_minutes
 
 README = ROOT / "README.md"
 RESULTS = DOCS / "results.md"
@@ -32,9 +32,6 @@ LOOSE = re.compile(rf"(?P<figure>{FIGURE})|{OTHER}")
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / MODEL).is_dir(), reason="no demo model: scripts/fetch-demo-model"
-)
-takes_minutes = pytest.mark.skipif(
-    not os.environ.get("FP8CALIB_TEST_ENGINES"), reason="takes minutes: scripts/test-engines"
 )
 
 

@@ -18,7 +18,7 @@ from fp8calib.fp8.amax import block_amax
 from fp8calib.fp8.encode import decode_exponents, encode_blocks, encode_exponents
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK, Granularity
-from fp8calib.scales.scale_table import SMALLEST_EXPONENT, power_of_two_scale_of
+from fp8calib.scales.from_amax import SMALLEST_EXPONENT, power_of_two_scale_of
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from scripts.benchmarks.workers.divergences import Inputs, SaturatingInputs
 from scripts.benchmarks.workers.saturated import quantize

@@ -12,8 +12,9 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.scales.from_amax import scale_of
 from fp8calib.scales.rules import AMAX, Fallback, parse_rule
-from fp8calib.scales.scale_table import ScaleSource, ScaleTable, scale_of
+from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import (

@@ -19,6 +19,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
+from fp8calib.recipe import Data
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.kit.multimodal import (
@@ -54,12 +55,8 @@ def plan_of(name: str, folder: Path, *, tokenizer: Any = None) -> DataPlan:
     _, rows = split_data([{"messages": row} for row in rows_of(name)])
     return plan_text(
         open_source(str(folder)),
-        specs=(),
+        Data(samples=16, pack=False),
         rows=rows,
-        samples=16,
-        seq_len=None,
-        pack=False,
-        seed=0,
         part="calibrate",
         tokenizer=tokenizer,
     )

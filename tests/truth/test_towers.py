@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -24,6 +25,7 @@ from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming import layer_journal
 from fp8calib.stats.calibration_stats import load_stats
 from tests.cli.program import fail, succeed
+from tests.cli.program import run as run_command
 from tests.kit.multimodal import (
     build_multimodal,
     draw_image,
@@ -237,3 +239,28 @@ def picture(seed: int) -> bytes:
     buffer = io.BytesIO()
     draw_image(seed).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", ["vision_tower", "multi_modal_projector"])
+@pytest.mark.parametrize("towers", [True, False])
+def test_a_wrong_scale_of_a_tower_is_found(name: str, towers: bool, tmp_path: Path) -> None:
+    """By statistics of towers, and without them by the other layers, as where there are none."""
+    save_multimodal("llava", tmp_path / "model")
+    plan = plan_of("llava", tmp_path / "model")
+    stats = calibrate(tmp_path / "model", plan, streamed=False)
+    as_bytes(stats, tmp_path)
+    out = tmp_path / "q"
+    saved = ("--stats", tmp_path / "as_bytes.safetensors")
+    succeed(
+        "quantize", tmp_path / "model", "--scheme", "fp8-static", *saved, "--towers", "--out", out
+    )
+    tensors = load_file(out / "model.safetensors")
+    scale = next(key for key in sorted(tensors) if name in key and key.endswith(".input_scale"))
+    tensors[scale] *= 448 if towers else 1e5
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    if not towers:
+        with opened(tmp_path / "model") as subject:
+            as_bytes(subject.calibrate(plan=plan), tmp_path)
+    outcome = run_command("check", out, "--engine", "vllm", *saved, "--json")
+    assert outcome.code == 8, outcome.out
+    assert scale in outcome.out

@@ -18,7 +18,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.verification.candidates import build_e5m2_cache
+from fp8calib.verification.candidates import build_cache
 from fp8calib.verification.emulation.cache_types import (
     count_cache_bytes,
     emulate_cache_type,
@@ -306,7 +306,7 @@ def test_e5m2_divides_by_the_scales_of_the_table(tmp_path: Path) -> None:
         keys = [a.site(Role.K) for _, a in subject.geometry.attentions()]
         values = dict.fromkeys(sites, 0.013) | dict.fromkeys(keys, 1.0)
         table = make_table(subject, values)
-        found = build_e5m2_cache(subject.geometry, PLAIN, table, name="scaled")
+        found = build_cache("scaled", "fp8_e5m2", subject.geometry, PLAIN, table)
         x = torch.randn(1, 2, 4, 16)
         quantizers = found.emulation.quantizers
         wanted = cast(x, 0.013, torch.float8_e5m2)

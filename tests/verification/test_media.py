@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from fp8calib.jobs.verification import memory
 from fp8calib.stats.modalities import keep_text
 from fp8calib.verification import verify as verification
 from fp8calib.verification.compare.streamed import StreamedComparison
+from fp8calib.verification.judge import decide
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
 from tests.truth import by_modality
 
@@ -73,14 +75,14 @@ def test_a_streamed_verification_gives_the_same_figures(name: str, tmp_path: Pat
     stats = fp8calib.calibrate(tmp_path, rows(name, 1), recipe="w8a8-static", **options).stats
     found = []
     for streams in (False, True):
-        with _streamed(streams):
+        with streamed(streams):
             for scheme in (None, "fp8-static"):
                 report = fp8calib.verify(tmp_path, stats, rows(name, 1), scheme=scheme, **options)
                 found.append((report.candidates, report.contexts, report.media))
     assert found[:2] == found[2:]
 
 
-def _streamed(streams: bool) -> Any:
+def streamed(streams: bool) -> Any:
     """Let a verification stream the model, as if it did not fit."""
     choose = memory.choose_memory_mode
 
@@ -106,7 +108,10 @@ def test_scales_of_the_text_are_those_of_its_tokens(tmp_path: Path) -> None:
     scales = stats.kv_scales()
     assert any(float(scale) < float(scales[name]) for name, scale in alone.kv_scales().items())
     held_out = [{"messages": row} for seed in range(9, 15) for row in messages("llava", seed=seed)]
-    with patch.object(verification, "compare_paired", wraps=verification.compare_paired) as compare:
+    with (
+        patch.object(decide, "_CHANCE", math.inf),  # the model is random
+        patch.object(verification, "compare_paired", wraps=verification.compare_paired) as compare,
+    ):
         both = fp8calib.verify(tmp_path, [stats, alone], held_out, **options)
     one, other = (each for each in both.candidates if each.name != "scale-1.0")
     pair = next(
@@ -134,16 +139,17 @@ def cluster(candidate: str, base: str, klds: dict[str, torch.Tensor], lengths: l
 
 
 def test_other_text_does_not_hide_what_media_need(tmp_path: Path) -> None:
-    """Rows of text beside them, 500 times as many tokens, change nothing of the comparison."""
+    """Rows of text beside them, 70 times as many tokens, change nothing of the comparison."""
     save_multimodal("llava", tmp_path)
     grow_projector(tmp_path)
     options = {"pack": False, "dtype": "float32", "samples": 1000}
     stats = fp8calib.calibrate(tmp_path, rows("llava"), **options).stats
     seen = [{"messages": row} for seed in range(9, 15) for row in messages("llava", seed=seed)[1:]]
     text = [{"input_ids": [(i * j) % 200 + 4 for j in range(1, 400)]} for i in range(1, 40)]
-    alone, beside = (
-        fp8calib.verify(tmp_path, stats, each, **options) for each in (seen, seen + text)
-    )
+    with patch.object(decide, "_CHANCE", math.inf):  # the model is random
+        alone, beside = (
+            fp8calib.verify(tmp_path, stats, each, **options) for each in (seen, seen + text)
+        )
     assert alone.media == beside.media
     assert alone.media[0].difference.answer == "worse"
 
@@ -177,7 +183,8 @@ def test_text_without_media_does_not_tell_whether_scales_need_them(tmp_path: Pat
     options = {"pack": False, "dtype": "float32"}
     stats = fp8calib.calibrate(tmp_path, rows("llava"), **options).stats
     text = [{"messages": messages("llava", seed=9)[0]}] * 4
-    assert fp8calib.verify(tmp_path, stats, text, **options).media == ()
+    with patch.object(decide, "_CHANCE", math.inf):  # the model is random
+        assert fp8calib.verify(tmp_path, stats, text, **options).media == ()
 
 
 def test_decoding_takes_text_alone(tmp_path: Path) -> None:
@@ -192,3 +199,13 @@ def test_a_model_that_sees_is_not_calibrated_on_text_without_a_word(tmp_path: Pa
         fp8calib.calibrate(
             tmp_path, [{"messages": messages("llava")[0]}] * 4, pack=False, dtype="float32"
         )
+
+
+def test_a_model_that_knows_nothing_does_not_tell_whether_media_are_needed(tmp_path: Path) -> None:
+    save_multimodal("gemma3", tmp_path)
+    options = {"pack": False, "dtype": "float32"}
+    stats = fp8calib.calibrate(tmp_path, rows("gemma3"), **options).stats
+    asked = partial(fp8calib.verify, tmp_path, stats, rows("gemma3", 1), **options)
+    assert asked().media == ()
+    with patch.object(decide, "_CHANCE", math.inf):
+        assert asked().media

@@ -29,7 +29,7 @@ from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.encode import decode_scale
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.scales.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
 
 
 class Fp8Checkpoint:

@@ -14,7 +14,8 @@ from fp8calib.errors import ModelError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
-from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleSource
+from fp8calib.scales.from_amax import SMALLEST_SCALE
+from fp8calib.scales.scale_table import ScaleSource
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20

@@ -125,9 +125,11 @@ def list_candidates(
     """
     queries = list_unfit_queries(measured.stats)
     for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
-        yield _build_kv(measured, name, name)
+        table = compute_kv_scales(measured.stats, E4M3FN, query=name == KV_AND_Q_SCALES)
+        yield build_kv_candidate(name, table, measured.numerics, origin="statistics, amax")
     for name in schemes:
-        yield _build_scheme(measured, name, name, (), model, target)
+        scheme, stats = find_scheme(name), measured.stats
+        yield build_scheme(name, scheme, target, model, measured.numerics, fmt=E4M3FN, stats=stats)
 
 
 def list_text_scaled(
@@ -141,31 +143,6 @@ def list_text_scaled(
     static = [name for name in schemes if SCHEMES[name].has_static_inputs]
     found = list_candidates(again, model, target, schemes=static)
     return {candidate.name: candidate for candidate in found}
-
-
-def _build_kv(measured: Measured, name: str, kind: str) -> Candidate:
-    table = compute_kv_scales(measured.stats, E4M3FN, query=kind == KV_AND_Q_SCALES)
-    return build_kv_candidate(name, table, measured.numerics, origin="statistics, amax")
-
-
-def _build_scheme(
-    measured: Measured,
-    name: str,
-    scheme: str,
-    ignore: Sequence[str],
-    model: LoadedModel,
-    target: Target,
-) -> Candidate:
-    return build_scheme(
-        name,
-        find_scheme(scheme),
-        target,
-        model,
-        measured.numerics,
-        fmt=E4M3FN,
-        stats=measured.stats,
-        ignore=ignore,
-    )
 
 
 def require_usable(task: AutoRequest, model: RunModel) -> None:

@@ -206,10 +206,7 @@ def _list_options(facts: CardFacts, engine: str) -> list[str]:
     """List the options that serve the folder as it was measured."""
     launch = find_replayed(engine).launch
     options = launch.kv_flag.split() if launch is not None and facts.has_kv_scales else []
-    for loss in facts.losses:
-        if loss.engine_key == engine:
-            options += shlex.split(loss.serve_options)
-    return options
+    return [*options, *shlex.split(facts.serve_options.get(engine, ""))]
 
 
 def _count_gb(size_bytes: int) -> int:

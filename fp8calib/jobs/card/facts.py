@@ -27,7 +27,7 @@ from fp8calib.results.auto import AutoResult
 from fp8calib.results.verify import VerifyResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
-from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
+from fp8calib.verification.report import CandidateResult, VerifyReport
 
 CARD_NAME = "README.md"
 
@@ -36,32 +36,16 @@ CARD_NAME = "README.md"
 class Loss:
     """The figures of one verification of the folder."""
 
-    model: str
-    """The unquantized model, as it was named."""
-    engine: str
-    device: str
-    """The one that emulated it."""
-    dtype: str
-    data: tuple[str, ...]
-    tokens: int
-    seq_len: int
-    ppl: float
-    """Of the unquantized model."""
+    report: AutoResult | VerifyReport
     own: CandidateResult
     others: tuple[CandidateResult, ...]
     """Compared on the same text, such as scale 1.0."""
     command: str
-    provenance: RunProvenance | None
-    decisions: tuple[tuple[str, str, str], ...] = ()
-    """Question, answer and reason of each decision of `auto`."""
-    gpu: str = ""
-    """The one that serves; empty for any."""
-    engine_key: str = ""
-    """The engine of a report of `auto`, on the command line."""
-    serve_options: str = ""
-    """What that engine needs to serve what was measured, beside the folder."""
-    warnings: tuple[str, ...] = ()
-    """Of the report, such as that there was too little text."""
+
+    @property
+    def engine(self) -> str:
+        """The engine and its release."""
+        return self.report.engine_version or self.report.engine
 
 
 class Calibration(BaseModel):
@@ -92,6 +76,16 @@ class CardFacts:
     other_reports: tuple[str, ...]
     """Why reports in the folder and above it were not used."""
     files: tuple[FileHash, ...]
+
+    @property
+    def serve_options(self) -> dict[str, str]:
+        """What engines need to serve what `auto` measured, beside the folder, by their keys."""
+        return {
+            report.engine.partition("==")[0]: options
+            for loss in self.losses
+            if isinstance(report := loss.report, AutoResult)
+            if report.written and (options := report.written.serve_options)
+        }
 
 
 def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
@@ -242,7 +236,8 @@ def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Lo
             f"{path}: no report of this version's verify or auto: {where}: {first['msg']}",
             hint="write it again: `fp8calib verify MODEL --scales DIR --json`",
         ) from error
-    measured = loss.provenance.model_hash if loss.provenance is not None else ""
+    made = loss.report.provenance
+    measured = "" if made is None else made.model_hash
     if origin is not None and measured and origin.model != measured:
         raise ModelError(
             f"{path}: measured on another model than the one that {folder} was made from",
@@ -254,23 +249,10 @@ def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Lo
 def _from_auto(report: AutoResult) -> Loss:
     assert report.verified is not None  # noqa: S101 -- the caller looked for what was written
     return Loss(
-        model=report.model,
-        engine=report.engine_version,
-        device=report.device,
-        dtype=report.dtype,
-        data=report.data,
-        tokens=report.tokens,
-        seq_len=report.seq_len,
-        ppl=report.reference.ppl,
+        report=report,
         own=report.verified,
         others=report.candidates,
         command=publish_command(report.command),
-        provenance=report.provenance,
-        gpu=report.gpu,
-        warnings=report.warnings,
-        engine_key=report.engine.partition("==")[0],
-        serve_options=report.written.serve_options if report.written else "",
-        decisions=tuple((each.question, each.answer, each.why) for each in report.decisions),
     )
 
 
@@ -283,20 +265,10 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
             hint=f"write it with `fp8calib verify MODEL --scales {folder} --json`",
         )
     return Loss(
-        model=report.model,
-        engine=report.engine_version or report.engine,
-        device=report.device,
-        dtype=report.dtype,
-        data=report.data,
-        tokens=report.tokens,
-        seq_len=report.seq_len,
-        ppl=report.reference.ppl,
+        report=report,
         own=own[0],
         others=tuple(each for each in report.candidates if each not in own),
         command=publish_command("" if report.provenance is None else report.provenance.command),
-        provenance=report.provenance,
-        gpu=report.gpu,
-        warnings=report.warnings,
     )
 
 
@@ -307,5 +279,6 @@ def _is_at(candidate: Path, place: Path) -> bool:
 
 def find_version(facts: CardFacts) -> str:
     """Find the version of fp8calib that measured the folder; empty if it is not recorded."""
-    found: Any = next((each.provenance for each in facts.losses if each.provenance), None)
+    made = (each.report.provenance for each in facts.losses)
+    found: Any = next(filter(None, made), None)
     return "" if found is None else str(found.versions.get("fp8calib", ""))

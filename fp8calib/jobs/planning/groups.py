@@ -19,7 +19,6 @@ from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, replay_plan
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
-from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings, QuantizePlan
@@ -29,9 +28,7 @@ from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
 from fp8calib.verification.candidates import (
-    build_cache_type,
-    build_e5m2_cache,
-    build_kv_candidate,
+    build_cache,
     build_scheme,
 )
 from fp8calib.verification.emulation.cache_types import count_layer_bytes
@@ -268,17 +265,13 @@ class GroupMaker:
     def _emulate_cache(self) -> Emulation:
         """Emulate the caches of all layers."""
         opened = self._opened
-        name, geometry = opened.cache_type, opened.target.geometry
+        name, numerics = opened.cache_type, opened.numerics
         table = compute_kv_scales(self._stats, E4M3FN) if opened.uses_kv_scales else None
-        if name == E5M2_CACHE:
-            return build_e5m2_cache(geometry, opened.numerics, table).emulation
-        if name in CACHE_TYPES:
-            factor = opened.emulated.scale_factor
-            return build_cache_type(
-                name, CACHE_TYPES[name], geometry, table, factor=factor, gpu=opened.gpu
-            ).emulation
-        assert table is not None  # noqa: S101 -- of FP8
-        return build_kv_candidate(name, table, opened.numerics, origin="").emulation
+        return build_cache(
+            *(name, name, opened.target.geometry, numerics, table),
+            factor=opened.emulated.scale_factor,
+            gpu=opened.gpu,
+        ).emulation
 
 
 def replay_settings(

@@ -13,16 +13,16 @@ from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.calibration import IF_QUANTIZED
-from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.calibration import open_unquantized
+from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.text import plan_texts
 from fp8calib.jobs.verification.options import choose_cache_types, require_known
-from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, FP8_CACHES
+from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.verification.candidates import Target
+from fp8calib.verification.candidates import Target, takes_kv_scales
 from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.report import FP8_CACHE
 from fp8calib.verification.sensitivity import SEQUENCES
@@ -63,10 +63,7 @@ class OpenedPlan:
     @property
     def uses_kv_scales(self) -> bool:
         """Whether the cache type stores by scales that are calibrated."""
-        if self.cache_type == E5M2_CACHE:
-            return self.numerics.kv_scales_e5m2
-        found = CACHE_TYPES.get(self.cache_type)
-        return found is None or found.has_global_scales
+        return takes_kv_scales(self.cache_type, self.numerics)
 
     @property
     def folder(self) -> Path:
@@ -91,19 +88,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     if request.samples < 2:
         hint = "some are held out from the search: use 2 or more"
         raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
-    with open_run_model(
-        request.model,
-        place(request),
-        revision=request.revision,
-        trust_remote_code=request.trust_remote_code,
-        if_quantized=IF_QUANTIZED,
-        recipe=open_recipe("kv"),
-    ) as model:
-        if model.checkpoint.form:
-            raise ModelError(
-                f"{request.model} is quantized already: {model.checkpoint.form}",
-                hint="name the unquantized model that it was made from",
-            )
+    with open_unquantized(request, open_recipe("kv")) as model:
         yield describe_opened(request, model, *plan_texts(request, model.source))
 
 

@@ -84,6 +84,7 @@ def make_report(made: PlanReport) -> PlanResult:
         data=opened.held_out.sources,
         search_tokens=opened.search.num_tokens,
         tokens=summary.tokens,
+        sequences=len(opened.held_out.sequences),
         kv_tokens=request.kv_tokens,
         bytes=BeforeAfter(before=made.unquantized_bytes, after=size),
         kld_mean=_kld(summary),

@@ -47,7 +47,7 @@ from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequan
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.requests.quantize import QuantizeRequest
-from fp8calib.scales.scale_table import SMALLEST_SCALE
+from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix
 from fp8calib.selection.patterns import span_layers, spell_options

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.jobs.calibration import fields_of
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.text import plan_text
-from fp8calib.jobs.verification.job import ServerRequest, TaskJob, VerifyJob, VerifyOptions
+from fp8calib.jobs.verification.job import TaskJob, VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.jobs.verification.memory import open_reference
 from fp8calib.jobs.verification.request import build_request
@@ -28,6 +28,9 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.model.topology.towers import find_towers
+from fp8calib.recipe import Data
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
@@ -56,54 +59,36 @@ LEAST_FOR_AUTO = 2
 """The sequences without which rules cannot be chosen and judged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationText:
-    """The text of a verification, not yet read."""
+def plan_verified(
+    source: ModelSource, data: Data, rows: Iterable[Row] | None, tokenizer: Any
+) -> DataPlan:
+    """Plan the text of a verification; the warnings are about figures, not about scales.
 
-    specs: Sequence[str]
-    rows: Iterable[Row] | None = None
-    """Read instead of the specs."""
-    samples: int
-    seq_len: int | None
-    pack: bool
-    text_column: str | None = None
-    tokenizer: Any = None
-    """None: that in the model's folder."""
-
-    def plan(self, source: ModelSource) -> DataPlan:
-        """Read the text; the warnings are about figures, not about scales.
-
-        Raises:
-            UsageError: the length is above the model's maximum, or a data spec is invalid.
-            DataError: the data cannot be read.
-        """
-        plan = plan_text(
-            source,
-            specs=self.specs,
-            rows=self.rows,
-            samples=self.samples,
-            seq_len=self.seq_len,
-            pack=self.pack,
-            seed=0,
-            part="verify",
-            tokenizer=self.tokenizer,
-            text_column=self.text_column,
-        )
-        few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
-        is_few = plan.num_tokens < FEW_TOKENS
-        return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
+    Raises:
+        UsageError: the length is above the model's maximum, or a data spec is invalid.
+        DataError: the data cannot be read.
+    """
+    plan = plan_text(source, data, rows=rows, part="verify", tokenizer=tokenizer)
+    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
+    is_few = plan.num_tokens < FEW_TOKENS
+    return replace(plan, warnings=(*list_other_warnings(plan), *((few,) if is_few else ())))
 
 
 def open_verify_job(
     model: RunModel,
     options: VerifyOptions,
-    text: VerificationText | DataPlan,
+    text: DataPlan | Callable[[ModelSource], DataPlan],
     *,
-    server: ServerRequest | None = None,
+    tell_of_server: Callable[[str], None] | None = None,
 ) -> VerifyJob:
     """Open the candidates and the text, and refuse what cannot be emulated before loading weights.
 
-    Of a server, the text is the part that it can score.
+    Args:
+        model: the unquantized model.
+        options: what to compare it with.
+        text: of a server, the part that it can score; or what plans it.
+        tell_of_server: gets notes on the connection to the server of the options; without it, no
+            server is asked.
 
     Raises:
         UsageError: options contradict each other.
@@ -120,25 +105,29 @@ def open_verify_job(
     engines = ((options.engine, options.numerics), *options.others)
     asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
     opened = [tuple(_open_candidates(each, target)) for each in asked]
-    plan = text if isinstance(text, DataPlan) else text.plan(model.source)
-    if plan.media and (server is not None or options.scores_decoding or options.writes_text):
-        name = "--server" if server is not None else "--decode"
+    plan = text if isinstance(text, DataPlan) else text(model.source)
+    request = options.request
+    if plan.media:
+        target = replace(target, towers=find_towers(model.prepared.model, {}))
+    asks = tell_of_server is not None and request.server is not None
+    if plan.media and (asks or request.decode or options.writes_text):
+        name = "--server" if asks else "--decode"
         kinds = " and ".join(list(plan.tokens_by_modality)[1:])
         raise UsageError(
             f"{name}: the data has {kinds}, and this takes text alone",
             hint="leave it out, or use rows of text",
         )
-    if options.scores_decoding and not bool(find_decoded(list(map(len, plan.sequences))).any()):
+    if request.decode and not bool(find_decoded(list(map(len, plan.sequences))).any()):
         hint = "use longer text, or a larger --seq-len"
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
     if AUTO in options.rules:
         _check_auto(plan, opened[0])
     ask = None
-    if server is not None:
+    if tell_of_server is not None and request.server is not None:
         from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
 
-        ask, plan = connect_all(server, model.source, plan)
-    task_job = _open_tasks(model, options, text)
+        ask, plan = connect_all(request, model.source, plan, tell_of_server)
+    task_job = _open_tasks(model, request)
 
     def make_job(mine: VerifyOptions, opened: tuple[OpenedCandidate, ...]) -> VerifyJob:
         loading = judge_loading(mine, model, opened)
@@ -190,7 +179,7 @@ def run_verify_job(
             reference,
             request,
             plan,
-            batch_size=job.options.batch_size,
+            batch_size=job.options.request.batch_size,
             progress=progress,
             comparison=comparison,
             server=answers,
@@ -266,7 +255,7 @@ def _add_tasks(
         request.candidates,
         task_job.tasks,
         task_job.tokenizer,
-        batch_size=job.options.batch_size,
+        batch_size=job.options.request.batch_size,
         progress=progress,
     )
     return _change_report(
@@ -285,15 +274,13 @@ def _open_candidates(options: VerifyOptions, target: Target) -> Iterator[OpenedC
             yield open_candidate(item, target, options.numerics)
 
 
-def _open_tasks(
-    model: RunModel, options: VerifyOptions, text: VerificationText | DataPlan
-) -> TaskJob | None:
-    if not options.tasks:
+def _open_tasks(model: RunModel, request: VerifyRequest) -> TaskJob | None:
+    if not request.tasks:
         return None
-    tokenizer = None if isinstance(text, DataPlan) else text.tokenizer
+    tokenizer = request.tokenizer
     if tokenizer is None:
         tokenizer = load_tokenizer(model.source, int(model.source.text_config.vocab_size))
-    return TaskJob(tasks=open_tasks(options.tasks, limit=options.limit), tokenizer=tokenizer)
+    return TaskJob(tasks=open_tasks(request.tasks, limit=request.limit), tokenizer=tokenizer)
 
 
 def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.jobs.models import RunModel
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.rules import Rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -30,33 +31,10 @@ model is None where it is not in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerRequest:
-    """Servers to ask, and how."""
-
-    url: str
-    model: str | None = None
-    kind: str | None = None
-    """None: recognised."""
-    num_top: int = 1
-    concurrency: int = 4
-    timeout_s: float = 600.0
-    is_decoded: bool = False
-    """Whether the server also writes text, which it then scores as prompts."""
-    is_sampled: bool = False
-    """Whether the unquantized model writes the text."""
-    reference: str | None = None
-    """The URL of a server of the unquantized model."""
-    reference_model: str | None = None
-    tokenizer: Any = None
-    """None: that in the model's folder."""
-    say: Callable[[str], None]
-    """Gets notes on the connection while it is used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What to compare, and how; the names of the caller are resolved."""
+    """What to compare, and how: a request, and what its names stand for."""
 
+    request: VerifyRequest
     scales: tuple[str | CalibrationStats, ...]
     """Paths as given, or statistics in memory."""
     engine: Engine
@@ -73,31 +51,25 @@ class VerifyOptions:
     """Types of the KV cache to compare, beside FP8 with scales."""
     plain_caches: Collection[int] = ()
     """The layers whose KV cache stays in 16 bits."""
-    has_all_types: bool = False
-    """Whether all were asked for: one that does not fit the model is left out with a note."""
     gpu: Gpu | None = None
     """The one that serves; None: any."""
     kv_memory: float | None = None
     """Bytes for the KV cache."""
     gate: Gate | None
-    is_strict: bool = False
-    """Whether a warning of the gate is a failure."""
-    sensitivity: bool
-    batch_size: int
-    tasks: tuple[str, ...] = ()
-    limit: int | None = None
-    with_faults: bool = False
-    """Whether faults of a server are candidates too."""
-    writes_text: bool = False
-    """Whether the model writes the text."""
-    scores_decoding: bool = False
-    """Whether text is also scored as it is served."""
     measures_noise: bool = False
     """Whether the unquantized model is compared with itself."""
-    with_histograms: bool = False
-    """Whether the report gets the histograms of the statistics."""
     scratch: Path
     """The folder of hidden states that do not fit into memory."""
+
+    @property
+    def has_all_types(self) -> bool:
+        """Whether all types were asked for: one that does not fit is left out with a note."""
+        return "all" in (self.request.kv_cache_dtype or ())
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model writes the text."""
+        return self.request.sampled and self.request.reference_server is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def choose_verification_mode(
         refuse_device_map(placement.memory)
     if placement.device_map is not None or job.is_live:
         return MemoryMode(plan=None, model=model, weights=weights)
-    found = list(batches(job.plan, job.options.batch_size))
+    found = list(batches(job.plan, job.options.request.batch_size))
     request = build_request(job, model)
 
     def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe:
@@ -168,9 +168,9 @@ def _describe_run(
 def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
     """Give the error for a model that has to be streamed and cannot; None if it can."""
     every = "every generated token would read all weights again"
-    if job.options.tasks:
+    if tasks := job.options.request.tasks:
         return UsageError(
-            f"--tasks {','.join(job.options.tasks)}: the model does not fit into memory, and tasks "
+            f"--tasks {','.join(tasks)}: the model does not fit into memory, and tasks "
             f"cannot be streamed: {every}",
             hint="leave out --tasks, or use a machine (or a larger --memory) that holds the model",
         )
@@ -191,7 +191,7 @@ def _sensitivity_walks(
     candidate = request.sensitivity_of
     if candidate is None:
         return
-    chosen = choose_batches(job.plan, job.options.batch_size)
+    chosen = choose_batches(job.plan, job.options.request.batch_size)
     tokens = sum(b.input_ids.numel() for b in chosen) / sum(b.input_ids.numel() for b in found)
     num_models = len(list_emulations(request)) + 1
     for layers in split_rounds(job.target.geometry, candidate.emulation):

@@ -17,7 +17,7 @@ from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
-    E5M2_CACHE,
+    EMULATED,
     FP8_CACHES,
     explain_not_emulated,
 )
@@ -63,6 +63,7 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     if kv_memory is not None and not 0 < kv_memory < math.inf:
         raise UsageError("--kv-memory: must be a number above 0", hint="give GiB, such as 12.5")
     return VerifyOptions(
+        request=request,
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
         engine=engine,
         numerics=numerics,
@@ -72,20 +73,10 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         fmt=_find_format(request.fp8_dtype),
         cache_types=cache_types,
         plain_caches=_list_plain_caches(request, engine),
-        has_all_types="all" in (request.kv_cache_dtype or ()),
         gpu=gpu,
         kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
-        is_strict=request.strict,
-        sensitivity=request.sensitivity,
-        batch_size=request.batch_size,
-        tasks=tuple(request.tasks or ()),
-        limit=request.limit,
-        with_faults=request.server is not None,
-        writes_text=request.sampled and request.reference_server is None,
-        scores_decoding=request.decode,
         measures_noise=request.receipt is not None,
-        with_histograms=request.report is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
 
@@ -116,7 +107,7 @@ def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
             hint="use --engine vllm, or reference for any type",
         )
     if "all" in names:
-        return tuple(name for name in offered if name in CACHE_TYPES or name == E5M2_CACHE)
+        return tuple(name for name in offered if name in EMULATED and name not in FP8_CACHES)
     for name in names:
         if name not in offered:
             others = list_offering(name)
@@ -128,7 +119,7 @@ def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
             raise UsageError(
                 f"--kv-cache-dtype {name}: {engine.release} has no such type", hint=hint
             )
-        if name not in {*CACHE_TYPES, *FP8_CACHES, E5M2_CACHE}:
+        if name not in EMULATED:
             raise UsageError(
                 f"--kv-cache-dtype {name}: not emulated: {explain_not_emulated(name)}",
                 hint=f"emulated: {', '.join(CACHE_TYPES)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,8 +16,7 @@ from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
-    E5M2_CACHE,
-    FP8_CACHES,
+    EMULATED,
     LATENT_TILES,
     explain_not_emulated,
 )
@@ -29,15 +29,15 @@ from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
     Candidate,
     OpenedCandidate,
-    build_cache_type,
+    build_cache,
     build_checkpoint,
-    build_e5m2_cache,
     build_kv_candidate,
     build_scheme,
     build_unscaled,
     check_sites,
     drop_layers,
     leave_cache,
+    takes_kv_scales,
 )
 from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
 from fp8calib.verification.emulation.cache_types import explain_misfit
@@ -61,7 +61,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         UsageError: options that contradict each other.
         ModelError: a candidate cannot be emulated.
     """
-    groups = _group_engines(job)
+    groups, asked = _group_engines(job), job.options.request
     candidates = tuple(_list_candidates(groups, model))
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
@@ -87,13 +87,13 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         is_diagnosed_per_head=bool(first and first.found and first.found.table.per_head),
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
-        is_strict=job.options.is_strict,
+        is_strict=asked.strict,
         has_all_types=job.options.has_all_types,
-        faults=list_faults(candidates) if job.options.with_faults else {},
-        sensitivity_of=candidates[0] if job.options.sensitivity else None,
+        faults={} if asked.server is None else list_faults(candidates),
+        sensitivity_of=candidates[0] if asked.sensitivity else None,
         measures_noise=job.options.measures_noise,
-        scores_decoding=job.options.scores_decoding,
-        histograms=tuple(_list_histograms(job, candidates)) if job.options.with_histograms else (),
+        scores_decoding=asked.decode,
+        histograms=() if asked.report is None else tuple(_list_histograms(job, candidates)),
         refused=tuple(
             _name_in(name, group[0], groups) for group in groups for name in group[0].refused
         ),
@@ -110,8 +110,7 @@ def _list_left_types(job: VerifyJob) -> Iterator[str]:
     if not job.options.has_all_types:
         return
     for name in job.options.engine.cache_types:
-        is_emulated = name in {*CACHE_TYPES, *FP8_CACHES, E5M2_CACHE}
-        why = _explain_unserved(job, name) if is_emulated else explain_not_emulated(name)
+        why = _explain_unserved(job, name) if name in EMULATED else explain_not_emulated(name)
         if why:
             yield f"the cache type {name} is left out: {why}"
 
@@ -250,30 +249,23 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
     Raises:
         ModelError: a type that was named does not fit the model.
     """
-    options, geometry = job.options, job.target.geometry
+    options = job.options
+    build = partial(
+        build_cache,
+        geometry=job.target.geometry,
+        numerics=options.numerics,
+        factor=options.engine.scale_factor,
+        gpu=options.gpu,
+    )
     for name in options.cache_types:
         if why := _explain_unserved(job, name):
             if not options.has_all_types:
                 hint = "all leaves out what does not fit"
                 raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=hint)
             continue
-        if name == E5M2_CACHE:
-            yield build_e5m2_cache(geometry, options.numerics)
-            for scaled, table in _list_tables(job) if options.numerics.kv_scales_e5m2 else ():
-                label = f"{name} with {scaled}"
-                yield build_e5m2_cache(geometry, options.numerics, table, name=label)
-            continue
-        cache_type = CACHE_TYPES[name]
-        yield build_cache_type(name, cache_type, geometry, gpu=options.gpu)
-        for scaled, table in _list_tables(job) if cache_type.has_global_scales else ():
-            yield build_cache_type(
-                f"{name} with {scaled}",
-                cache_type,
-                geometry,
-                table,
-                factor=options.engine.scale_factor,
-                gpu=options.gpu,
-            )
+        yield build(name, name)
+        for scaled, table in _list_tables(job) if takes_kv_scales(name, options.numerics) else ():
+            yield build(f"{name} with {scaled}", name, table=table)
 
 
 def _list_tables(job: VerifyJob) -> Iterator[tuple[str, ScaleTable]]:

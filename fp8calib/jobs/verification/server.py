@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from fp8calib.data.plan import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.jobs.verification.job import AskServer, ServerRequest, VerifyJob
+from fp8calib.jobs.verification.job import AskServer, VerifyJob
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
@@ -52,7 +54,7 @@ class _Servers:
     server: _Connected
     reference: _Connected | None
     vocab_size: int
-    request: ServerRequest
+    request: VerifyRequest
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,16 +86,19 @@ class _Servers:
 
 
 def connect_all(
-    request: ServerRequest, source: ModelSource, plan: DataPlan
+    request: VerifyRequest, source: ModelSource, plan: DataPlan, say: Callable[[str], None]
 ) -> tuple[AskServer, DataPlan]:
     """Connect to --server and --reference-server; give the plan with what could not be checked.
+
+    `say` gets notes on the connection while it is used.
 
     Raises:
         UsageError: a URL or the kind is invalid.
         ServerError: a server fails.
         ModelError: it has another model.
     """
-    require_kind(request.kind)
+    assert request.server is not None  # noqa: S101 -- the caller looked
+    require_kind(request.server_kind)
     tokenizer = request.tokenizer or _load_tokenizer(source)
 
     def open_one(
@@ -103,22 +108,22 @@ def connect_all(
             endpoint=find_endpoint(option, url, key),
             model=model,
             kind=kind,
-            likely_kind=request.kind,
-            num_top=request.num_top,
-            concurrency=request.concurrency,
-            timeout_s=request.timeout_s,
-            count=RequestCount(say=request.say),
+            likely_kind=request.server_kind,
+            num_top=request.server_logprobs,
+            concurrency=request.server_concurrency,
+            timeout_s=request.server_timeout,
+            count=RequestCount(say=say),
         )
         return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
 
-    reference = request.reference
+    reference, name = request.reference_server, request.reference_server_model
     job = _Servers(
-        server=open_one("--server", request.url, _SERVER_KEY, request.model, request.kind),
+        server=open_one(
+            "--server", request.server, _SERVER_KEY, request.server_model, request.server_kind
+        ),
         reference=None
         if reference is None
-        else open_one(
-            "--reference-server", reference, _REFERENCE_KEY, request.reference_model, None
-        ),
+        else open_one("--reference-server", reference, _REFERENCE_KEY, name, None),
         vocab_size=int(source.text_config.vocab_size),
         request=request,
     )
@@ -129,7 +134,7 @@ def connect_all(
 def _write_sampled(
     job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
 ) -> DataPlan:
-    if not job.request.is_sampled:
+    if not job.request.sampled:
         return plan
     if job.reference is not None:
         one = job.reference
@@ -180,8 +185,8 @@ def _ask_servers(
         reference=None
         if job.reference is None
         else ask(job.reference, every, "asking the unquantized server"),
-        decoding=ask_decoding() if job.request.is_decoded else None,
-        num_given=count_given(every) if job.request.is_sampled else None,
+        decoding=ask_decoding() if job.request.decode else None,
+        num_given=count_given(every) if job.request.sampled else None,
         repeated=sum(
             one.options.count.repeated for one in (job.server, job.reference) if one is not None
         ),

@@ -20,7 +20,8 @@ from fp8calib.fp8.amax import tensor_amax
 from fp8calib.geometry.model_geometry import Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.projections import LinearWeight
-from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable, scale_of
+from fp8calib.scales.from_amax import scale_of
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 
 FP8_SCALE = 1.0
 

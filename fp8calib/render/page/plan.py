@@ -61,7 +61,7 @@ def _list_sections(result: PlanResult) -> Iterator[PageSection]:
     )
     yield PageSection(
         title="Groups",
-        lead="The most sensitive first, by the KLD of the group alone.",
+        lead="By the KLD of the group alone with its most costly choice.",
         table=groups_table(result),
         is_folded=False,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
@@ -123,14 +123,15 @@ class Decoder:
         with torch.set_grad_enabled(traces):
             return self._explain(batch, run)
 
-    def prepare(self, batch: Batch, cache: Any) -> DecoderCall:
-        """Run what comes before the decoder on a row with media.
+    def prepare(self, batch: Batch, cache: Any = None) -> DecoderCall:
+        """Run what comes before the decoder on a row with media; without a cache, with a new one.
 
         Raises:
             OutOfMemoryInForward: the row is too large.
             CalibrationError: the forward pass failed.
         """
-        return self._explain(batch, lambda: self._prepare(batch, cache))
+        used = DynamicCache(config=self.config) if cache is None else cache
+        return self._explain(batch, lambda: self._prepare(batch, used))
 
     def _explain(self, batch: Batch, run: Callable[[], _Output]) -> _Output:
         """Run a forward pass, and explain its error."""

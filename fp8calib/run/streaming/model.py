@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
@@ -161,24 +161,19 @@ class StreamedModel:
         """
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
-                run = prepare or (lambda b: decoder.prepare(b, DynamicCache(config=decoder.config)))
-                self._run_towers(batches, store, run)
+                with self.placed_towers():
+                    found = store_calls(decoder, store, batches, prepare or decoder.prepare)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
-                decoder.find_call = lambda batch: store.get(_name_call(batch), decoder.device)
+                decoder.find_call = found
             yield stack.enter_context(open_steps(decoder, self.layer_modules()))
 
-    def _run_towers(
-        self,
-        batches: Sequence[Batch],
-        store: HiddenStateStore,
-        prepare: Callable[[Batch], DecoderCall],
-    ) -> None:
+    @contextmanager
+    def placed_towers(self) -> Iterator[None]:
+        """Put the weights of what runs before the decoder into the model."""
         towers = part_of_towers(self._loader)
         self._loader.place(towers, self._loader.read(towers))
         try:
-            for batch in batches:
-                if batch.media is not None:
-                    store.put(_name_call(batch), prepare(batch))
+            yield
         finally:
             self._loader.drop(towers)
 
@@ -269,8 +264,27 @@ def part_of_towers(loader: PartLoader) -> ModelPart:
     )
 
 
-def _name_call(batch: Batch) -> tuple[str, int]:
-    return "call", batch.first
+def store_calls(
+    decoder: Decoder,
+    store: HiddenStateStore,
+    batches: Sequence[Batch],
+    prepare: Callable[[Batch], DecoderCall],
+    *,
+    number: int = 0,
+) -> Callable[[Batch], DecoderCall]:
+    """Store the arguments of the decoder for each row with media, and give what finds them.
+
+    `number` tells the arguments of several models apart.
+    """
+    for batch in batches:
+        if batch.media is not None:
+            store.put(("call", number, batch.first), prepare(batch))
+
+    def find(batch: Batch) -> DecoderCall:
+        call: DecoderCall = store.get(("call", number, batch.first), decoder.device)
+        return call
+
+    return find
 
 
 def open_hidden_states(streaming: Streaming) -> HiddenStateStore:

@@ -8,7 +8,7 @@ each site, are those of `compare/whole.py`: the numbers are the same, bit for bi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import HookedCache, own_attentions
-from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.decoder import Decoder, DecoderCall
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
@@ -28,6 +28,7 @@ from fp8calib.run.streaming.model import (
     StreamedModel,
     Streaming,
     open_hidden_states,
+    store_calls,
 )
 from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.verification.compare.comparison import (
@@ -54,11 +55,20 @@ class _Lane:
     by_layer: Mapping[int, tuple[WeightChange, ...]]
     around: tuple[WeightChange, ...]
     """Changes to weights outside the layers (norms)."""
+    towers: tuple[WeightChange, ...]
+    """Changes to weights outside the decoder."""
     rows: tuple[tuple[EmbeddingRows, torch.Tensor], ...]
     """Rows of embeddings that differ in this model."""
     first: int = 0
     """The first layer that it changes; the number of layers where it changes none."""
+    find_call: Callable[[Batch], DecoderCall | None] = lambda _batch: None
+    """Gives the decoder's arguments for a row with media."""
     scales: dict[Site, ScaleRange] = field(default_factory=dict)
+
+    @property
+    def changes_calls(self) -> bool:
+        """Whether it gives the decoder other arguments for a row with media."""
+        return bool(self.around or self.towers or self.rows or self.emulation.towers)
 
 
 class StreamedComparison:
@@ -110,7 +120,7 @@ class StreamedComparison:
 
         with ExitStack() as stack:
             store = stack.enter_context(open_hidden_states(self._streaming))
-            steps = stack.enter_context(self._steps([batch], store))
+            steps = stack.enter_context(self._steps([batch], lanes, store))
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
@@ -123,10 +133,39 @@ class StreamedComparison:
             keep = any(lane.by_layer for lane in lanes)
             return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
 
+    @contextmanager
     def _steps(
-        self, batches: Sequence[Batch], store: HiddenStateStore
-    ) -> AbstractContextManager[LayerSteps]:
-        return self._streamed.steps(self._decoder, batches, store)
+        self, batches: Sequence[Batch], lanes: Sequence[_Lane], store: HiddenStateStore
+    ) -> Iterator[LayerSteps]:
+        """Let single layers run; what runs before the decoder runs once for each model."""
+        has_media = any(batch.media is not None for batch in batches)
+        with self._streamed.steps(self._decoder, batches, store) as steps:
+            for lane in lanes:
+                lane.find_call = (
+                    self._run_towers(lane, batches, store)
+                    if has_media and lane.changes_calls
+                    else self._decoder.find_call
+                )
+            yield steps
+
+    def _run_towers(
+        self, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore
+    ) -> Callable[[Batch], DecoderCall]:
+        def prepare(batch: Batch) -> DecoderCall:
+            lane.hooks.begin_batch(batch)
+            call = self._decoder.prepare(batch)
+            lane.hooks.end_batch()
+            return call
+
+        geometry = self._streamed.geometry.model_copy(update={"layers": ()})
+        towers, damage = lane.emulation.towers, lane.hooks.damage
+        with (
+            self._streamed.placed_towers(),
+            self._changed(lane, None),
+            changed_weights(self._model, lane.towers, self._originals, damage),
+            open_emulation_hooks(self._model, geometry, lane.hooks, towers),
+        ):
+            return store_calls(self._decoder, store, batches, prepare, number=lane.number)
 
     # --- the models -----------------------------------------------------------------------------
 
@@ -141,6 +180,7 @@ class StreamedComparison:
     def _make_lane(self, number: int, emulation: Emulation, hooks: EmulationHooks) -> _Lane:
         by_layer: dict[int, tuple[WeightChange, ...]] = {}
         around: list[WeightChange] = []
+        towers: list[WeightChange] = []
         rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
         paths = {f"{layer.module}.": layer.index for layer in self._streamed.geometry.layers}
         for change in emulation.weights:
@@ -151,16 +191,21 @@ class StreamedComparison:
             elif (embedding := self._streamed.embeddings.get(name)) is not None:
                 rows.append((embedding, _read_rows(embedding, change)))
             elif not self._model.get_parameter(name).is_meta:
-                around.append(change)  # a parameter without weights is not part of the decoder
-        return _Lane(
+                around.append(change)
+            else:  # a parameter without weights is not part of the decoder
+                towers.append(change)
+        lane = _Lane(
             number=number,
             emulation=emulation,
             hooks=hooks,
             by_layer=by_layer,
             around=tuple(around),
+            towers=tuple(towers),
             rows=tuple(rows),
-            first=0 if number == 0 or around or rows else self._find_first(emulation, by_layer),
         )
+        if number and not lane.changes_calls:
+            lane.first = self._find_first(emulation, by_layer)
+        return lane
 
     def _find_first(self, emulation: Emulation, by_layer: Collection[int]) -> int:
         """Find the first layer that an emulation changes."""
@@ -184,7 +229,7 @@ class StreamedComparison:
         advance: Advance,
     ) -> None:
         with ExitStack() as stack:
-            steps = stack.enter_context(self._steps(batches, store))
+            steps = stack.enter_context(self._steps(batches, lanes, store))
             for layer in stack.enter_context(self._streamed.layers()):
                 index = layer.layer.index
                 keep = any(index in lane.by_layer for lane in lanes)
@@ -229,6 +274,7 @@ class StreamedComparison:
         *,
         checks: bool = False,
     ) -> LayerState:
+        self._decoder.find_call = lane.find_call
         lane.hooks.begin_batch(batch)
         after = steps.run_layer(index, batch, self._cache(lane), before, checks=checks)
         lane.hooks.end_batch()
@@ -263,6 +309,7 @@ class StreamedComparison:
     def _finish(
         self, steps: LayerSteps, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore
     ) -> None:
+        self._decoder.find_call = lane.find_call
         with self._changed(lane, None):
             for place, batch in enumerate(batches):
                 key = lane.number * len(batches) + place

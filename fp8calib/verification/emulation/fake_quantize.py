@@ -17,7 +17,7 @@ from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, Granularity
 from fp8calib.geometry.sites import Site
 from fp8calib.kv_types.cache_types import RoundTrip
-from fp8calib.scales.scale_table import SMALLEST_SCALE, power_of_two_scale_of, scale_of
+from fp8calib.scales.from_amax import SMALLEST_SCALE, power_of_two_scale_of, scale_of
 
 AT_THE_EDGE = 1 + 2.0**-20
 """amax / scale, both rounded to fp32, may exceed fmt.max by this factor."""

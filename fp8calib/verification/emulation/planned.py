@@ -18,7 +18,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.scales.scale_table import SMALLEST_EXPONENT, SMALLEST_SCALE
+from fp8calib.scales.from_amax import SMALLEST_EXPONENT, SMALLEST_SCALE
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -73,14 +73,14 @@ def find_planned(
         raise selection.refusal
     found = _Found(model, source, settings, selection)
     groups: dict[str, list[WeightParameter]] = defaultdict(list)
-    for parameter in find_parameters(geometry, dict(model.named_modules())):
+    linears = {linear.module: linear for _, linear in geometry.linears()}
+    for parameter in find_parameters(linears.values(), dict(model.named_modules())):
         matched = found.match(parameter)
         if matched is not None:
             groups[found.name_group(parameter)].append(matched)
     known = {parameter.name for group in groups.values() for parameter in group}
     others = {name: found.match_other(name) for name in found.list_others(known)}
     paths = (name.rpartition(".")[0] for name, parameter in others.items() if parameter is None)
-    linears = {linear.module: linear for _, linear in geometry.linears()}
 
     def scale_inputs(parameter: WeightParameter) -> float | None:
         if scale_input is None:

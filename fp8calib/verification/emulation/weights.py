@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,7 +23,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.scales.from_amax import scale_of
 from fp8calib.verification.emulation.damage import measure_damage, sum_damage
 from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,
@@ -194,11 +194,11 @@ class Requantized:
 
 
 def find_parameters(
-    geometry: ModelGeometry, modules: Mapping[str, nn.Module]
+    linears: Iterable[Linear], modules: Mapping[str, nn.Module]
 ) -> list[WeightParameter]:
-    """List the weights of the linears and experts of the decoder layers."""
+    """List the weights of linears and experts."""
     found: dict[str, WeightParameter] = {}
-    for _, linear in geometry.linears():
+    for linear in linears:
         known = found.get(linear.weight_name)
         sites = (Site(linear.module, Role.WEIGHT),)
         found[linear.weight_name] = WeightParameter(
@@ -210,15 +210,17 @@ def find_parameters(
     return list(found.values())
 
 
-def find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
+def find_rounded(
+    geometry: ModelGeometry, numerics: Numerics, towers: Iterable[Linear] = ()
+) -> Callable[[str], bool]:
     """Tell of which parameters the engine makes the scales of blocks and groups powers of two.
 
-    The sizes of a parameter that the geometry does not list are taken to fit.
+    The sizes of a parameter of no linear of the geometry or of `towers` are taken to fit.
     """
     if not numerics.group_scales_power_of_two or geometry.checkpoint_dtype == "float16":
         return lambda _name: False
     fused: dict[str, list[Linear]] = defaultdict(list)
-    for _, linear in geometry.linears():
+    for linear in (*(each for _, each in geometry.linears()), *towers):
         if not linear.num_experts:
             fused[name_fused_group(linear.module)].append(linear)
     rows_of, columns_of = numerics.power_of_two_sizes

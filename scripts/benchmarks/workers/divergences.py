@@ -30,7 +30,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.run.forward.lm_head import open_lm_head
-from fp8calib.scales.scale_table import SMALLEST_EXPONENT, power_of_two_scale_of
+from fp8calib.scales.from_amax import SMALLEST_EXPONENT, power_of_two_scale_of
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import (
     Target,

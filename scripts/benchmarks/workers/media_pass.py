@@ -22,7 +22,7 @@ from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import load_model, load_processor, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.recipe import load_recipe
+from fp8calib.recipe import Data, load_recipe
 from scripts.benchmarks.workers.timing import print_seconds
 
 Inputs = Mapping[str, torch.Tensor]
@@ -36,17 +36,8 @@ def main(folder: str, rows: str, samples: int, dtype: str, rounds: int) -> None:
     recipe = recipe.model_copy(update={"observe": observe})
     source = open_source(folder)
     model = load_model(source, dtype=getattr(torch, dtype), device="cpu", device_map=None)
-    plan = partial(
-        plan_text,
-        source,
-        specs=[rows],
-        samples=samples,
-        seq_len=None,
-        pack=True,
-        seed=0,
-        part="calibrate",
-        tokenizer=load_processor(source),
-    )
+    data = Data(sources=(rows,), samples=samples)
+    plan = partial(plan_text, source, data, part="calibrate", tokenizer=load_processor(source))
     processed = _process(plan())
     with Checkpoint.open(Path(folder)) as checkpoint:
         ready = prepare(model, checkpoint, recipe)

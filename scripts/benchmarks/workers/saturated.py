@@ -19,7 +19,7 @@ from fp8calib.fp8.amax import block_amax
 from fp8calib.fp8.encode import encode_blocks, encode_exponents
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK
-from fp8calib.scales.scale_table import SMALLEST_EXPONENT, power_of_two_scale_of
+from fp8calib.scales.from_amax import SMALLEST_EXPONENT, power_of_two_scale_of
 
 
 def main(model: Path, written: Path, out: Path) -> None:

@@ -1,0 +1,12 @@
+"""Tests that take minutes: `scripts/test-engines` runs them, `scripts/test` does not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+HAS_MINUTES = bool(os.environ.get("FP8CALIB_TEST_ENGINES"))
+takes_minutes = pytest.mark.skipif(
+    not HAS_MINUTES, reason="takes minutes: scripts/test-engines runs it"
+)
