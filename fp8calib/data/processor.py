@@ -281,9 +281,10 @@ class MediaEncoder:
         present = {MODALITIES[code] for code in torch.unique(kinds).tolist()}
         if medium := _find_other(row, present):
             raise DataError(
-                f"{medium.origin}: the chat template of {self._name} leaves no token for the "
-                f"{medium.kind}",
-                hint="its template may be for text only: copy the one published with the model",
+                f"{medium.label}: the processor and chat template of {self._name} leave no token "
+                f"for the {medium.kind}",
+                hint=f"the {medium.kind} is too small or short for one, or the template is for "
+                "text only: copy the one published with the model",
             )
 
 

@@ -150,8 +150,19 @@ def plan_texts(task: AutoRequest | PlanRequest, source: ModelSource) -> tuple[Da
     warnings = (*list_other_warnings(calibration), *few)
     return (
         replace(calibration, warnings=warnings),
-        replace(held_out, warnings=tuple(list_other_warnings(held_out))),
+        replace(
+            held_out,
+            warnings=(*list_other_warnings(held_out), *_warn_of_media(calibration, held_out)),
+        ),
     )
+
+
+def _warn_of_media(calibration: DataPlan, held_out: DataPlan) -> Iterator[str]:
+    if calibration.media and not held_out.media:
+        yield (
+            "no row with media is held out: figures are those of text alone, and do not tell "
+            "whether scales need media; mix the sources (--data FILE@1), or the rows of a file"
+        )
 
 
 def warn_of_few(tokens: int) -> Iterator[str]:

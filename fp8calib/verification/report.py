@@ -267,7 +267,10 @@ class RuleResult(_Model):
 
 
 class MediaResult(_Model):
-    """A candidate calibrated on media, against itself with the scales of the text alone."""
+    """A candidate calibrated on media, against itself with the scales of the text alone.
+
+    On the text after media.
+    """
 
     candidate: str
     kld_mean: float
@@ -597,7 +600,7 @@ def describe_media(paired: PairedResult) -> str:
     }
     same = paired.difference == 0 and paired.se == 0
     return (
-        f"with the scales of its text alone it {describe_pair(paired)}: "
+        f"after media, with the scales of its text alone, it {describe_pair(paired)}: "
         f"{advice[PairedAnswer.NO_DIFFERENCE] if same else advice[paired.answer]}"
     )
 

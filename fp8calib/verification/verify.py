@@ -471,7 +471,7 @@ def _build_report(
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
-        media=() if broken else tuple(_compare_text_scales(request, compared, lengths)),
+        media=() if broken else tuple(_compare_text_scales(request, compared, plan)),
         contexts=tuple(_split_contexts(request.candidates, compared, plan)) if plan.media else (),
         decoding=compare_decoding(request.candidates, compared, lengths)
         if request.scores_decoding
@@ -615,13 +615,18 @@ def _list_layer_rows(
 
 
 def _compare_text_scales(
-    request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
+    request: VerificationRequest, compared: ComparisonResult, plan: DataPlan
 ) -> Iterator[MediaResult]:
-    """Compare the scales of text alone with those of text and media."""
-    for name in request.text_scaled:
+    """Compare the scales of text alone with those of text and media, on the text after media.
+
+    Other text would hide what they cost there.
+    """
+    is_after = plan.after_media
+    lengths = select_lengths(is_after, plan.lengths)
+    for name in request.text_scaled if lengths else ():
         klds = {
-            _OF_TEXT: compared.candidates[_text_key(name)].klds,
-            name: compared.candidates[name].klds,
+            _OF_TEXT: compared.candidates[_text_key(name)].klds[is_after],
+            name: compared.candidates[name].klds[is_after],
         }
         pair = compare_paired(_OF_TEXT, name, klds, lengths)
         yield MediaResult(

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from fp8calib.jobs.text import plan_texts
+from fp8calib.model.load import open_source
+from fp8calib.requests.auto import AutoRequest
 from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
 from tests.kit.multimodal import draw_image, save_multimodal
@@ -92,3 +95,18 @@ def test_what_was_observed_of_towers_is_shown(model: Path, data: Path, tmp_path:
     least, most = (choose(towers, key=towers.__getitem__) for choose in (min, max))
     ends = f"{towers[least]:.4g} ({least}) to {towers[most]:.4g} ({most})"
     assert f"amax of {len(towers)} sites of towers: {ends}" in succeed("show", stats).out
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_text_that_is_held_out_without_media_is_pointed_out(
+    model: Path, data: Path, place: int
+) -> None:
+    """The last of five rows is held out."""
+    image, text = data.read_text().splitlines()[:2]
+    data.write_text("\n".join(image if i in (1, place) else text for i in range(5)))
+    task = AutoRequest(model=model, data=data, samples=5, seq_len=256, pack=False)
+    calibration, held_out = plan_texts(task, open_source(str(model)))
+    assert calibration.media
+    assert len(held_out.sequences) == 1
+    found = [each for each in held_out.warnings if "no row with media is held out" in each]
+    assert len(found) == (1 if place == 0 else 0)

@@ -59,6 +59,7 @@ def files(tmp_path: Path) -> Path:
         "bomb.png": make_png(50_000, 50_000),
         "large.png": make_png(9460, 9460),  # 89,491,600 pixels: a little above the limit
         "silent.wav": make_wav([], 16000),
+        "short.wav": make_wav([0, 900] * 50, 16000),
         "none.wav": make_wav([0, 900] * 400, 0),
         "slow.wav": make_wav([0, 900] * 30_000, 1),
         "cut.wav": make_wav([0] * 800, 16000)[:20],
@@ -163,6 +164,11 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     (HEARS, image("good.png"), "qwen2_audio takes no image, only audio"),
     (HEARS, ask({"type": "video", "video": ["good.png"]}), "takes no video, only audio"),
     (HEARS, audio("silent.wav"), "the sound has no samples"),
+    (
+        HEARS,
+        audio("short.wav"),
+        "(short.wav): the processor and chat template of qwen2_audio leave",
+    ),
     (HEARS, audio("none.wav"), "the "),
     (HEARS, audio("slow.wav"), "the sound has 960000000 samples, more than"),
     (HEARS, audio("cut.wav"), "the audio cannot be decoded ("),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ import fp8calib
 from fp8calib.errors import UsageError
 from fp8calib.jobs.verification import memory
 from fp8calib.stats.modalities import keep_text
+from fp8calib.verification import verify as verification
 from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.judge import decide
 from tests.kit.multimodal import build_multimodal, encode, messages, parametrize, save_multimodal
@@ -106,17 +108,50 @@ def test_scales_of_the_text_are_those_of_its_tokens(tmp_path: Path) -> None:
     scales = stats.kv_scales()
     assert any(float(scale) < float(scales[name]) for name, scale in alone.kv_scales().items())
     held_out = [{"messages": row} for seed in range(9, 15) for row in messages("llava", seed=seed)]
-    with patch.object(decide, "_CHANCE", math.inf):  # the model is random
+    with (
+        patch.object(decide, "_CHANCE", math.inf),  # the model is random
+        patch.object(verification, "compare_paired", wraps=verification.compare_paired) as compare,
+    ):
         both = fp8calib.verify(tmp_path, [stats, alone], held_out, **options)
     one, other = (each for each in both.candidates if each.name != "scale-1.0")
     pair = next(
         each for each in both.comparisons if (each.candidate, each.base) == (other.name, one.name)
     )
     found = next(each for each in both.media if each.candidate == one.name)
-    assert found.kld_mean == other.kld_mean
-    assert found.difference.difference == pair.difference
-    assert found.difference.se == pair.se
+    after = {each.candidate: each for each in both.contexts if each.after_media}
+    assert (found.kld_mean, found.kld_se) == (after[other.name].kld_mean, after[other.name].kld_se)
+    difference = after[other.name].kld_mean - after[one.name].kld_mean
+    assert found.difference.difference == pytest.approx(difference, rel=1e-9)
     assert found.difference.answer == pair.answer
+    call = next(call for call in compare.mock_calls if call.args[0].startswith("scales"))
+    assert found.difference.se == pytest.approx(cluster(*call.args), rel=1e-6)
+
+
+def cluster(candidate: str, base: str, klds: dict[str, torch.Tensor], lengths: list[int]) -> float:
+    """Give the standard error of a mean difference per token, of sequences drawn at random."""
+    differences = (klds[candidate].double() - klds[base].double()).numpy()
+    ends = np.cumsum([length - 1 for length in lengths])
+    assert ends[-1] == len(differences)
+    parts = np.split(differences, ends[:-1])
+    off = [part.sum() - differences.mean() * len(part) for part in parts]
+    n = len(parts)
+    return float(np.sqrt(n / (n - 1) * np.square(off).sum()) / len(differences))
+
+
+def test_other_text_does_not_hide_what_media_need(tmp_path: Path) -> None:
+    """Rows of text beside them, 70 times as many tokens, change nothing of the comparison."""
+    save_multimodal("llava", tmp_path)
+    grow_projector(tmp_path)
+    options = {"pack": False, "dtype": "float32", "samples": 1000}
+    stats = fp8calib.calibrate(tmp_path, rows("llava"), **options).stats
+    seen = [{"messages": row} for seed in range(9, 15) for row in messages("llava", seed=seed)[1:]]
+    text = [{"input_ids": [(i * j) % 200 + 4 for j in range(1, 400)]} for i in range(1, 40)]
+    with patch.object(decide, "_CHANCE", math.inf):  # the model is random
+        alone, beside = (
+            fp8calib.verify(tmp_path, stats, each, **options) for each in (seen, seen + text)
+        )
+    assert alone.media == beside.media
+    assert alone.media[0].difference.answer == "worse"
 
 
 def grow_projector(folder: Path) -> None:
@@ -148,7 +183,8 @@ def test_text_without_media_does_not_tell_whether_scales_need_them(tmp_path: Pat
     options = {"pack": False, "dtype": "float32"}
     stats = fp8calib.calibrate(tmp_path, rows("llava"), **options).stats
     text = [{"messages": messages("llava", seed=9)[0]}] * 4
-    assert fp8calib.verify(tmp_path, stats, text, **options).media == ()
+    with patch.object(decide, "_CHANCE", math.inf):  # the model is random
+        assert fp8calib.verify(tmp_path, stats, text, **options).media == ()
 
 
 def test_decoding_takes_text_alone(tmp_path: Path) -> None:
