@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import cast
 
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.calibration import CalibrationJob, choose_mode, fields_of, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.measure import (
@@ -27,6 +29,7 @@ from fp8calib.jobs.planning.recipe import (
     spell_write,
 )
 from fp8calib.jobs.planning.report import PlanReport, make_report, name_budget
+from fp8calib.jobs.planning.rounded import ROUNDED_NAME
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, read_stats
@@ -43,7 +46,7 @@ from fp8calib.verification.planning.search import Budget
 from fp8calib.verification.report import RunProvenance
 
 PAGE_NAME = "plan.html"
-_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
+_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME, ROUNDED_NAME})
 
 
 def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
@@ -76,6 +79,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
                     break
             stats = _calibrate(opened, folder, measurements, reporter)
             result = _plan(opened, stats, folder, measurements, reporter)
+            shutil.rmtree(folder / ROUNDED_NAME, ignore_errors=True)
             (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
             write_plan_page(result, folder / PAGE_NAME)
     for text in result.warnings:
@@ -189,6 +193,7 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "device": model.device,
             "steps": [
                 f"calibrate on {calibrated:,} tokens",
+                *(["round each scheme by GPTQ"] if request.rounding == GPTQ else []),
                 f"gradients and about {request.passes} passes over {opened.search.num_tokens:,}, "
                 "layer by layer",
                 f"judge plans on {opened.held_out.num_tokens:,} others",

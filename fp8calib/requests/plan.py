@@ -109,7 +109,7 @@ class PlanRequest:
         Option(
             "--rounding",
             choices=(NEAREST, GPTQ),
-            help=f"How quantize will round the weights. Losses are those of {NEAREST}.",
+            help=f"How quantize will round the weights; {GPTQ} rounds each scheme once beforehand.",
         ),
     ] = NEAREST
     passes: Annotated[

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fp8calib.jobs.planning import measure, rounded
 from fp8calib.jobs.planning.groups import GroupMaker
 from fp8calib.jobs.planning.measure import require_loaded
 from fp8calib.jobs.planning.opened import open_plan
 from fp8calib.jobs.planning.recipe import make_planned_scheme
+from fp8calib.jobs.quantization.gptq import run_gptq
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.calibration_stats import load_stats
@@ -340,12 +343,46 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     assert report["write"].replace("'", "&#39;") in page
 
 
+def test_losses_of_gptq_are_those_of_the_file_that_it_rounds(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, text = planted
+    options = ("--max-bytes", 0.5, "--kv-tokens", 0, "--points", 0)
+    nearest = plan(planted, tmp_path / "nearest", *options).json
+    outcome = plan(planted, tmp_path / "plan", *options, "--rounding", "gptq")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    data = write_rows(text.with_name("calibrated.jsonl"), rows[:-12])
+    out, made = tmp_path / "fp8", tmp_path / "plan"
+    command = ("quantize", model, "--scheme", made / "recipe.yaml", "--out", out)
+    succeed(*command, "--stats", made / "stats.safetensors", "--data", data, *QUICK)
+    verified = verify(planted, "--scales", out)[0]
+    assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
+    assert found["kld_mean"] < 0.95 * nearest["kld_mean"]
+
+
+def test_a_plan_that_goes_on_rounds_no_scheme_again(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    schemes = ("--scheme", "w8a16", "--scheme", "fp8-block", "--rounding", "gptq")
+    options = ("--max-bytes", 0.7, "--kv-tokens", 0, "--points", 0, *schemes)
+    whole = plan(planted, tmp_path / "whole", *options).json
+    with patch.object(measure, "_open_job", side_effect=KeyboardInterrupt):
+        assert plan(planted, tmp_path / "plan", *options).code == 130
+    rounds = Mock(side_effect=run_gptq)
+    with patch.object(rounded, "run_gptq", rounds):
+        outcome = plan(planted, tmp_path / "plan", *options, "--resume")
+    assert outcome.json["kld_mean"] == whole["kld_mean"]
+    assert outcome.err.count("is finished already") == rounds.call_count == 2
+
+
 def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
     found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
-    assert "the losses are those of rounding to nearest" in found["warnings"][-1]
+    assert not (tmp_path / "plan" / "rounded").exists()
     recipe = tmp_path / "plan" / "recipe.yaml"
     command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
     text = ("--data", planted[1], "--seq-len", 32, "--samples", 16, "--dtype", "float32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -29,7 +30,9 @@ from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
 from fp8calib.verification.candidates import (
     build_cache,
+    build_checkpoint,
     build_scheme,
+    open_candidate,
 )
 from fp8calib.verification.emulation.cache_types import count_layer_bytes
 from fp8calib.verification.emulation.emulate import Emulation
@@ -71,10 +74,16 @@ class GroupMaker:
         self._plans: dict[str, QuantizePlan] = {}
         self._refused: dict[str, dict[str, str]] = {}
         """By scheme and group: why it is no choice."""
+        self.rounded: Mapping[str, Path] = {}
+        """Checkpoints whose weights groups have in a scheme; without one, those to nearest."""
         for name in _list_asked(opened):
             self._judge(name)
         self.refused_cache = self._explain_refused_cache()
         """Why the KV cache stays in 16 bits; empty where it need not."""
+
+    def list_ignored(self) -> dict[str, list[str]]:
+        """List the linears that stay in 16 bits in each scheme that can be chosen."""
+        return {name: self._list_ignored(name) for name in self._plans}
 
     def describe_refused(self) -> Iterator[str]:
         """Describe the schemes that are no choice for some groups, with a reason."""
@@ -162,12 +171,16 @@ class GroupMaker:
         return [path for each in self._members if each.name in refused for path in each.linears]
 
     def _emulate(self, name: str, model: LoadedModel) -> Emulation:
+        target, numerics = self._opened.target, self._opened.numerics
+        if (path := self.rounded.get(name)) is not None:
+            rounded = open_candidate(str(path), target, numerics)
+            return build_checkpoint(rounded, model, target, numerics).emulation
         found = build_scheme(
             name,
             find_scheme(name),
-            self._opened.target,
+            target,
             model,
-            self._opened.numerics,
+            numerics,
             fmt=E4M3FN,
             stats=self._stats,
             ignore=self._list_ignored(name),

@@ -10,7 +10,6 @@ from typing import Literal
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.data.plan import list_other_warnings
 from fp8calib.engines.registry import find_replayed
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.text import warn_of_few
 from fp8calib.requests.plan import PlanRequest
@@ -25,9 +24,6 @@ from fp8calib.verification.planning.search import Cost, Found
 from fp8calib.verification.report import RunProvenance, format_mean_kld
 
 _CHOSEN = "plan"
-_OF_NEAREST = (
-    "the losses are those of rounding to nearest: what GPTQ makes of the plan is measured by verify"
-)
 _SURE = 2.0
 """Standard errors beyond which two costs differ."""
 Met = Literal["yes", "no", "cannot-tell"]
@@ -68,7 +64,6 @@ def make_report(made: PlanReport) -> PlanResult:
     warnings = (
         *(warning for each in text for warning in list_other_warnings(each)),
         *warn_of_few(made.opened.held_out.num_tokens),
-        *((_OF_NEAREST,) if request.rounding == GPTQ else ()),
     )
     return PlanResult(
         model=str(request.model),

@@ -35,6 +35,11 @@ class Measurements:
         self._tensors: dict[str, torch.Tensor] = {}
 
     @property
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self._path.parent
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
         return not self._tensors

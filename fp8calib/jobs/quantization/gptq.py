@@ -13,6 +13,7 @@ import torch
 from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.plan import DataPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.jobs.calibration import plan_recipe_text
@@ -82,8 +83,8 @@ class GptqJob:
 
 
 @contextmanager
-def open_gptq(task: QuantizeTask) -> Iterator[GptqJob]:
-    """Open the model and the text, and plan the checkpoint.
+def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[GptqJob]:
+    """Open the model and the text, if none is given, and plan the checkpoint.
 
     Raises:
         UsageError: an option is invalid, or there is no class that runs the model.
@@ -102,10 +103,12 @@ def open_gptq(task: QuantizeTask) -> Iterator[GptqJob]:
         selection = select_linears(checkpoint, task.asked)
         recipe, rows = resolve_text(_make_recipe(task), request.data)
         job = _make_job(task, checkpoint, recipe, placement)
-        job = replace(job, plan=plan_recipe_text(job, recipe, rows, tokenizer=request.tokenizer))
+        if text is None:
+            text = plan_recipe_text(job, recipe, rows, tokenizer=request.tokenizer)
+        job = replace(job, plan=text)
         check_rounding_data(job.plan)
-        for text in job.plan.warnings if job.plan else ():
-            task.reporter.warn(text)
+        for warning in job.plan.warnings if job.plan else ():
+            task.reporter.warn(warning)
         if task.stats is not None:
             check_stats_model(task.stats, checkpoint)
         else:
