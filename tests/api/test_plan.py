@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -286,15 +287,25 @@ def test_a_cache_type_that_does_not_fit_is_refused(
     assert "it stores the latents of" in fail(4, "plan", model, "--data", text, *QUICK, *options)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen3_next", "gemma3n_text"])
-def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "rounding"),
+    [
+        *product(["mixtral", "deepseek_v3", "qwen3_next", "gemma3n_text"], ["nearest"]),
+        *product(["mixtral", "gemma3n_text"], ["gptq"]),
+    ],
+)
+def test_experts_latents_and_linear_attention_are_planned(
+    family: str, rounding: str, tmp_path: Path
+) -> None:
     """What is written loses what was measured, and passes `check`."""
     zoo.save(family, tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(12)]
     text = write_rows(tmp_path / "text.jsonl", rows)
     place = (tmp_path / "model", text)
-    found = plan(place, tmp_path / "plan", "--max-bytes", 0.7, "--points", 0, "--kv-tokens", 0).json
+    options = ("--points", 0, "--kv-tokens", 0, "--rounding", rounding)
+    options += ("--scheme", "fp8-dynamic", "--scheme", "w8a16") if rounding == "gptq" else ()
+    found = plan(place, tmp_path / "plan", "--max-bytes", 0.7, *options).json
     hows = {
         (group["name"].endswith(".experts"), choice["how"])
         for group in found["groups"]
@@ -304,11 +315,13 @@ def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path:
     assert (True, "estimated") not in hows
     recipe, stats = (tmp_path / "plan" / name for name in ("recipe.yaml", "stats.safetensors"))
     out = tmp_path / "fp8"
-    succeed("quantize", place[0], "--scheme", recipe, "--stats", stats, "--out", out)
+    data = write_rows(tmp_path / "calibrated.jsonl", rows[:-2])
+    given = ("--data", data, *QUICK) if rounding == "gptq" else ()
+    succeed("quantize", place[0], "--scheme", recipe, "--stats", stats, *given, "--out", out)
     succeed("check", out, "--engine", "vllm")
     held_out = write_rows(tmp_path / "held-out.jsonl", rows[-2:])
-    options = ("--scales", out, "--data", held_out, *QUICK, "--json")
-    verified = succeed("verify", place[0], *options).json["candidates"][0]
+    judged = ("--scales", out, "--data", held_out, *QUICK, "--json")
+    verified = succeed("verify", place[0], *judged).json["candidates"][0]
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
 
 

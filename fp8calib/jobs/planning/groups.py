@@ -174,7 +174,10 @@ class GroupMaker:
         target, numerics = self._opened.target, self._opened.numerics
         if (path := self.rounded.get(name)) is not None:
             rounded = open_candidate(str(path), target, numerics)
-            return build_checkpoint(rounded, model, target, numerics).emulation
+            whole = build_checkpoint(rounded, model, target, numerics).emulation
+            # What no hook sees is no group: it stays as it is.
+            kept = tuple(w for w in whole.weights if any(p.sites for p in w.parameters))
+            return replace(whole, weights=kept)
         found = build_scheme(
             name,
             find_scheme(name),
