@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT
+from tests.kit.minutes import takes_minutes
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 HOOKS = {each["id"]: each for each in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
@@ -186,6 +187,7 @@ def _hook(name: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@takes_minutes
 def test_the_hooks_accept_what_is_valid_and_name_what_is_not(place: Path, tmp_path: Path) -> None:
     recipes = sorted((ROOT / "recipes").glob("*.yaml"))[:2]
     assert _hook("fp8calib-recipes", *recipes).returncode == 0

@@ -197,7 +197,8 @@ def test_figures_of_a_gpu_are_those_of_the_cpu(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="accelerate spreads no model that fits one real GPU")
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("gemma3n_text", marks=takes_minutes)])
+@takes_minutes
+@pytest.mark.parametrize("family", ["mixtral", "gemma3n_text"])
 def test_a_model_spread_over_gpus_gives_the_same(family: str, rows: Path, tmp_path: Path) -> None:
     model = zoo.save(family, tmp_path / "model", num_hidden_layers=4)
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -15,6 +15,7 @@ import pytest
 from tests.cli.program import fail, succeed
 from tests.docs.pages import ROOT
 from tests.kit.hub import FakeHub, serve_hub
+from tests.kit.minutes import takes_minutes
 
 
 @pytest.fixture
@@ -112,6 +113,7 @@ def test_an_upload_without_a_token_or_with_a_wrong_one_says_so(
     assert "model.safetensors" in hub.repos["me/tiny"]
 
 
+@takes_minutes
 def test_a_download_continues_where_it_was_interrupted(
     hub: FakeHub, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ app(arguments, standalone_mode=False)
 """Installs the extension by hf's own code, with GitHub replaced by this repository."""
 
 
+@takes_minutes
 def test_hf_fp8calib_checks_a_model_of_the_hub(
     hub: FakeHub, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def whole(model: Path, data: Path, tmp_path: Path) -> bytes:
     return (out / "stats.safetensors").read_bytes()
 
 
+@takes_minutes
 def test_slurm_runs_an_array_of_shards_and_joins_them(
     place: Path, whole: bytes, model: Path, data: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_slurm_runs_an_array_of_shards_and_joins_them(
     assert (place / "out" / "stats.safetensors").read_bytes() == whole
 
 
+@takes_minutes
 def test_slurm_saves_and_requeues_a_task_whose_time_ends(
     place: Path, whole: bytes, model: Path, data: Path
 ) -> None:
