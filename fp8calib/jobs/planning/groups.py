@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
@@ -17,12 +16,14 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.planning.opened import OpenedPlan
-from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
+from fp8calib.jobs.planning.recipe import PlannedScheme
+from fp8calib.jobs.quantization.planned import open_planned
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, replay_plan
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings, QuantizePlan
+from fp8calib.recipe import Quantize
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
@@ -140,15 +141,9 @@ class GroupMaker:
         ignored = [*self._list_ignored(name), *(path for each in left for path in each.linears)]
         if len(set(ignored)) == sum(len(each.linears) for each in self._members):
             return ""
-        asked = resolve_plan(
-            name,
-            COMPRESSED_TENSORS.name,
-            layer_schemes={},
-            ignore=tuple(dict.fromkeys(ignored)),
-            power_of_two_scales=None,
-            shared_scales=True,
-            is_calibrated=True,
-        )
+        asked = PlannedScheme(
+            quantize=Quantize(scheme=name, ignore=tuple(dict.fromkeys(ignored)))
+        ).settings()
         try:
             plan, reports, unchecked = replay_settings(opened, asked, drop_kv(self._stats))
         except ExportError as error:

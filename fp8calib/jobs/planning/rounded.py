@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.planning.opened import OpenedPlan
+from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.quantization.gptq import open_gptq, run_gptq
-from fp8calib.jobs.quantization.planned import QuantizeTask, resolve_plan
+from fp8calib.jobs.quantization.planned import QuantizeTask
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.recipe import Quantize
 from fp8calib.requests.quantize import QuantizeRequest
 
 ROUNDED_NAME = "rounded"
@@ -63,16 +64,9 @@ def round_schemes(
         task = QuantizeTask(
             request=request,
             model=str(asked.model),
-            asked=resolve_plan(
-                name,
-                COMPRESSED_TENSORS.name,
-                layer_schemes={},
-                ignore=left,
-                power_of_two_scales=None,
-                shared_scales=True,
-                is_calibrated=True,
-                rounding=GPTQ,
-            ),
+            asked=PlannedScheme(
+                quantize=Quantize(scheme=name, ignore=tuple(left), rounding=GPTQ)
+            ).settings(),
             stats=drop_kv(stats),
             inputs=(),
             reporter=reporter,
