@@ -360,7 +360,8 @@ def test_losses_of_gptq_are_those_of_the_file_that_it_rounds(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model, text = planted
-    options = ("--max-bytes", 0.5, "--kv-tokens", 0, "--points", 0)
+    schemes = ("--scheme", "fp8-dynamic", "--scheme", "fp8-static", "--scheme", "fp8-block")
+    options = ("--max-bytes", 0.5, "--kv-tokens", 0, "--points", 0, *schemes)
     nearest = plan(planted, tmp_path / "nearest", *options).json
     outcome = plan(planted, tmp_path / "plan", *options, "--rounding", "gptq")
     assert outcome.code == 0, outcome.err
