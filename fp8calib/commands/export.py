@@ -115,8 +115,9 @@ def _export(
                 cache_type=task.cache_type,
             )
             served = _find_serving(task, target, folder)
-            more = [write_vision(stats, folder, fmt)] if task.with_vision else []
-            files = sorted([*written.files, *(weights.write(folder) if weights else ()), *more])
+            vision = [write_vision(stats, folder, fmt)] if task.with_vision else []
+            more = (*(weights.write(folder) if weights else ()), *([VISION_NAME] if vision else ()))
+            files = sorted([*written.files, *more])
         return ExportResult(
             out=task.out,
             files=tuple(files),
@@ -126,6 +127,7 @@ def _export(
                 *(weights.notes if weights else ()),
                 *target.describe(),
                 *map(str, written.notes),
+                *vision,
             ),
             compared=attachment.compared,
             **served,

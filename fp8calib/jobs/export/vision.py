@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8calib.dialects.vision import VisionScales, compute_vision_scales, write_vision_scales
 from fp8calib.engines.facts.release import VLLM_RELEASES
-from fp8calib.engines.vllm.vision import name_vision_layers
+from fp8calib.engines.vllm.vision import list_vision_gpus, name_vision_layers
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.sites import Role, Site
@@ -16,7 +16,7 @@ VISION_NAME = "vision-scales.json"
 
 
 def write_vision(stats: CalibrationStats, folder: Path, fmt: Fp8Format) -> str:
-    """Write `VISION_NAME` for the newest release of vLLM; gives the name of the file.
+    """Write `VISION_NAME` for the newest release of vLLM; gives where that release uses it.
 
     Raises:
         ExportError: the statistics have no attention of a tower, or vLLM does not run it in FP8.
@@ -30,7 +30,8 @@ def write_vision(stats: CalibrationStats, folder: Path, fmt: Fp8Format) -> str:
             "--vision-scales: the statistics have no attention of a vision tower",
             hint="calibrate with --towers, on rows with images",
         )
-    names = name_vision_layers(modules, stats.geometry.architecture, VLLM_RELEASES[-1])
+    release = VLLM_RELEASES[-1]
+    names = name_vision_layers(modules, stats.geometry.architecture, release)
 
     def find(module: str, role: Role) -> float:
         return float(stats.sites[Site(module, role)].amax.max())
@@ -41,4 +42,4 @@ def write_vision(stats: CalibrationStats, folder: Path, fmt: Fp8Format) -> str:
     }
     scales = compute_vision_scales(amaxes, fmt=fmt)
     write_vision_scales(folder / VISION_NAME, VisionScales(layers=scales, origin=stats.origin))
-    return VISION_NAME
+    return f"{VISION_NAME}: {release.title} uses it on " + "; ".join(list_vision_gpus(release))
