@@ -180,6 +180,11 @@ class ModelGeometry(Frozen):
         """Every layer that reads a KV cache, with its attention module."""
         return ((layer, layer.attention) for layer in self.layers if layer.attention is not None)
 
+    def index_modules(self) -> dict[str, int]:
+        """Map the path of every attention module and linear to its layer."""
+        attentions = {attention.module: layer.index for layer, attention in self.attentions()}
+        return attentions | {linear.module: layer.index for layer, linear in self.linears()}
+
     @property
     def kv_elements_per_token(self) -> int:
         """How many numbers a server caches per token over all layers."""

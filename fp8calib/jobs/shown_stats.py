@@ -54,26 +54,14 @@ def show_stats(stats: CalibrationStats) -> StatsShown:
 
 
 def _list_towers(stats: CalibrationStats) -> Iterator[TowerRow]:
-    layers = _find_layers(stats)
+    layers = stats.geometry.index_modules()
     for site, found in stats.sites.items():
         if site.module not in layers and (amax := _find_amax(found)) is not None:
             yield TowerRow(site=str(site), amax=amax, scale=_compute_scale(amax), rows=found.count)
 
 
-def _find_layers(stats: CalibrationStats) -> dict[str, int]:
-    """Find the layer of each attention and linear."""
-    return {
-        module: layer.index
-        for layer in stats.geometry.layers
-        for module in (
-            *([layer.attention.module] if layer.attention else []),
-            *(linear.module for linear in layer.linears),
-        )
-    }
-
-
 def _list_modalities(stats: CalibrationStats) -> Iterator[ModalityRow]:
-    layers = _find_layers(stats)
+    layers = stats.geometry.index_modules()
     present = [
         place
         for place in range(len(MODALITIES))

@@ -9,19 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram_estimates import clipped_share
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.report import SCALE_ONE, DiagnosisResult, LayerResult
-
-
-def index_layers(geometry: ModelGeometry) -> dict[str, int]:
-    """Map the path of every attention module and linear to its layer."""
-    attentions = {a.module: layer.index for layer, a in geometry.attentions()}
-    return attentions | {linear.module: layer.index for layer, linear in geometry.linears()}
 
 
 def list_layers(

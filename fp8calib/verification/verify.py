@@ -35,7 +35,6 @@ from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
     diagnose,
-    index_layers,
     list_layers,
     measure_fits,
 )
@@ -363,7 +362,7 @@ def _require_quantized(candidates: Sequence[Candidate], compared: ComparisonResu
 def _measure_fits(
     request: VerificationRequest, measurements: MeasurementHooks, geometry: ModelGeometry
 ) -> Fits:
-    layer_of = index_layers(geometry)
+    layer_of = geometry.index_modules()
     fits = {
         candidate.name: measure_fits(measurements.found, candidate.name, layer_of)
         for candidate in request.candidates
@@ -415,7 +414,7 @@ def _build_report(
 ) -> VerifyReport:
     compared = computed.compared
     lengths = plan.lengths
-    layer_of = index_layers(reference.geometry)
+    layer_of = reference.geometry.index_modules()
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
     ppl = compute_ppl(compared.reference)
     vocab_size = int(reference.model.config.get_text_config(decoder=True).vocab_size)

@@ -17,7 +17,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.verification.damage_rows import index_layers, list_layers, measure_fits
+from fp8calib.verification.damage_rows import list_layers, measure_fits
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
@@ -71,7 +71,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     quantizers = emulate_kv(make_table(llama, scales), PLAIN)
     hooks = EmulationHooks(quantizers)
     emulate(llama, Emulation(quantizers=quantizers), *BATCHES, hooks=hooks)
-    rows = list_layers("it", hooks.damage, find_ranges(quantizers), index_layers(llama.geometry))
+    rows = list_layers("it", hooks.damage, find_ranges(quantizers), llama.geometry.index_modules())
     looking = MeasurementHooks({"unscaled": quantizers})
     emulate(llama, Emulation(), *BATCHES, hooks=looking)
 
@@ -232,7 +232,7 @@ def test_each_head_is_compared_with_the_scale_that_fits_its_tensor(
         looking = MeasurementHooks({SCALE_ONE: keep}, {(SCALE_ONE, site) for site in keep})
         emulate(subject, Emulation(), *BATCHES, hooks=looking)
         tensors = keep_tensors(subject)
-    fits = measure_fits(looking.found, SCALE_ONE, index_layers(subject.geometry))
+    fits = measure_fits(looking.found, SCALE_ONE, subject.geometry.index_modules())
     assert {fit.site for fit in fits} == set(map(str, tensors))
     for fit in fits:
         parts = tensors[Site.parse(fit.site)]

@@ -14,7 +14,6 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.quantization.planned import open_planned
@@ -197,7 +196,7 @@ class GroupMaker:
         return {name: emulation.only(frozenset(paths)) for name, paths in modules.items() if paths}
 
     def _make_linears(self, parts: Mapping[str, Mapping[str, Emulation]]) -> Iterator[Group]:
-        layer_of = _index_layers(self._opened.target.geometry)
+        layer_of = self._opened.target.geometry.index_modules()
         sizes = {name: _list_sizes(self._plans[name]) for name in parts}
         for each in self._members:
             choices = [Choice(name=IN_16_BITS, size_bytes=_count_plain(each))]
@@ -310,11 +309,6 @@ def _list_asked(opened: OpenedPlan) -> Sequence[str]:
     if asked is None:
         return tuple(SCHEMES)
     return tuple(dict.fromkeys([asked] if isinstance(asked, str) else asked))
-
-
-def _index_layers(geometry: ModelGeometry) -> dict[str, int]:
-    """Map the path of each linear in the model to its layer."""
-    return {linear.module: layer.index for layer, linear in geometry.linears()}
 
 
 def _list_sizes(plan: QuantizePlan) -> dict[str, int]:

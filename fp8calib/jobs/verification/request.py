@@ -39,7 +39,7 @@ from fp8calib.verification.candidates import (
     leave_cache,
     takes_kv_scales,
 )
-from fp8calib.verification.damage_rows import clipped_unscaled, index_layers
+from fp8calib.verification.damage_rows import clipped_unscaled
 from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
@@ -432,7 +432,7 @@ def _list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterato
     found = next((opened for opened in job.opened if opened.stats is not None), None)
     if found is None or found.stats is None:
         return
-    layer_of = index_layers(job.target.geometry)
+    layer_of = job.target.geometry.index_modules()
     candidate = next(each for each in candidates if each.subject == found.name)
     for site, quantizer in candidate.emulation.quantizers.items():
         seen = found.stats.sites.get(site)
