@@ -126,11 +126,12 @@ def test_a_line_is_an_option_everywhere(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_is_a_command(made_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "app", commands.typer.Typer(rich_markup_mode=None))
-    for name in (made_up, "merge"):  # one alone is no sub-command
-        commands._register(name)
+@pytest.mark.usefixtures("made_up")
+def test_a_file_is_a_command() -> None:
     run = CliRunner().invoke
+    assert " count-sheep Count the sheep. " in " ".join(
+        run(commands.app, ["--help"]).output.split()
+    )
     text = " ".join(run(commands.app, ["count-sheep", "--help"]).output.split())
     assert "Count the sheep." in text
     assert "--most N Stop after so many. [default: 7; x>=1]" in text

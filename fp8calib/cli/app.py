@@ -7,14 +7,16 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
 
 from fp8calib import __version__
 from fp8calib.blocks import Block, Line
@@ -30,7 +32,7 @@ from fp8calib.cli.console import (
 )
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
-from fp8calib.requests import find_implementation, find_request, list_commands
+from fp8calib.requests import find_implementation, find_request, list_commands, summarize
 
 if TYPE_CHECKING:
     from fp8calib.results.record import Result
@@ -39,19 +41,15 @@ _JSON = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
 ]
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(
-    name="fp8calib",
-    context_settings=HELP_NAMES,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="FP8 calibration of Hugging Face language models: scales that engines really load.",
-)
 
 
 class _Command(TyperCommand):
     """A command that warns of options given several times, of which the last one counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from fp8calib.requests.shared import spread_formats  # noqa: PLC0415 -- imports engines
+
+        args = spread_formats(args)
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
             is_single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
@@ -83,7 +81,49 @@ _STARTS_AT_ONCE = frozenset({"recipes"})
 """The commands that import no torch."""
 
 
-def _register(name: str) -> None:
+class _Commands(Mapping[str, Any]):
+    """The commands of the program by name, each made when it is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.replace("_", "-") for name in list_commands())
+
+    def __len__(self) -> int:
+        return len(list_commands())
+
+    def __getitem__(self, name: str) -> Any:
+        command = name.replace("-", "_")
+        if name not in list(self):
+            raise KeyError(name)
+        return _make_command(command)
+
+
+class _Group(TyperGroup):
+    """The program, which imports the request of the one command that runs."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment] # none is added
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the first line of every command's help, whose request is not imported."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(each, summarize(each.replace("-", "_"))) for each in self.commands]
+            )
+
+
+app = typer.Typer(
+    name="fp8calib",
+    cls=_Group,
+    context_settings=HELP_NAMES,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="FP8 calibration of Hugging Face language models: scales that engines really load.",
+)
+
+
+@cache
+def _make_command(name: str) -> Any:
     """Make a command of a request, whose docstring is its help."""
     request = find_request(name)
     declared = [each for each in list_options(request) if not each.option.only_in_python]
@@ -107,14 +147,14 @@ def _register(name: str) -> None:
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*map(_make_parameter, declared), json]
     )
-    text = inspect.getdoc(request) or ""
-    app.command(
+    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+    alone.command(
         name.replace("_", "-"),
         cls=_Command,
         context_settings=HELP_NAMES,
-        help=text,
-        short_help=text.partition("\n")[0],  # or else the list of --help cuts the sentences
+        help=inspect.getdoc(request),
     )(command)
+    return get_command(alone)
 
 
 def _run(name: str, request: Any) -> int:
@@ -230,7 +270,3 @@ def _program(
     ] = False,
 ) -> None:
     pass
-
-
-for _name in list_commands():
-    _register(_name)

@@ -25,7 +25,6 @@ from fp8calib.machine.command_line import remember_arguments
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.options.option import list_options
 from fp8calib.requests import find_request, list_commands
-from fp8calib.requests.shared import spread_formats
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
@@ -105,9 +104,7 @@ def main_inner(arguments: Sequence[str]) -> int:
     _refuse_empty(arguments)
     token = names_options.set(True)
     try:
-        outcome = command.main(
-            spread_formats(arguments), prog_name="fp8calib", standalone_mode=False
-        )
+        outcome = command.main(list(arguments), prog_name="fp8calib", standalone_mode=False)
     except (SystemExit, OSError) as failure:
         if _PRINTED_BY_PARSER.isdisjoint(arguments):
             raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import Any
 
 
 def list_commands() -> list[str]:
@@ -23,6 +25,18 @@ def find_request(command: str) -> type:
     )
     assert isinstance(found, type)  # noqa: S101
     return found
+
+
+def summarize(command: str) -> str:
+    """Give the first line of a request's docstring, without importing the request."""
+    place = f"{__name__}.{command}"
+    loader: Any = find_spec(place).loader  # type: ignore[union-attr] # there is one
+    classes = (
+        each for each in ast.parse(loader.get_source(place)).body if isinstance(each, ast.ClassDef)
+    )
+    (found,) = (ast.get_docstring(each) for each in classes if each.name.endswith("Request"))
+    assert found is not None  # noqa: S101
+    return found.partition("\n")[0]
 
 
 def find_implementation(command: str) -> ModuleType | None:

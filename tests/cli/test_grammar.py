@@ -9,14 +9,14 @@ import pytest
 
 from fp8calib import __version__
 from fp8calib.cli import main_inner
-from fp8calib.cli.app import app
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.errors import UsageError
 from fp8calib.options.keys import split_names
+from fp8calib.requests import list_commands
 from fp8calib.requests.shared import read_gib, spread_formats
 from tests.cli.program import fail, run, succeed
 
-COMMANDS = [command.name for command in app.registered_commands]
+COMMANDS = [name.replace("_", "-") for name in list_commands()]
 
 
 def test_the_commands_of_the_contract_are_there() -> None:
