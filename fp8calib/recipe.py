@@ -30,7 +30,7 @@ from pydantic_core import PydanticSerializationError
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.options import keys
+from fp8calib.options import recipe_keys as keys
 from fp8calib.options.option import Declared, Option, list_options
 from fp8calib.scales.rules import Fallback, Rule, parse_rule
 

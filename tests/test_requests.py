@@ -99,7 +99,7 @@ main(["calibrate", "--help"])
 def test_a_line_is_an_option_everywhere(tmp_path: Path) -> None:
     for name in ("fp8calib", "scripts", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    declarations = tmp_path / "fp8calib" / "options" / "keys.py"
+    declarations = tmp_path / "fp8calib" / "options" / "recipe_keys.py"
     declarations.write_text(declarations.read_text() + MADE_UP_FIELD)
     done = subprocess.run(
         [sys.executable, "-c", SHOW_MADE_UP],

@@ -65,7 +65,7 @@ from fp8calib.jobs.rule_choice import check_auto, choose_site_rules, hold_out, p
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.machine.launch import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
-from fp8calib.options.keys import FORMATS, TP
+from fp8calib.options.recipe_keys import FORMATS, TP
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult

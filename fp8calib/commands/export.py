@@ -23,7 +23,7 @@ from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_re
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import read_stats
-from fp8calib.options.keys import TP
+from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
 from fp8calib.results.served import Served

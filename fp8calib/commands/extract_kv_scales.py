@@ -35,7 +35,7 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.options.keys import split_names
+from fp8calib.options.recipe_keys import split_names
 from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.results.extract_kv_scales import ExtractedLayer, ExtractResult
 from fp8calib.results.record import BeforeAfter

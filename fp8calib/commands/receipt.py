@@ -22,7 +22,7 @@ from fp8calib.jobs.receipt.signature import check_signature, find_signature, sig
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import list_specs, split_data
 from fp8calib.model.load import find_folder
-from fp8calib.options.keys import Specs
+from fp8calib.options.recipe_keys import Specs
 from fp8calib.render.badge import draw_badge, write_block
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.receipt import ReceiptRequest

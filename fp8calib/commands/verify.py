@@ -37,7 +37,7 @@ from fp8calib.jobs.verification.server import run_alone
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import ModelSource
-from fp8calib.options.keys import Specs
+from fp8calib.options.recipe_keys import Specs
 from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest

@@ -19,7 +19,8 @@ from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.fp8.schemes import NEAREST
 from fp8calib.geometry.tensor_parallel import check_degree
 from fp8calib.jobs.rows import split_data
-from fp8calib.options.keys import (
+from fp8calib.options.option import Declared, list_options
+from fp8calib.options.recipe_keys import (
     BATCH_SIZE,
     DATA,
     PACK,
@@ -29,7 +30,6 @@ from fp8calib.options.keys import (
     TEXT_COLUMN,
     TP,
 )
-from fp8calib.options.option import Declared, list_options
 from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.requests.shared import TextData

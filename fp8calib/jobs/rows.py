@@ -12,7 +12,7 @@ import torch
 from fp8calib.data.rows import Row, parse_row
 from fp8calib.data.specs import looks_like_spec
 from fp8calib.errors import DataError, UsageError
-from fp8calib.options.keys import Specs
+from fp8calib.options.recipe_keys import Specs
 from fp8calib.requests.shared import TextData
 
 

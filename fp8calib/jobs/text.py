@@ -24,7 +24,7 @@ from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.jobs.rows import list_specs
 from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
-from fp8calib.options.keys import DEFAULT_SEQ_LEN
+from fp8calib.options.recipe_keys import DEFAULT_SEQ_LEN
 from fp8calib.recipe import Data
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import find_emulated, list_emulated_and_replayed
-from fp8calib.options.keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.options.option import Option
+from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import yaml
 
 from fp8calib.errors import UsageError
-from fp8calib.options.keys import TOWERS, RecipeOptions
 from fp8calib.options.option import Option
+from fp8calib.options.recipe_keys import TOWERS, RecipeOptions
 from fp8calib.requests import shared
 
 

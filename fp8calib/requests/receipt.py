@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.checkpoint.locations import find_local_model, require_path
-from fp8calib.options.keys import DATA
 from fp8calib.options.option import Option
+from fp8calib.options.recipe_keys import DATA
 from fp8calib.requests import shared
 from fp8calib.requests.verify import check_scales
 

@@ -13,8 +13,8 @@ from fp8calib.dialects.registry import list_format_names
 from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import list_cache_types
 from fp8calib.errors import UsageError, suggest
-from fp8calib.options.keys import DATA
 from fp8calib.options.option import Option
+from fp8calib.options.recipe_keys import DATA
 
 if TYPE_CHECKING:
     import numpy as np

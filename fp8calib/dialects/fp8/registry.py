@@ -11,8 +11,8 @@ from fp8calib.dialects.fp8.autofp8 import AUTOFP8, FINEGRAINED
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.fbgemm import FBGEMM
+from fp8calib.dialects.fp8.minimax import MXFP8
 from fp8calib.dialects.fp8.modelopt import MODELOPT
-from fp8calib.dialects.fp8.mxfp8 import MXFP8
 from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.fp8.quark import QUARK
 from fp8calib.dialects.refusals import refusal

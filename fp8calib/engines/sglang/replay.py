@@ -27,8 +27,8 @@ from fp8calib.engines.replay.quantization_config import (
     find_modelopt_section,
     find_quantization,
 )
-from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
+from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     CLASS,

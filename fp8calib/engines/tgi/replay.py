@@ -17,8 +17,8 @@ from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
-from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
+from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,

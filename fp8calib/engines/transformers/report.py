@@ -28,8 +28,8 @@ from fp8calib.dialects.fp8.weights import (
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
-from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
+from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,

@@ -20,13 +20,13 @@ from fp8calib.engines.replay.kv_cache_method import (
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
-from fp8calib.engines.replay.query_scales import (
+from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
+from fp8calib.engines.replay.served_dtype import find_served_dtype
+from fp8calib.engines.replay.stored_queries import (
     list_optional_scales,
     list_queries,
     list_zero_points,
 )
-from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     HeldScale,

@@ -14,7 +14,7 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import resolve_plan
-from fp8calib.options.keys import FORMATS
+from fp8calib.options.recipe_keys import FORMATS
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.recipe import Quantize
 from fp8calib.verification.planning.arrays import Plan

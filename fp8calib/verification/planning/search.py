@@ -19,7 +19,7 @@ from fp8calib.verification.compare.summary import Summary, standard_error, summa
 from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
 from fp8calib.verification.planning.choices import Group, alone, count_bytes
-from fp8calib.verification.planning.knapsack import Frontier, find_frontier, list_changes, repair
+from fp8calib.verification.planning.frontier import Frontier, find_frontier, list_changes, repair
 from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
 
 _LAYERS_SHARE = 0.75

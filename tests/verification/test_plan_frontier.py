@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8calib.verification.planning import knapsack
+from fp8calib.verification.planning import frontier
 from fp8calib.verification.planning.arrays import Costs, make_costs
-from fp8calib.verification.planning.knapsack import find_frontier, repair
+from fp8calib.verification.planning.frontier import find_frontier, repair
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def test_thinned_plans_stay_near_the_best(monkeypatch: pytest.MonkeyPatch) -> No
     drawn = draw(5, groups=9)
     drawn.costs[:] = [[1 / size for size in each] for each in drawn.sizes]
     exact = find_frontier(drawn.sizes, drawn.costs)
-    monkeypatch.setattr(knapsack, "MOST_STATES", 32)
+    monkeypatch.setattr(frontier, "MOST_STATES", 32)
     thin = find_frontier(drawn.sizes, drawn.costs)
     assert len(thin.sizes) <= 32 < len(exact.sizes)
     plans = [thin.plan(index) for index in range(len(thin.sizes))]
