@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import fp8calib
+from tests.kit.minutes import takes_minutes
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt")
@@ -102,6 +103,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@takes_minutes
 def test_two_builds_give_the_same_bytes(source: Path, tmp_path: Path) -> None:
     made = []
     for name, seconds in (("one", 1_000_000_000), ("two", 1_700_000_000)):
@@ -217,6 +219,7 @@ class _Image:
         return run("/usr/bin/env", *words, cwd=self.workdir, **self.environment)
 
 
+@takes_minutes
 def test_the_steps_of_the_container_image_work_in_a_plain_folder(
     source: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ from tests import zoo
 from tests.api.test_auto import LENGTH, plant
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
+from tests.kit.minutes import takes_minutes
 
 QUICK = ("--seq-len", 32, "--dtype", "float32", "--batch-size", 12)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -290,8 +291,9 @@ def test_a_cache_type_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("family", "rounding"),
     [
-        *product(["mixtral", "deepseek_v3", "qwen3_next", "gemma3n_text"], ["nearest"]),
-        *product(["mixtral", "gemma3n_text"], ["gptq"]),
+        ("mixtral", "gptq"),
+        *product(["mixtral", "deepseek_v3", "qwen3_next"], ["nearest"]),
+        *(pytest.param("gemma3n_text", each, marks=takes_minutes) for each in ("nearest", "gptq")),
     ],
 )
 def test_experts_latents_and_linear_attention_are_planned(
@@ -356,6 +358,7 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     assert report["write"].replace("'", "&#39;") in page
 
 
+@takes_minutes
 def test_losses_of_gptq_are_those_of_the_file_that_it_rounds(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_what_an_engine_refuses_fails_and_is_annotated(place: Path, tmp_path: Pa
     assert [text for level, text in job.annotations if level == "error"]
 
 
+@takes_minutes
 def test_statistics_are_gated_and_a_strict_gate_fails(
     place: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_statistics_are_gated_and_a_strict_gate_fails(
     assert (job.code, job.annotations[0][0]) == (2, "error")
 
 
+@takes_minutes
 def test_an_error_of_the_program_is_an_annotation(place: Path, tmp_path: Path) -> None:
     job = use(place, tmp_path, path="no-such-folder/x", package="-")
     assert job.code == 4

@@ -93,6 +93,7 @@ def test_a_name_that_the_hub_refuses_is_refused_before(checkpoint: Path, name: s
     assert "no Hub id" in fail(2, *command, "--push", name)
 
 
+@takes_minutes
 def test_an_upload_without_a_token_or_with_a_wrong_one_says_so(
     hub: FakeHub, model: Path, tmp_path: Path
 ) -> None:

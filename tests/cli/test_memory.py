@@ -15,6 +15,7 @@ from tests import zoo
 from tests.cli.conftest import QUICK, save_tokenizer, write_rows
 from tests.cli.program import fail, snapshot, succeed
 from tests.cli.test_process import PROGRAM, start
+from tests.kit.minutes import takes_minutes
 
 GIB = 2**30
 TABLE_BYTES = 2 * 250_000 * 64 * 4
@@ -116,6 +117,7 @@ def test_a_cap_under_two_layers_names_the_smallest_that_works(
     succeed(*command, "--out", tmp_path / "out", "--memory", cap)
 
 
+@takes_minutes
 def test_long_sequences_take_no_memory_for_a_mask(tmp_path: Path) -> None:
     """A mask of 16,384 tokens squared would take 1.3 GB in fp32; the kernel needs none."""
     zoo.save("llama", tmp_path / "long", max_position_embeddings=16384)

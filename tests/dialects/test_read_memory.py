@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.minutes import takes_minutes
+
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import io, json, sys, zipfile
@@ -97,6 +99,7 @@ CASES = {
 """How the file is made, and how many MiB its readers may take: some ten times its size."""
 
 
+@takes_minutes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_bounded_by_the_files_size(tmp_path: Path) -> None:
     """One process for all cases, the smallest first: peaks only grow."""

@@ -34,6 +34,7 @@ from tests.engines.check_handmade import (
     spell,
     statuses,
 )
+from tests.kit.minutes import HAS_MINUTES
 
 PAIR = ("k_scale", "v_scale")
 BY_INDEX = ("vllm", "sglang", "transformers")
@@ -220,7 +221,9 @@ _KEYS = (
     *("layer_quant_config", "activation_scheme", "quant_algo", "quantization", "strategy"),
 )
 _BOUNDED = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250 if HAS_MINUTES else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

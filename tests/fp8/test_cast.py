@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -50,12 +51,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return numbers and signs and torch.equal(a.isnan(), b.isnan())
 
 
+@cache
+def list_magnitudes(numpy_dtype: type) -> list[float]:
+    values = np.arange(256, dtype=np.uint8).view(numpy_dtype).astype(np.float64)
+    return sorted({float(v) for v in values if math.isfinite(v) and v >= 0})
+
+
 def search(x: float, numpy_dtype: type, largest: float) -> float:
     """Find the value toward zero by looking through all 256 of ml_dtypes."""
     if math.isnan(x):
         return math.nan
-    values = np.arange(256, dtype=np.uint8).view(numpy_dtype).astype(np.float64)
-    magnitudes = sorted({float(v) for v in values if math.isfinite(v) and v >= 0})
+    magnitudes = list_magnitudes(numpy_dtype)
     below = magnitudes[bisect_right(magnitudes, min(abs(x), largest)) - 1]
     return math.copysign(below, x)
 

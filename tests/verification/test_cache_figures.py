@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 import fp8calib
 from fp8calib.kv_types.cache_types import CACHE_TYPES
 from tests import zoo
+from tests.kit.minutes import takes_minutes
 from tests.verification.cache_figures import TYPES, score
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
@@ -50,6 +51,7 @@ def compare(model: PreTrainedModel, text: Sequence[torch.Tensor]) -> None:
         assert found[name] == pytest.approx(wanted, rel=0.02), name
 
 
+@takes_minutes
 def test_figures_are_within_two_percent_of_formulas() -> None:
     """`real_engines/test_cache_figures.py` has other families, and the demo model."""
     compare(build(FAMILIES[0]), TEXT)

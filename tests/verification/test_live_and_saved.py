@@ -15,6 +15,7 @@ from fp8calib.errors import ModelError, VerificationError
 from fp8calib.verification.emulation.emulate import EmulationHooks
 from tests import zoo
 from tests.architectures.test_vision_language import MODELS
+from tests.kit.minutes import takes_minutes
 from tests.kit.pictures import assert_unchanged, take
 
 ROWS = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(6)]
@@ -27,7 +28,14 @@ def _without_notes() -> Any:
         yield
 
 
-@pytest.mark.parametrize("family", ["llava", "llama4", "qwen3_5", "internvl"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llava",
+        "llama4",
+        *(pytest.param(each, marks=takes_minutes) for each in ("qwen3_5", "internvl")),
+    ],
+)
 def test_a_multimodal_model_in_memory_and_its_folder_are_one_model(
     family: str, tmp_path: Path
 ) -> None:
