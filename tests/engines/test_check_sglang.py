@@ -216,6 +216,8 @@ def test_latent_attention_multiplies_what_it_stored_without_a_scale(
     report = ask("sglang", modelopt, geometry)
 
     assert (statuses(report), values(report)) == ([(status, status)], [(value, value)])
+    is_said = "multiply the logits by k_scale" in report.layers[0].k.why
+    assert is_said is (status == "misread")
     assert statuses(ask("sglang", overlay, geometry)) == [("dropped", "dropped")]
 
 

@@ -145,6 +145,8 @@ def test_scales_of_a_checkpoint_are_written_into_every_copy(tmp_path: Path) -> N
     result = fp8calib.load_kv_scales(engine, write_model(tmp_path / "model", factor=3))
 
     assert result.ok
+    (report,) = result.engines.values()
+    assert [layer.layer for layer in report.layers] == [0, 1, 2, 3]
     held = read_numbers(engine)
     assert all(len(numbers) == 1 for layer in held for numbers in layer.values())
     for role, stored in (("k", K), ("v", V), ("q", (1 / 3,) * 4)):
