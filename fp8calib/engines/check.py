@@ -215,8 +215,7 @@ def _make_judge(
         return estimate_reaches(model, geometry, odd_scales)
 
     def judge(report: EngineReport, factor: float) -> EngineReport:
-        verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
-        if not any(each.status is Status.USED for each in verdicts):
+        if not any(each.status is Status.USED for each in report.verdicts):
             return report
         return suspect_odd_scales(report, estimate, factor)
 
@@ -227,8 +226,7 @@ def _correct_fixes(
     engine: Engine, report: EngineReport, geometry: ModelGeometry, tp: int, model: ScaleFolder
 ) -> EngineReport:
     """Replace the advice to write a kv-overlay where the engine uses no overlay of this model."""
-    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
-    is_advised = any("kv-overlay" in verdict.fix for verdict in verdicts)
+    is_advised = any("kv-overlay" in verdict.fix for verdict in report.verdicts)
     if not is_advised or _takes_overlay(engine, geometry, tp, model):
         return report
     fix = _NO_OVERLAY_FIX.format(engine.title, shorten(geometry.model_type))
@@ -237,11 +235,7 @@ def _correct_fixes(
         is_wrong = "kv-overlay" in verdict.fix
         return verdict.model_copy(update={"fix": fix}) if is_wrong else verdict
 
-    layers = (
-        LayerVerdict(layer=layer.layer, k=correct(layer.k), v=correct(layer.v))
-        for layer in report.layers
-    )
-    return report.model_copy(update={"layers": tuple(layers)})
+    return report.change(correct)
 
 
 def _takes_overlay(engine: Engine, geometry: ModelGeometry, tp: int, model: ScaleFolder) -> bool:
@@ -328,11 +322,7 @@ def _withdraw_from(key: str, report: EngineReport, model_type: str) -> EngineRep
         f"model_type {model_type} is unknown to this tool, which therefore cannot say whether "
         f"{key} has a place for the scale"
     )
-    layers = tuple(
-        LayerVerdict(layer=layer.layer, k=_withdraw(layer.k, why), v=_withdraw(layer.v, why))
-        for layer in report.layers
-    )
-    return report.model_copy(update={"layers": layers}).add_problems(
+    return report.change(partial(_withdraw, why=why)).add_problems(
         f"model_type {model_type} is unknown to this tool: its layers are found by tensor names"
     )
 

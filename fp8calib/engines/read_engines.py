@@ -98,8 +98,7 @@ def replay_row(
 
 
 def _put_value(layer: LayerVerdict, value: float | None) -> LayerVerdict:
-    k, v = (one.model_copy(update={"value": value}) for one in (layer.k, layer.v))
-    return layer.model_copy(update={"k": k, "v": v})
+    return layer.change(lambda one: one.model_copy(update={"value": value}))
 
 
 def _judge_plugin(
@@ -122,10 +121,7 @@ def _judge_plugin(
         return layer
     used = (Status.USED, Status.MISREAD)
     dropped = {"status": Status.DROPPED, "value": value, "why": why, "fix": _OVERLAY_FIX}
-    k, v = (
-        one.model_copy(update=dropped) if one.status in used else one for one in (layer.k, layer.v)
-    )
-    return layer.model_copy(update={"k": k, "v": v})
+    return layer.change(lambda one: one.model_copy(update=dropped) if one.status in used else one)
 
 
 def _make_engine(row: CacheRow, engine: Engine) -> Engine:

@@ -103,12 +103,11 @@ def list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, st
         if engine.is_brief or engine.launch is None or engine.replay_folder is None:
             continue
         try:
-            layers = engine.replay_folder(folder, geometry, 1).layers
+            report = engine.replay_folder(folder, geometry, 1)
         except Refusal as refusal:
             faults[engine.release] = refusal.why
             continue
-        verdicts = [verdict for layer in layers for verdict in (layer.k, layer.v)]
-        fault = next((each.why for each in verdicts if each.status is not Status.USED), None)
+        fault = next((each.why for each in report.verdicts if each.status is not Status.USED), None)
         if fault is None:
             return {}
         faults[engine.release] = fault
@@ -251,8 +250,7 @@ def _list_limitations(
     engine: Engine, report: EngineReport, *, has_fp8_weights: bool = False, has_kv: bool = True
 ) -> Iterator[Limitation]:
     """List why a replay is not ok, and its conditions; FP8 weights are of use without KV scales."""
-    verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
-    faults = (each for each in verdicts if each.status is not Status.USED)
+    faults = (each for each in report.verdicts if each.status is not Status.USED)
     fault = next((each for each in faults if has_kv or each.status is Status.REFUSED), None)
     if report.weights is not None:
         yield Limitation(engine=engine.title, why=report.weights.why, is_blocking=True)

@@ -11,6 +11,7 @@ from fp8calib.dialects.read import read_scales
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
+from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.inside.audit import compare_ranks
@@ -107,7 +108,7 @@ def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     report = compare_ranks(ranks, expect_refit(numbers))
     result = CheckResult.of(CheckReport(engines={key: report}, versions={key: ranks[0].version}))
     if not result.ok:
-        whys = (each.why for layer in report.layers for each in (layer.k, layer.v) if not layer.ok)
+        whys = (each.why for each in report.verdicts if each.status is not Status.USED)
         raise VerificationError(next(iter((*whys, *report.suspicious, *report.unknown))))
     return result
 

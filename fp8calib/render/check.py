@@ -91,6 +91,5 @@ def _format_values(values: list[float | None]) -> str:
 def _list_fixes(engine: EngineReport) -> list[str]:
     if engine.loads_without_kv:
         return [engine.weights.fix] if engine.weights is not None and engine.weights.fix else []
-    verdicts = [verdict for layer in engine.layers for verdict in (layer.k, layer.v)]
-    verdicts += [engine.weights] if engine.weights is not None else []
+    verdicts = [*engine.verdicts, *([engine.weights] if engine.weights is not None else [])]
     return list(dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix))

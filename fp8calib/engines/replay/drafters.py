@@ -23,8 +23,7 @@ def note_drafter(
         release: of the engine.
         given_by: the parts of the engine that give the drafter the model's scales.
     """
-    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
-    is_scaled = any(one.status is Status.USED and one.value != 1.0 for one in verdicts)
+    is_scaled = any(one.status is Status.USED and one.value != 1.0 for one in report.verdicts)
     if geometry.model_type not in release.list_values(_READS) or not is_scaled:
         return report
     but = f"; only {', '.join(given_by)} gives it the scales" if given_by else ""

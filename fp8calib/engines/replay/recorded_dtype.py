@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict
 from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import NVFP4_CACHE
 
@@ -80,12 +82,9 @@ def amend_for_dtype(
     else:
         return report
     text = f"the scales are for {dtype[:40]!a}: {why}"
-    layers = tuple(
-        LayerVerdict(layer=layer.layer, k=_amend(layer.k, text, fix), v=_amend(layer.v, text, fix))
-        for layer in report.layers
-    )
     only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
-    return report.model_copy(update={"layers": layers, "only_on": only_on})
+    amended = report.change(partial(_amend, why=text, fix=fix))
+    return amended.model_copy(update={"only_on": only_on})
 
 
 def _amend(verdict: LoadVerdict, why: str, fix: str) -> LoadVerdict:

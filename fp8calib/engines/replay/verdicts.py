@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,6 +39,10 @@ class LayerVerdict(_Frozen):
     def ok(self) -> bool:
         """Whether both scales are used."""
         return self.k.status is Status.USED and self.v.status is Status.USED
+
+    def change(self, change: Callable[[LoadVerdict], LoadVerdict]) -> LayerVerdict:
+        """Return the same layer with other verdicts on k and on v."""
+        return self.model_copy(update={"k": change(self.k), "v": change(self.v)})
 
 
 class HeldScale(_Frozen):
@@ -99,9 +103,18 @@ class EngineReport(_Frozen):
     @property
     def loads_without_kv(self) -> bool:
         """Whether the engine loads a checkpoint that asks for no FP8 KV cache."""
-        verdicts = [verdict for layer in self.layers for verdict in (layer.k, layer.v)]
-        is_unscaled = all(verdict.status is Status.DEFAULTED for verdict in verdicts)
-        return not self.asks_for_kv and bool(verdicts) and is_unscaled
+        is_unscaled = all(verdict.status is Status.DEFAULTED for verdict in self.verdicts)
+        return not self.asks_for_kv and bool(self.layers) and is_unscaled
+
+    @property
+    def verdicts(self) -> list[LoadVerdict]:
+        """The verdicts on k and v of every layer."""
+        return [verdict for layer in self.layers for verdict in (layer.k, layer.v)]
+
+    def change(self, change: Callable[[LoadVerdict], LoadVerdict]) -> EngineReport:
+        """Return the same report with other verdicts on k and v."""
+        layers = tuple(layer.change(change) for layer in self.layers)
+        return self.model_copy(update={"layers": layers})
 
     def add_problems(self, *problems: str) -> EngineReport:
         """Return the same report with more problems."""

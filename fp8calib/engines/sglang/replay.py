@@ -29,7 +29,7 @@ from fp8calib.engines.replay.quantization_config import (
 )
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.stored_queries import note_unread
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     CLASS,
     FUSES_FIRST,
@@ -300,7 +300,7 @@ def _judge(
     is_unset = is_not_positive if release.has(_ZERO_UNSET) else is_negative
     rules = PairRules("SGLang", is_unset, why, _FIX.format(path=path))
     verdict = judge_pair(context, index, loaded, rules)
-    return _misread_latents(verdict) if attention.kind == "latent" else verdict
+    return verdict.change(_misread_latents) if attention.kind == "latent" else verdict
 
 
 def _find_place_fix(geometry: ModelGeometry, fault: str, release: Release) -> str:
@@ -311,19 +311,16 @@ def _find_place_fix(geometry: ModelGeometry, fault: str, release: Release) -> st
     return METHODS_FIX if fault.startswith("quant_method") else _SCHEME_FIX
 
 
-def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
-    """Call scales of latents misread, unless they are 1.0.
+def _misread_latents(one: LoadVerdict) -> LoadVerdict:
+    """Call a scale of latents misread, unless it is 1.0.
 
     The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
     `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
     """
-    k, v = (
-        one.model_copy(update={"status": Status.MISREAD, "why": _LATENTS, "fix": _LATENTS_FIX})
-        if one.status is Status.USED and one.value != 1.0
-        else one
-        for one in (layer.k, layer.v)
-    )
-    return LayerVerdict(layer=layer.layer, k=k, v=v)
+    if one.status is not Status.USED or one.value == 1.0:
+        return one
+    misread = {"status": Status.MISREAD, "why": _LATENTS, "fix": _LATENTS_FIX}
+    return one.model_copy(update=misread)
 
 
 _LATENTS = (

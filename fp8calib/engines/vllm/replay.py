@@ -106,7 +106,7 @@ def replay_vllm(
     if method is not KvMethod.NONE:
         _note_loaded(context, method, release, on_gpus=on_gpus)
     if geometry.has_latent_attention:
-        layers = [_misread_latents(layer) for layer in layers]
+        layers = [layer.change(_misread_latents) for layer in layers]
     report = _report(context, layers).model_copy(update={"held": held})
     if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
         report = _misread_stacks(report, context)
@@ -294,13 +294,9 @@ def _has_places(geometry: ModelGeometry, release: Release) -> bool:
     return in_backend or has_class(geometry, release)
 
 
-def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
-    """Call scales misread that vLLM loads for latents but applies to expanded heads."""
-    k, v = (
-        one.model_copy(update=_EXPANDED) if one.status is Status.USED else one
-        for one in (layer.k, layer.v)
-    )
-    return LayerVerdict(layer=layer.layer, k=k, v=v)
+def _misread_latents(one: LoadVerdict) -> LoadVerdict:
+    """Call a scale misread that vLLM loads for latents but applies to expanded heads."""
+    return one.model_copy(update=_EXPANDED) if one.status is Status.USED else one
 
 
 _EXPANDED = {

@@ -135,8 +135,7 @@ def find_load_fault(report: EngineReport) -> str:
     """Say why an engine cannot load the weights; empty where it can."""
     if report.weights is not None:
         return shorten(report.weights.why)
-    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
-    refused = (verdict.why for verdict in verdicts if verdict.status is Status.REFUSED)
+    refused = (each.why for each in report.verdicts if each.status is Status.REFUSED)
     return shorten(next(refused, ""))
 
 
@@ -144,7 +143,6 @@ def find_fault(report: EngineReport) -> str:
     """Say why an engine does not load the weights or use the KV scales for sure; empty if ok."""
     if report.ok:
         return ""
-    verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
-    unused = (verdict.why for verdict in verdicts if verdict.status is not Status.USED)
+    unused = (each.why for each in report.verdicts if each.status is not Status.USED)
     doubts = (*report.unknown, *report.suspicious, *unused)
     return find_load_fault(report) or shorten(next(iter(doubts), ""))
