@@ -18,7 +18,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.comparison import compare_linears, note_other_schemes
+from fp8calib.engines.weights.comparison import compare_linears
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.engines.weights.finding import Finding
 from fp8calib.engines.weights.linears import LinearGroup
@@ -151,8 +151,7 @@ class WeightReplay:
             try:
                 reader = self._make_reader(engine)
                 reader.require_judged(self._folder)
-                yield from compare_linears(reader, opened.groups, opened.values)
-                yield from note_other_schemes(reader, opened.groups, self._schemes)
+                yield from compare_linears(reader, opened.groups, opened.values, self._schemes)
             except Unjudged as doubt:
                 yield Finding(status=Status.UNKNOWN, why=doubt.why)
             except Refusal as refusal:

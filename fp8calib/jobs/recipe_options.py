@@ -138,11 +138,11 @@ def make_scale_options(**given: Any) -> ScaleOptions:
     return _validate(ScaleOptions, values, None)
 
 
-def list_given(request: object, section: str = "") -> list[str]:
+def list_given(request: object) -> list[str]:
     """List the options for keys of a recipe that were given, as messages name them."""
     texts = [] if getattr(request, "data", None) is None else [DATA]
     given = [declared.option for declared, _ in _list_given(request)]
-    return [each.flags for each in (*texts, *given) if each.key.startswith(section)]
+    return [each.flags for each in (*texts, *given)]
 
 
 def _list_given(request: object) -> Iterator[tuple[Declared, Any]]:

@@ -8,16 +8,15 @@ from typing import Literal, Self, TypeVar
 
 import torch
 
-from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
+from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.recipe_options import make_scale_options
 from fp8calib.requests.shared import Stats
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats import calibration_stats
 
 
@@ -79,7 +78,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
             fallback=options.fallback,
             rule=options.rule,
         )
-        return make_scale_tensors(table) if tp == 1 else _per_rank(table)
+        return make_scale_tensors(table, all_ranks=tp != 1)
 
 
 AnyStats = TypeVar("AnyStats", bound=calibration_stats.CalibrationStats)
@@ -89,16 +88,6 @@ def drop_kv(stats: AnyStats) -> AnyStats:
     """Leave out K and V, so that a checkpoint gets no scales of them."""
     kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
     return replace(stats, sites=kept)
-
-
-def _per_rank(table: ScaleTable) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for _, attention in table.geometry.attentions():
-        for role in (Role.K, Role.V, Role.Q):
-            scale = table.scales.get(attention.site(role))
-            if scale is not None:
-                found |= dict.fromkeys(name_scales(attention, role), scale.values)
-    return found
 
 
 def read_stats(stats: Stats) -> tuple[calibration_stats.CalibrationStats, list[Path]]:

@@ -29,7 +29,7 @@ from tests.truth.test_statistics import draw, make_plan
 LAYER = 4 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32)
 EMBEDDING = 4 * 128 * 32
 NORM = 4 * 32
-WORK = Workload(rows=2, columns=20, num_batches=3, num_tokens=100, num_distinct=50)
+WORK = Workload(rows=2, columns=20, num_tokens=100, num_distinct=50)
 PROBE = Probe(read_s=1.0, place_s=0.5, run_s=2.0, batch_bytes=7000, state_bytes=5120)
 
 
@@ -288,7 +288,6 @@ def test_a_workload_is_measured_from_the_batches() -> None:
     assert (work.rows, work.columns) == max(
         (b.input_ids.shape for b in found), key=lambda s: s[0] * s[1]
     )
-    assert work.num_batches == len(found)
     assert work.num_distinct == len({0, *(token for row in rows for token in row.tolist())})
     assert work.num_tokens == sum(b.input_ids.shape[0] * b.input_ids.shape[1] for b in found)
 

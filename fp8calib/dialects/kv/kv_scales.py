@@ -1,4 +1,4 @@
-"""`kv-scales`: one safetensors file with only the scale tensors of an overlay."""
+"""The names and tensors of KV scales in overlays, and `kv-scales`: a file of them alone."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def make_scale_tensors(
     table: ScaleTable,
     *,
     scalar_shape: tuple[int, ...] = (),
+    all_ranks: bool = False,
     name: Callable[[Attention, Role], tuple[str, ...]] = name_scales,
 ) -> dict[str, torch.Tensor]:
     """Make the scale tensors of every layer that reads a KV cache, and of q if the table has it.
 
     A per-tensor scale is the scale of the first rank and has the shape `scalar_shape`; per-head
-    scales are [heads, 1, 1]. `name` gives the names of the tensors of a layer.
+    scales are [heads, 1, 1]; those of all ranks are [ranks]. `name` gives the names of the tensors
+    of a layer.
     """
     shape = (-1, 1, 1) if table.per_head else scalar_shape
     tensors: dict[str, torch.Tensor] = {}
@@ -47,7 +49,8 @@ def make_scale_tensors(
         for role in (Role.K, Role.V, Role.Q):
             scale = table.scales.get(attention.site(role))
             if scale is not None:
-                tensors |= dict.fromkeys(name(attention, role), scale.values[0].reshape(shape))
+                values = scale.values if all_ranks else scale.values[0].reshape(shape)
+                tensors |= dict.fromkeys(name(attention, role), values)
     return tensors
 
 

@@ -43,31 +43,26 @@ _TWINS = {"gate_proj": "up_proj", "w1": "w3"}
 
 
 def compare_linears(
-    reader: LinearReader, groups: Iterable[LinearGroup], values: ScaleValues
-) -> list[Finding]:
-    """List what differs from the form that the config names; findings of one kind are joined."""
-    findings: list[Finding] = []
-    for group in groups:
-        for part in (group,) if reader.joins(group) else split_group(group):
-            findings += _compare_group(reader, part, values)
-    return list(join_alike(findings))
-
-
-def note_other_schemes(
-    reader: LinearReader, groups: Iterable[LinearGroup], schemes: Mapping[str, StoredScheme]
-) -> list[Finding]:
-    """Note linears that an engine gives another scheme than their paths have in the config.
+    reader: LinearReader,
+    groups: Iterable[LinearGroup],
+    values: ScaleValues,
+    schemes: Mapping[str, StoredScheme],
+) -> Iterator[Finding]:
+    """List what differs from the form and the scheme of the config; alike findings are joined.
 
     Args:
         reader: the engine's.
         groups: the linears of the checkpoint.
+        values: of scales.
         schemes: that the config gives to paths of linears, where it gives several.
     """
-    findings: list[Finding] = []
-    for group in groups:
-        for part in (group,) if reader.joins(group) else split_group(group):
-            findings += _compare_scheme(reader, part, schemes)
-    return list(join_alike(findings))
+    parts = [
+        part
+        for group in groups
+        for part in ((group,) if reader.joins(group) else split_group(group))
+    ]
+    yield from join_alike([each for p in parts for each in _compare_group(reader, p, values)])
+    yield from join_alike([each for p in parts for each in _compare_scheme(reader, p, schemes)])
 
 
 def _compare_scheme(

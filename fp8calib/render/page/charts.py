@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
@@ -212,14 +212,19 @@ def scatter_chart(
         place = f"M{_n(x.place(across, left, right))} {_n(y.y(up))}"
         dot = element("path", element("title", hover), d=f"{place}{shape}", class_="marks")
         marks.append(element("g", dot, class_=style.color))
-    below = [(x.place(value, left, right), name) for value, name in x.ticks]
     return _chart(
         label,
         *_draw_grid(y),
-        *(_text(place, HEIGHT - BOTTOM + 15, name, "middle") for place, name in below),
-        _text((left + right) / 2, HEIGHT - 6, x.title, "middle"),
+        *_draw_x(x),
         *marks,
     )
+
+
+def _draw_x(axis: Axis) -> Iterator[Element]:
+    left, right = LEFT, WIDTH - RIGHT
+    for value, name in axis.ticks:
+        yield _text(axis.place(value, left, right), HEIGHT - BOTTOM + 15, name, "middle")
+    yield _text((left + right) / 2, HEIGHT - 6, axis.title, "middle")
 
 
 def histogram(
@@ -248,13 +253,11 @@ def histogram(
         at = y.y(share) if share > y.low else HEIGHT - BOTTOM
         steps.append(f"V{_n(at)}H{_n(x.place(end, left, right))}")
     bars = element("path", d="".join([*steps, f"V{HEIGHT - BOTTOM}z"]), class_="bar c0")
-    below = [(x.place(value, left, right), name) for value, name in x.ticks]
     return _chart(
         label,
         *shades,
         *_draw_grid(y),
-        *(_text(place, HEIGHT - BOTTOM + 15, name, "middle") for place, name in below),
-        _text((left + right) / 2, HEIGHT - 6, x.title, "middle"),
+        *_draw_x(x),
         bars,
     )
 

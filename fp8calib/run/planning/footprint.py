@@ -37,7 +37,6 @@ class Workload:
     rows: int
     """Sequences of the largest micro-batch, of `columns` tokens each, padding included."""
     columns: int
-    num_batches: int
     num_tokens: int
     """Tokens of all micro-batches, padding included."""
     num_distinct: int
@@ -61,7 +60,6 @@ class Workload:
         return cls(
             rows=rows,
             columns=columns,
-            num_batches=len(batches),
             num_tokens=sum(batch.input_ids.numel() for batch in batches),
             num_distinct=len(find_distinct_tokens(batches)),
             is_padded=any(batch.mask is not None for batch in batches),

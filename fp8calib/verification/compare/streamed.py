@@ -77,8 +77,8 @@ class StreamedComparison:
     def __init__(
         self, streamed: StreamedModel, streaming: Streaming, originals: ParameterReader
     ) -> None:
-        self.streamed = self._streamed = streamed
-        self.streaming = self._streaming = streaming
+        self.streamed = streamed
+        self.streaming = streaming
         self._originals = originals
         self._model = streamed.model
         self._decoder = Decoder(streamed.model)
@@ -87,7 +87,7 @@ class StreamedComparison:
     @property
     def num_layers(self) -> int:
         """The layers of the model."""
-        return len(self._streamed.geometry.layers)
+        return len(self.streamed.geometry.layers)
 
     def run(
         self,
@@ -102,7 +102,7 @@ class StreamedComparison:
         todo = list(batches)
         lanes = self._make_lanes(emulations, reference_hooks or EmulationHooks({}))
         scores = ScoreCollector(self._model, emulations, watched)
-        with open_hidden_states(self._streaming) as store:
+        with open_hidden_states(self.streaming) as store:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)
         return scores.finish(
@@ -119,9 +119,9 @@ class StreamedComparison:
                     pass
 
         with ExitStack() as stack:
-            store = stack.enter_context(open_hidden_states(self._streaming))
+            store = stack.enter_context(open_hidden_states(self.streaming))
             steps = stack.enter_context(self._steps([batch], lanes, store))
-            layers = stack.enter_context(self._streamed.layers(until=1))
+            layers = stack.enter_context(self.streamed.layers(until=1))
 
             def run() -> LayerState:
                 states = []  # of every model: the measured memory includes them
@@ -131,7 +131,7 @@ class StreamedComparison:
                 return states[-1]
 
             keep = any(lane.by_layer for lane in lanes)
-            return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
+            return probe_layer(self.streamed, layers, run, change_layer=change, keep=keep)
 
     @contextmanager
     def _steps(
@@ -139,7 +139,7 @@ class StreamedComparison:
     ) -> Iterator[LayerSteps]:
         """Let single layers run; what runs before the decoder runs once for each model."""
         has_media = any(batch.media is not None for batch in batches)
-        with self._streamed.steps(self._decoder, batches, store) as steps:
+        with self.streamed.steps(self._decoder, batches, store) as steps:
             for lane in lanes:
                 lane.find_call = (
                     self._run_towers(lane, batches, store)
@@ -158,10 +158,10 @@ class StreamedComparison:
             return call
 
         lane.scales |= find_weight_scales(self._model, lane.towers)
-        geometry = self._streamed.geometry.model_copy(update={"layers": ()})
+        geometry = self.streamed.geometry.model_copy(update={"layers": ()})
         towers, damage = lane.emulation.towers, lane.hooks.damage
         with (
-            self._streamed.placed_towers(),
+            self.streamed.placed_towers(),
             self._changed(lane, None),
             changed_weights(self._model, lane.towers, self._originals, damage),
             open_emulation_hooks(self._model, geometry, lane.hooks, towers),
@@ -183,13 +183,13 @@ class StreamedComparison:
         around: list[WeightChange] = []
         towers: list[WeightChange] = []
         rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
-        paths = {f"{layer.module}.": layer.index for layer in self._streamed.geometry.layers}
+        paths = {f"{layer.module}.": layer.index for layer in self.streamed.geometry.layers}
         for change in emulation.weights:
             name = change.parameters[0].name
             index = next((i for path, i in paths.items() if name.startswith(path)), None)
             if index is not None:
                 by_layer[index] = (*by_layer.get(index, ()), change)
-            elif (embedding := self._streamed.embeddings.get(name)) is not None:
+            elif (embedding := self.streamed.embeddings.get(name)) is not None:
                 rows.append((embedding, _read_rows(embedding, change)))
             elif not self._model.get_parameter(name).is_meta:
                 around.append(change)
@@ -213,7 +213,7 @@ class StreamedComparison:
         modules = {*(site.module for site in emulation.quantizers), *emulation.reads}
         changed = (
             layer.index
-            for layer in self._streamed.geometry.layers
+            for layer in self.streamed.geometry.layers
             if layer.index in by_layer
             or (layer.attention is not None and layer.attention.module in modules)
             or not modules.isdisjoint(linear.module for linear in layer.linears)
@@ -231,10 +231,10 @@ class StreamedComparison:
     ) -> None:
         with ExitStack() as stack:
             steps = stack.enter_context(self._steps(batches, lanes, store))
-            for layer in stack.enter_context(self._streamed.layers()):
+            for layer in stack.enter_context(self.streamed.layers()):
                 index = layer.layer.index
                 keep = any(index in lane.by_layer for lane in lanes)
-                with self._streamed.placed(layer, keep=keep):
+                with self.streamed.placed(layer, keep=keep):
                     for lane in sorted(lanes, key=lambda each: each.first != index):
                         changes = lane.by_layer.get(index, ())
                         lane.scales |= find_weight_scales(self._model, changes)
@@ -301,7 +301,7 @@ class StreamedComparison:
             yield
 
     def _open_hooks(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
-        geometry = self._streamed.geometry
+        geometry = self.streamed.geometry
         one_layer = geometry.model_copy(update={"layers": (geometry.layers[index],)})
         return open_emulation_hooks(self._model, one_layer, lane.hooks)
 
@@ -327,7 +327,7 @@ class StreamedComparison:
         scores: ScoreCollector,
     ) -> None:
         device = self._decoder.device
-        with self._streamed.load_head_on_demand(), open_lm_head(self._model) as head:
+        with self.streamed.load_head_on_demand(), open_lm_head(self._model) as head:
             logits = self._whole_logits(head.logits, scores.vocab_size)
             for place, batch in enumerate(batches):
                 keys = [lane.number * len(batches) + place for lane in lanes]
