@@ -1,4 +1,4 @@
-"""Handle SIGINT and SIGTERM alike: stop cleanly and print the command that resumes."""
+"""Turn SIGINT and SIGTERM into KeyboardInterrupt, which `program.py` answers."""
 
 from __future__ import annotations
 
