@@ -15,6 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import (
     LAYER_COUNTS,
     MAX_LAYERS,
@@ -170,10 +171,11 @@ def _unusable(
 
 
 def _open_leniently(folder: Path) -> Checkpoint:
-    """Open every weight file whose header can be read, and ignore the index."""
+    """Open every weight file of the folder whose header can be read, and ignore the index."""
     files: dict[str, TensorFile] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            refuse_external_link(path)
             files[path.name] = TensorFile(path)
         except ModelError:
             continue

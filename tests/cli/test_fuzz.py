@@ -248,6 +248,16 @@ def test_broken_scales_are_read_or_refused(name: str, bench: Bench, tmp_path: Pa
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("command", [("check",), ("check", "--engine", "vllm"), ("show",)])
+def test_a_link_to_another_folder_is_not_followed(
+    command: tuple[str, ...], bench: Bench, tmp_path: Path
+) -> None:
+    path = shutil.copytree(bench.model, tmp_path / "model")
+    (path / "more.safetensors").symlink_to(bench.outside / "kv_scales.safetensors")
+    with nothing_is_opened_in(bench.outside):
+        run(*command, path)
+
+
 @pytest.mark.parametrize("command", ["show", "export"])
 def test_broken_statistics_are_read_or_refused(command: str, bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "stats.safetensors"
