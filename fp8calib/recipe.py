@@ -95,12 +95,7 @@ class Observe(_Section):
     weights: bool = Field(
         default=True, strict=True, description="weights, per output and per input channel"
     )
-    towers: bool = Field(
-        default=False,
-        strict=True,
-        description="inputs of the linears, and q, k and v, of vision and audio towers too; they "
-        "run on rows with media",
-    )
+    towers: bool = _key(keys.TOWERS, strict=True)
     ignore: tuple[str, ...] = Field(
         default=(),
         description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
