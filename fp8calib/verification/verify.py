@@ -126,8 +126,8 @@ class VerificationRequest:
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
     has_all_types: bool = False
-    gpu: str = ""
     """Whether all types of the KV cache are compared."""
+    gpu: str = ""
     faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
@@ -140,11 +140,6 @@ class VerificationRequest:
     refused: Collection[str] = ()
     """The candidates that the engine cannot load."""
     warnings: tuple[str, ...] = ()
-
-    @property
-    def has_engines(self) -> bool:
-        """Whether engines are compared."""
-        return len({candidate.engines for candidate in self.candidates}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -591,7 +586,7 @@ def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) 
 
 
 def _name_engine(candidate: Candidate, request: VerificationRequest) -> str:
-    return " = ".join(candidate.engines) if request.has_engines else request.numerics.name
+    return " = ".join(candidate.engines) or request.numerics.name
 
 
 def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from fp8calib.cli import console
+from fp8calib.cli import console, signals
 from fp8calib.cli.console import print_table, print_text, say, warn
 from fp8calib.machine import memory
 
@@ -109,3 +110,14 @@ def test_the_bar_shows_as_much_of_the_line_as_fits(
     assert bar._stage.describe(now + 100, len(short) - 1) == short.rpartition(", ")[0]
     assert bar._stage.describe(now + 100, 5) == short[:5]
     assert len(short) <= 80 - console._BAR_WIDTH - console._BAR_MARGIN
+
+
+def test_a_signal_that_python_swallowed_interrupts_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with console.ConsoleReporter() as bar:
+        bar.stage("calibrate", 2, unit="batches")
+        bar.advance(1)
+        monkeypatch.setattr(signals, "_received", [signal.SIGTERM])
+        with pytest.raises(KeyboardInterrupt):
+            bar.advance(1)

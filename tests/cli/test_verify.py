@@ -302,10 +302,15 @@ def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
 ) -> None:
     zoo.save("falcon", tmp_path / "falcon")
     save_tokenizer(tmp_path / "falcon")
-    outcome = succeed("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
-    (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
-    assert "self_attention.q and 3 more: quantized by vllm" in warning
-    assert warning in outcome.err
+    command = ("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
+    for engines, named in (
+        ((), "vllm"),
+        (("--engine", "vllm", "--engine", "vllm==0.30"), "vllm = vllm==0.30"),
+    ):
+        outcome = succeed(*command, *engines)
+        (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
+        assert f"self_attention.q and 3 more: quantized by {named} but not emulated" in warning
+        assert warning in outcome.err
 
 
 @pytest.mark.parametrize("form", ["autofp8", "modelopt", "compressed-tensors"])
