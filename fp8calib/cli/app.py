@@ -153,6 +153,7 @@ def _make_command(name: str) -> Any:
         cls=_Command,
         context_settings=HELP_NAMES,
         help=inspect.getdoc(request),
+        short_help=summarize(name),  # else cut where a shell completes the name
     )(command)
     return get_command(alone)
 

@@ -52,6 +52,8 @@ _STAGES = {
 
 _PRINTED_BY_PARSER = frozenset({"-h", "--help", "--version", "--show-completion"})
 
+_COMPLETION = "_FP8CALIB_COMPLETE"
+"""Set where a shell asks the parser to complete what is typed, which is in other variables."""
 _FIRST_PRINTS_S = 10.0
 """How long the other processes leave it to the first one to print an error."""
 
@@ -98,7 +100,7 @@ def main_inner(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; errors are raised."""
     remember_arguments(arguments)
     command = get_command(app)
-    if not arguments:  # the parser would count this as an error
+    if not arguments and _COMPLETION not in os.environ:  # the parser would call it an error
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
     _refuse_empty(arguments)

@@ -100,6 +100,19 @@ def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> N
     assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("fp8calib ch", "check"), ("fp8calib check --engine-", "--engine-python")],
+)
+def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+    place = {"COMP_WORDS": typed, "COMP_CWORD": typed.count(" ")}
+    process = start(*PROGRAM, _FP8CALIB_COMPLETE="complete_bash", **place)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.split(), err) == (0, [completed], "")
+    zsh = start(*PROGRAM, _FP8CALIB_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=typed)
+    assert f'"{completed}":"' in zsh.communicate(timeout=60)[0]
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_leaves_early_does_not_change_the_exit_code(model: Path, stream: str) -> None:
     """A refused checkpoint must fail `check MODEL | head -1` under `set -o pipefail`."""
