@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import TypeAdapter
 
 from fp8calib.recipe import Recipe
-from fp8calib.requests import find_implementation, list_commands
+from fp8calib.requests import find_implementation, spell_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
 from fp8calib.results.receipt import Receipt
@@ -26,7 +26,7 @@ _EVERY_OUTPUT = {"schema_version": {"const": SCHEMA_VERSION}, "passed": {"type":
 
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
-    results = {name.replace("_", "-"): _find_result(name) for name in list_commands()}
+    results = {typed: _find_result(name) for typed, name in spell_commands().items()}
     kinds = {**results, "run-plan": RunPlan, "error": ErrorResult}
     schemas = {name: _describe(name, kind) for name, kind in kinds.items()}
     receipt = {"$schema": DIALECT, **Receipt.model_json_schema(mode="serialization")}

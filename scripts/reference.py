@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from fp8calib.options.option import Declared, Option, list_options
-from fp8calib.requests import find_request, list_commands
+from fp8calib.requests import find_request, spell_commands
 
 Row = tuple[str, str, str]
 """The spellings, the value and the meaning of an option, as a table shows them."""
@@ -20,7 +20,7 @@ _COLUMNS = ("option", "value", "meaning")
 
 def list_requests() -> dict[str, type]:
     """List the requests by the names of their commands."""
-    return {name.replace("_", "-"): find_request(name) for name in list_commands()}
+    return {typed: find_request(name) for typed, name in spell_commands().items()}
 
 
 def list_rows(request: type) -> list[Row]:

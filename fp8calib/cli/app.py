@@ -32,7 +32,7 @@ from fp8calib.cli.console import (
 )
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
-from fp8calib.requests import find_implementation, find_request, list_commands, summarize
+from fp8calib.requests import find_implementation, find_request, spell_commands, summarize
 
 if TYPE_CHECKING:
     from fp8calib.results.record import Result
@@ -84,17 +84,17 @@ _STARTS_AT_ONCE = frozenset({"recipes"})
 class _Commands(Mapping[str, Any]):
     """The commands of the program by name, each made when it is asked for."""
 
+    def __init__(self, requests: Mapping[str, str]) -> None:
+        self._requests = requests
+
     def __iter__(self) -> Iterator[str]:
-        return (name.replace("_", "-") for name in list_commands())
+        return iter(self._requests)
 
     def __len__(self) -> int:
-        return len(list_commands())
+        return len(self._requests)
 
-    def __getitem__(self, name: str) -> Any:
-        command = name.replace("-", "_")
-        if name not in list(self):
-            raise KeyError(name)
-        return _make_command(command)
+    def __getitem__(self, typed: str) -> Any:
+        return _make_command(self._requests[typed], typed)
 
 
 class _Group(TyperGroup):
@@ -102,14 +102,13 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Commands()  # type: ignore[assignment] # none is added
+        self._requests = spell_commands()
+        self.commands = _Commands(self._requests)  # type: ignore[assignment] # none is added
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the first line of every command's help, whose request is not imported."""
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(each, summarize(each.replace("-", "_"))) for each in self.commands]
-            )
+            formatter.write_dl([(typed, summarize(n)) for typed, n in self._requests.items()])
 
 
 app = typer.Typer(
@@ -123,7 +122,7 @@ app = typer.Typer(
 
 
 @cache
-def _make_command(name: str) -> Any:
+def _make_command(name: str, typed: str) -> Any:
     """Make a command of a request, whose docstring is its help."""
     request = find_request(name)
     declared = [each for each in list_options(request) if not each.option.only_in_python]
@@ -147,13 +146,14 @@ def _make_command(name: str) -> Any:
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*map(_make_parameter, declared), json]
     )
+    text = inspect.getdoc(request) or ""
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     alone.command(
-        name.replace("_", "-"),
+        typed,
         cls=_Command,
         context_settings=HELP_NAMES,
-        help=inspect.getdoc(request),
-        short_help=summarize(name),  # else cut where a shell completes the name
+        help=text,
+        short_help=text.partition("\n")[0],  # else cut where a shell completes the name
     )(command)
     return get_command(alone)
 

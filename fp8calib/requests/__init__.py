@@ -15,6 +15,11 @@ def list_commands() -> list[str]:
     return sorted(each.name for each in iter_modules(__path__) if each.name != "shared")
 
 
+def spell_commands() -> dict[str, str]:
+    """Map the commands as they are typed to the names of `list_commands`."""
+    return {name.replace("_", "-"): name for name in list_commands()}
+
+
 def find_request(command: str) -> type:
     """Import the request of a command: the class of its module whose name ends in Request."""
     module = import_module(f"{__name__}.{command}")

@@ -12,11 +12,11 @@ from fp8calib.cli import main_inner
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.errors import UsageError
 from fp8calib.options.recipe_keys import split_names
-from fp8calib.requests import list_commands
+from fp8calib.requests import spell_commands
 from fp8calib.requests.shared import read_gib, spread_formats
 from tests.cli.program import fail, run, succeed
 
-COMMANDS = [name.replace("_", "-") for name in list_commands()]
+COMMANDS = list(spell_commands())
 
 
 def test_the_commands_of_the_contract_are_there() -> None:

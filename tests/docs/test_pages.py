@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8calib.requests import list_commands
+from fp8calib.requests import spell_commands
 from tests.docs.pages import DOCS, PAGES, ROOT
 
 TOP = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -40,7 +40,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_command_has_a_page_that_the_readme_names() -> None:
-    commands = [name.replace("_", "-") for name in list_commands()]
+    commands = list(spell_commands())
     assert "verify" in commands
     named = dict(re.findall(r"^\| \[`([\w-]+)`\]\((docs/\w[\w-]*\.md)", README, re.MULTILINE))
     assert named.keys() == set(commands)

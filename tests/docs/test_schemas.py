@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fp8calib.recipe import recipe_files
-from fp8calib.requests import list_commands
+from fp8calib.requests import spell_commands
 from fp8calib.results import SCHEMA_VERSION
 from scripts.json_schemas import make_schemas
 from tests import zoo
@@ -81,7 +81,7 @@ def test_the_schemas_are_those_of_the_types(name: str) -> None:
 
 
 def test_every_command_has_a_schema_and_every_schema_a_command() -> None:
-    commands = {name.replace("_", "-") for name in list_commands()}
+    commands = set(spell_commands())
     assert {path.stem for path in FOLDER.glob("*.json")} == commands | NO_COMMANDS
     page = (DOCS / "reference.md").read_text()
     assert [name for name in commands | NO_COMMANDS if f"schemas/{name}.json" not in page] == []

@@ -221,7 +221,7 @@ _KEYS = (
     *("layer_quant_config", "activation_scheme", "quant_algo", "quantization", "strategy"),
 )
 _BOUNDED = settings(
-    max_examples=250 if HAS_MINUTES else 25,
+    max_examples=250 if HAS_MINUTES else 60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

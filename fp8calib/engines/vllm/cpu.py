@@ -53,6 +53,10 @@ _NUMERICS = replace(
         "v1/attention/backends/cpu_attn.py forward",
         "input_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native",
         "token_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native",
+        **{
+            name: f"{SHARED.sources[name]} (no kernel for it here)"
+            for name in ("fused_share_scales", "weights_through_float16")
+        },
     },
 )
 

@@ -15,7 +15,7 @@ from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_CACHE_CONFIG
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
 CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
-REQUANTIZE_SOURCE = (
+_REQUANTIZE_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/utils/w8a8_utils.py requantize_with_max_scale"
 )
 BFLOAT16_TYPES = "served in bfloat16 where the checkpoint is in float16"
@@ -60,8 +60,8 @@ SHARED = Numerics(
         "MLAAttention",
         "smallest_dynamic_scale": f"{QUANT_FP8_SOURCE}.forward_native _FP8_MIN_SCALING_FACTOR",
         "fused_share_scales": f"{CT_FOLDER}/schemes/compressed_tensors_w8a8_fp8.py "
-        f"process_weights_after_loading; {REQUANTIZE_SOURCE}",
-        "weights_through_float16": f"{REQUANTIZE_SOURCE}, per_tensor_dequantize",
+        f"process_weights_after_loading; {_REQUANTIZE_SOURCE}",
+        "weights_through_float16": f"{_REQUANTIZE_SOURCE}, per_tensor_dequantize",
         "modelopt_keeps_equal_scales": "vLLM 0.32.0 model_executor/layers/quantization/modelopt.py "
         "KFp8StaticTensor.process",
     },
