@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch, DataPlan, find_distinct_tokens
+from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site

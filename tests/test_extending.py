@@ -29,7 +29,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.planning.footprint import stats_bytes
+from fp8calib.run.memory_plan.footprint import stats_bytes
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import load_stats, save_stats

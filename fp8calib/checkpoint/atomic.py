@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -13,8 +12,9 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
+from fp8calib.checkpoint.disk import explain_os_error, find_existing
 from fp8calib.checkpoint.folder_lock import FolderLock
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import UsageError
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _TOKEN_DIGITS = 8
@@ -154,7 +154,7 @@ def check_output_file(path: Path, *, force: bool = True) -> None:
             raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
         if path.exists() and not force:
             raise UsageError(f"{path}: exists; --force replaces it", hint="use --force, or move it")
-        _refuse_unwritable(_find_existing(path.resolve().parent), path)
+        _refuse_unwritable(find_existing(path.resolve().parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output file: {error}") from error
 
@@ -183,45 +183,6 @@ def write_file_atomic(path: Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         _remove_empty(made_parents)
-
-
-def require_free_space(path: Path, size_bytes: int) -> None:
-    """Check that the disk of `path` (which need not exist) has room for `size_bytes`.
-
-    Raises:
-        ExportError: there is too little room; the message gives the bytes needed and free.
-    """
-    free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
-    if free_bytes < size_bytes:
-        needed, free = format_size(size_bytes), format_size(free_bytes)
-        message = f"{path}: {needed} are needed and {free} are free on its disk"
-        raise ExportError(message, hint="free some space, or use a folder on another disk")
-
-
-def format_size(size_bytes: int) -> str:
-    """Format a number of bytes for people, in powers of 1000."""
-    size = float(size_bytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def explain_os_error(error: OSError, path: Path, *, needed_bytes: int = 0) -> ExportError:
-    """Turn a failure to write into an `ExportError`; `needed_bytes` is a lower bound."""
-    reason = error.strerror or str(error)
-    where = f" ({error.filename})" if error.filename else ""
-    message = f"{path}: cannot be written: {reason}{where}"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ExportError(message, hint="nothing was written")
-    free = ""
-    with suppress(OSError):
-        free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
-        free = f", {format_size(free_bytes)} are free"
-    if needed_bytes:
-        message += f"; more than {format_size(needed_bytes)} are needed{free}"
-    return ExportError(message, hint="free some space, or use a folder on another disk")
 
 
 def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
@@ -257,7 +218,7 @@ def _refuse_unwritable(folder: Path, path: Path) -> None:
 
 def _choose_staging_parent(target: Path) -> Path:
     """Choose the parent of the temporary folder: `target`'s parent, or `target` if necessary."""
-    parent = _find_existing(target.parent)
+    parent = find_existing(target.parent)
     if target.is_dir() and (
         Path.cwd().is_relative_to(target)
         or _is_mount_point(target)
@@ -277,10 +238,6 @@ def _is_mount_point(path: Path) -> bool:
         return False
     spelled = str(path).replace("\\", "\\134").replace(" ", "\\040")
     return any(line.split(" ")[4] == spelled for line in lines)
-
-
-def _find_existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _make_folders(path: Path, made: list[Path]) -> None:

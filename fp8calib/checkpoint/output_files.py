@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from fp8calib.checkpoint.atomic import explain_os_error
+from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.errors import ExportError, UsageError
 
 

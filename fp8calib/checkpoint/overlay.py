@@ -16,13 +16,9 @@ from typing import BinaryIO
 
 import torch
 
-from fp8calib.checkpoint.atomic import (
-    explain_os_error,
-    format_size,
-    require_free_space,
-    write_file_atomic,
-)
+from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.disk import explain_os_error, format_size, require_free_space
 from fp8calib.checkpoint.header import encode_header, read_header
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME

@@ -30,7 +30,7 @@ from fp8calib.cli.console import (
     sign_of_life,
     warn,
 )
-from fp8calib.machine.launch import ProcessRank, find_process_rank
+from fp8calib.machine.process_rank import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
 from fp8calib.requests import find_implementation, find_request, spell_commands, summarize
 

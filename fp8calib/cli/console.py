@@ -28,8 +28,8 @@ from rich.text import Text
 from fp8calib import blocks
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
-from fp8calib.machine.launch import report_to_torchrun
 from fp8calib.machine.memory import PeakMemory
+from fp8calib.machine.process_rank import report_to_torchrun
 from fp8calib.results import SCHEMA_VERSION
 
 

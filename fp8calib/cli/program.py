@@ -22,7 +22,7 @@ from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_er
 from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
 from fp8calib.machine.command_line import remember_arguments
-from fp8calib.machine.launch import ProcessRank, find_process_rank
+from fp8calib.machine.process_rank import ProcessRank, find_process_rank
 from fp8calib.options.option import list_options
 from fp8calib.requests import find_request, list_commands
 

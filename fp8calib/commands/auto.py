@@ -15,7 +15,7 @@ from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
 from fp8calib.checkpoint.json_files import encode_json, load_json_object
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.commands.auto_writing import write_combination
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import (
     find_emulated,
@@ -36,7 +36,7 @@ from fp8calib.jobs.auto.measure import (
     list_text_scaled,
     require_usable,
 )
-from fp8calib.jobs.auto.planned import PLANNED_PASSES, plan_left
+from fp8calib.jobs.auto.partial import PLANNED_PASSES, plan_left
 from fp8calib.jobs.calibration import (
     CalibrationJob,
     choose_mode,

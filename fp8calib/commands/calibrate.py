@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
+from fp8calib.checkpoint.atomic import OutputFolder, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
 from fp8calib.dialects.dialect import Attachment
@@ -61,9 +62,9 @@ from fp8calib.jobs.resumable.work_folder import (
     remove_outputs,
     work_folder,
 )
-from fp8calib.jobs.rule_choice import check_auto, choose_site_rules, hold_out, plan_search
+from fp8calib.jobs.rule_auto import check_auto, choose_site_rules, hold_out, plan_search
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.options.recipe_keys import FORMATS, TP
 from fp8calib.recipe import Recipe
@@ -71,7 +72,7 @@ from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -14,8 +13,8 @@ from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.calibration import CalibrationJob, choose_mode, fields_of, run_calibration
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.planning.budget import find_limit, make_budget, name_budget
 from fp8calib.jobs.planning.measure import (
-    Sizes,
     count_work,
     open_measured,
     require_loaded,
@@ -28,7 +27,7 @@ from fp8calib.jobs.planning.recipe import (
     spell_serve,
     spell_write,
 )
-from fp8calib.jobs.planning.report import PlanReport, make_report, name_budget
+from fp8calib.jobs.planning.report import PlanReport, make_report
 from fp8calib.jobs.planning.rounded import ROUNDED_NAME
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
@@ -36,13 +35,12 @@ from fp8calib.jobs.stats import CalibrationStats, read_stats
 from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.machine.command_line import spell_command
 from fp8calib.render.page.plan import write_plan_page
-from fp8calib.requests.plan import PlanRequest, read_size
+from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import PlanResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
 from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.planning.choices import list_uniform
-from fp8calib.verification.planning.search import Budget
 from fp8calib.verification.report import RunProvenance
 
 PAGE_NAME = "plan.html"
@@ -120,7 +118,7 @@ def _plan(
         caches = () if measured.maker.refused_cache else (opened.cache_type,)
         uniform = list_uniform(groups, caches=caches)
         search = measured.open_search()
-        found = search.search(_make_budget(request, sizes), uniform.values())
+        found = search.search(make_budget(request, sizes), uniform.values())
         planned = make_planned_scheme(groups, found.plan, request.rounding)
         require_loaded(opened, planned, stats)
         points = found.list_between(request.points)
@@ -139,7 +137,7 @@ def _plan(
             scores=scores,
             lengths=runs.lengths,
             spent=search.spent,
-            limit=_find_limit(request, sizes),
+            limit=find_limit(request, sizes),
             fixed_bytes=sizes.fixed,
             unquantized_bytes=sizes.unquantized,
             write=command,
@@ -158,23 +156,6 @@ def _plan(
         spell_recipe(opened, planned, command, result.budget), encoding="utf-8"
     )
     return result
-
-
-def _find_limit(request: PlanRequest, sizes: Sizes) -> float:
-    """Give the limit of the budget: bytes, a divergence, or a ratio."""
-    if request.max_bytes is not None:
-        size = read_size(request.max_bytes)
-        return size * sizes.unquantized if size <= 1 else size
-    return cast("float", request.max_kld if request.max_ratio is None else request.max_ratio)
-
-
-def _make_budget(request: PlanRequest, sizes: Sizes) -> Budget:
-    limit = _find_limit(request, sizes)
-    if request.max_bytes is not None:
-        return Budget(most_bytes=limit - sizes.fixed)
-    if request.max_kld is not None:
-        return Budget(most_kld=limit)
-    return Budget(most_log_ratio=math.log(limit))
 
 
 def _describe_run(opened: OpenedPlan) -> RunPlan:

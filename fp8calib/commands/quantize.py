@@ -24,7 +24,7 @@ from fp8calib.jobs.recipe_options import apply_quantize_recipe, list_given
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import drop_kv, read_stats
-from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.units import format_gib
 from fp8calib.quantization.quantize import count_pinned_bytes
 from fp8calib.requests.quantize import QuantizeRequest

@@ -9,7 +9,7 @@ from typing import Literal, cast
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.output_files import output_files, probe_output_files
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import open_run_model, place
@@ -18,11 +18,6 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_texts, read_settings
 from fp8calib.jobs.tracking import check_tracker, log_and_say
-from fp8calib.jobs.verification.comparison import (
-    open_verify_job,
-    plan_verified,
-    run_verify_job,
-)
 from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_mode_beside
@@ -33,6 +28,11 @@ from fp8calib.jobs.verification.options import (
     resolve_options,
 )
 from fp8calib.jobs.verification.request import build_request
+from fp8calib.jobs.verification.run_job import (
+    open_verify_job,
+    plan_verified,
+    run_verify_job,
+)
 from fp8calib.jobs.verification.server import run_alone
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
@@ -43,7 +43,7 @@ from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from fp8calib.data.plan import Batch, DataPlan, batches, cut_batch
+from fp8calib.data.sequences import Batch, DataPlan, batches, cut_batch
 from fp8calib.errors import UsageError
 
 Item = TypeVar("Item")

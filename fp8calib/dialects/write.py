@@ -197,9 +197,9 @@ def write_formats(
                 with_rank_weights=quantized is not None,
                 cache_type=cache_type,
             )
-            job = _add_model(job, dialect, source, attachment)
-            written.append(out / dialect.path(tp))
-            notes += _write(dialect, job, written[-1], Path(dialect.path(tp)))
+            place = Path(dialect.path(tp))
+            written.append(out / place)
+            notes += _write(dialect, job, source, attachment, out / place, shown=place)
         if dialect.has_linears:
             weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
             notes += (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
@@ -235,30 +235,31 @@ def write_table(
     check_overlay_source(
         table.geometry, [format_name], source, replaces_scales=attachment.replaces_scales
     )
-    job = _add_model(WriteJob(table=table, provenance=provenance), dialect, source, attachment)
-    return tuple(_write(dialect, job, target, shown or target))
+    job = WriteJob(table=table, provenance=provenance)
+    return tuple(_write(dialect, job, source, attachment, target, shown=shown or target))
 
 
-def _add_model(
-    job: WriteJob, dialect: Dialect, source: Checkpoint | None, attachment: Attachment
-) -> WriteJob:
-    """Add the model to a job, if the dialect copies it."""
-    if source is None or not dialect.needs_model:
-        return job
-    return replace(
-        job,
-        source=source,
-        attachment=attachment,
-        quantized=find_quantized(source),
-        replaced=list_kv_scales(source, job.table.geometry),
-    )
-
-
-def _write(dialect: Dialect, job: WriteJob, target: Path, shown: Path) -> list[Note]:
-    """Write one file or overlay; return what a user should know about it."""
+def _write(
+    dialect: Dialect,
+    job: WriteJob,
+    source: Checkpoint | None,
+    attachment: Attachment,
+    target: Path,
+    *,
+    shown: Path,
+) -> Iterator[Note]:
+    """Write one file, or an overlay of the model; give what a user should know about it."""
+    if source is not None and dialect.needs_model:
+        job = replace(
+            job,
+            source=source,
+            attachment=attachment,
+            quantized=find_quantized(source),
+            replaced=list_kv_scales(source, job.table.geometry),
+        )
     assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
     dialect.write(job, target)
-    return list(_list_notes(dialect, job, shown))
+    yield from _list_notes(dialect, job, shown)
 
 
 def _list_notes(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[Note]:

@@ -30,7 +30,7 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.status import Status
 from fp8calib.engines.weight_estimates import Estimates, estimate_reaches
 from fp8calib.engines.weight_replay import WeightReplay
-from fp8calib.engines.weights.names import are_elsewhere
+from fp8calib.engines.weights.missing_tensors import are_elsewhere
 from fp8calib.errors import UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES

@@ -18,11 +18,11 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Unjudged, report_refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.comparison import compare_linears
 from fp8calib.engines.weights.expected import PLAIN_DTYPES
 from fp8calib.engines.weights.finding import Finding
+from fp8calib.engines.weights.linear_tensors import compare_linears
 from fp8calib.engines.weights.linears import LinearGroup
-from fp8calib.engines.weights.names import (
+from fp8calib.engines.weights.missing_tensors import (
     compare_parameters,
     describe_paths,
     find_wrong_values,

@@ -26,7 +26,7 @@ from safetensors.torch import load
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import MEDIA
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, UsageError, suggest
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.inside.lost_process import ProcessWatch

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from fp8calib import calibration
-from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.rows import Row
+from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import ModelError
 from fp8calib.jobs.models import RunModel, open_run_model, place
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.text import plan_text
-from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
@@ -27,10 +27,10 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest
-from fp8calib.run.planning.footprint import Workload, stats_bytes
-from fp8calib.run.planning.limits import find_limits, refuse_device_map
-from fp8calib.run.planning.plan import PlanInputs
-from fp8calib.run.planning.whole_or_streamed import MemoryMode, choose_memory_mode
+from fp8calib.run.memory_plan.footprint import Workload, stats_bytes
+from fp8calib.run.memory_plan.limits import find_limits, refuse_device_map
+from fp8calib.run.memory_plan.plan import PlanInputs
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode, choose_memory_mode
 from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
@@ -23,7 +23,7 @@ from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, E
 from fp8calib.results.record import BeforeAfter
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.served import Served
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback
 from fp8calib.stats import calibration_stats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation

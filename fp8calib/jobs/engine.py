@@ -6,7 +6,7 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError
 from fp8calib.inside.vllm_calibration import EngineSettings, check_options
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.machine.launch import ProcessRank
+from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.requests.calibrate import CalibrateRequest
 
 

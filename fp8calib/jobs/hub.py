@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import format_size
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.errors import ExportError, UsageError, first_line
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.results.push import PushedFile, PushResult

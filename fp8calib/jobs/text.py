@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from fp8calib.data.plan import (
+from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
+from fp8calib.data.rows import Row, has_chat_template
+from fp8calib.data.sequences import (
     FEW_TOKENS,
     DataPlan,
     build_plan,
@@ -18,8 +20,6 @@ from fp8calib.data.plan import (
     split_plan,
     warn_of_scales,
 )
-from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
-from fp8calib.data.rows import Row, has_chat_template
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.jobs.rows import list_specs

@@ -163,11 +163,11 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
                 hint="leave out --towers",
             )
     check_layer_schemes(settings.schemes, selection)
-    _refuse_partial_blocks(settings.schemes, selection)
+    _refuse_partial_mx_blocks(settings.schemes, selection)
     return selection
 
 
-def _refuse_partial_blocks(schemes: LayerSchemes, selection: Selection) -> None:
+def _refuse_partial_mx_blocks(schemes: LayerSchemes, selection: Selection) -> None:
     """Refuse inputs that are not whole blocks of MXFP8, for which engines have no scale.
 
     vLLM 0.32.0 `quantization/modelopt.py` (ValueError).

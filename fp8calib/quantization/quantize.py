@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import copy_side_files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 
 from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity, Scheme
+from fp8calib.fp8.schemes import Granularity, Scheme, count_blocks
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
@@ -122,10 +121,7 @@ def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 def count_parts(shape: tuple[int, int], scheme: Scheme) -> tuple[int, ...]:
     """Give the shape of what `part_amax` computes of a whole weight."""
-    rows, columns = shape
-    if scheme.weights is Granularity.BLOCK:
-        return math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1])
-    return (rows,)
+    return count_blocks(shape, scheme.block) if scheme.weights is Granularity.BLOCK else shape[:1]
 
 
 def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:

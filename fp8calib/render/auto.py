@@ -11,7 +11,7 @@ from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AutoResult
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.verification.report import format_mean_kld
+from fp8calib.verification.figures import format_mean_kld
 
 
 def describe(result: AutoResult | RunPlan, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001

@@ -6,7 +6,8 @@ from fp8calib.blocks import Table
 from fp8calib.errors import shorten
 from fp8calib.render.templates import HTML, MARKDOWN
 from fp8calib.results.receipt import Receipt, ReceiptRow
-from fp8calib.verification.report import SCALE_ONE, Verdict, format_mean_kld, format_ratio
+from fp8calib.verification.figures import format_mean_kld, format_ratio
+from fp8calib.verification.report import SCALE_ONE, Verdict
 
 _COLOURS = {Verdict.PASS: "#2e7d32", Verdict.NO_DIFFERENCE: "#2e7d32", Verdict.FAIL: "#b71c1c"}
 _DOUBT = "#a15c00"

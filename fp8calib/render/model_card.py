@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fp8calib.blocks import Table
-from fp8calib.checkpoint.atomic import format_size
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import shorten

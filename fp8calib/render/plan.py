@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Cell, Line, Table
-from fp8calib.checkpoint.atomic import format_size
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import FrontierPoint, PlannedGroup, PlanResult
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.verification.report import describe_pair, format_mean_kld
+from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.report import describe_pair
 
 _SHOWN = 24
 """Groups in a terminal; the page has all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Block, Line
-from fp8calib.checkpoint.atomic import format_size
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.results.push import PushResult
 
 

@@ -18,15 +18,13 @@ from fp8calib.render.verify_tables import (
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
+from fp8calib.verification.figures import format_db, format_mean_kld, format_share
 from fp8calib.verification.report import (
     DiagnosisResult,
     RuleChoiceResult,
     VerifyReport,
     candidates_table,
     describe_pair,
-    format_db,
-    format_mean_kld,
-    format_share,
 )
 
 _SHOWN_SITES = 8

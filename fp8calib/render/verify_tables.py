@@ -6,6 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
 from fp8calib.engines.facts.gpus import join_generations
+from fp8calib.verification.figures import (
+    format_db,
+    format_kld,
+    format_mean_kld,
+    format_ratio,
+    format_share,
+)
 from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -19,11 +26,6 @@ from fp8calib.verification.report import (
     TaskSetup,
     VerifyReport,
     describe_pair,
-    format_db,
-    format_kld,
-    format_mean_kld,
-    format_ratio,
-    format_share,
 )
 
 

@@ -8,12 +8,12 @@ from typing import Literal
 from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.overview import Overview
 from fp8calib.results.record import Record, Result
+from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import (
     CandidateResult,
     NoiseResult,
     ReferenceResult,
     RunProvenance,
-    format_mean_kld,
 )
 
 

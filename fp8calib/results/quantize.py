@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import format_size
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.overview import Overview

@@ -7,7 +7,7 @@ dequantize. Where the amax is zero or no token reached a site, the scale is a li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import product
 
@@ -80,10 +80,12 @@ def compute_kv_scales(
         producer = _producer(stats.geometry, attention)
         for role in roles:
             site, owner = attention.site(role), attention if role is Role.Q else producer
-            seen = _find(stats, owner.site(role), fallback)
+            seen = _in_one_cache(stats, owner, role, fallback)
             own = _choose_rule(rule, owner.site(role))
-            clip_range = _clip_range(own, _in_one_cache(stats, owner, role, fallback), fmt)
-            scale = _kv_scale(attention, role, seen, clip_range, fmt, tp=tp, per_head=per_head)
+            clip_range = _clip_range(own, seen.values(), fmt)
+            scale = _kv_scale(
+                attention, role, seen[role], clip_range, fmt, tp=tp, per_head=per_head
+            )
             if per_head and _is_shared_by_heads(rule, owner.site(role)):
                 scale = replace(scale, values=_find_largest(scale.values))
             if owner is not attention:
@@ -198,14 +200,14 @@ def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> Sit
 
 def _in_one_cache(
     stats: CalibrationStats, owner: Attention, role: Role, fallback: Fallback | None
-) -> list[SiteStats]:
+) -> dict[Role, SiteStats]:
     """Find the statistics that share a cache with `role`: k and v of latent attention do."""
     is_joint = owner.kind == "latent" and role is not Role.Q
     roles = (Role.K, Role.V) if is_joint else (role,)
-    return [_find(stats, owner.site(each), fallback) for each in roles]
+    return {each: _find(stats, owner.site(each), fallback) for each in roles}
 
 
-def _clip_range(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> ClipRange:
+def _clip_range(rule: Rule, seen: Collection[SiteStats], fmt: Fp8Format) -> ClipRange:
     """Find the clip range of sites that share a scale."""
     amax = max(float(site.amax.max()) for site in seen)
     histograms = [site.histogram for site in seen if site.histogram is not None]

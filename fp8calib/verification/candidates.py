@@ -27,6 +27,7 @@ from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, CacheType
+from fp8calib.kv_types.sizes import count_cache_bytes, count_layer_bytes
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import InputScales
@@ -39,11 +40,7 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_differe
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.stats.renamed import rename_sites
 from fp8calib.stats.unquantized_tensors import compare_with_base
-from fp8calib.verification.emulation.cache_types import (
-    count_cache_bytes,
-    count_layer_bytes,
-    emulate_cache_type,
-)
+from fp8calib.verification.emulation.cache_types import emulate_cache_type
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_plan_gaps,

@@ -13,8 +13,8 @@ from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import standard_error
 from fp8calib.verification.compare.token_scores import select_lengths
+from fp8calib.verification.emulation.decoding import find_decoded
 from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.served import find_decoded
 from fp8calib.verification.report import DecodeResult, PairedAnswer, describe_pair
 
 _AS_PROMPT = "a prompt"

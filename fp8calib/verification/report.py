@@ -5,7 +5,6 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 from fp8calib.blocks import Cell, Table
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.overview import Overview, WithOverview
+from fp8calib.verification.figures import format_kld, format_mean_kld, format_ratio, format_share
 from fp8calib.verification.server_result import ServerResult
 
 SCALE_ONE = "scale-1.0"
@@ -551,24 +551,6 @@ def candidates_table(
     return Table(title=title, columns=columns, rows=rows, words=(0, 1))
 
 
-_SMALLEST_FIXED_KLD = 0.001
-
-
-def format_mean_kld(kld: float | None, se: float | None) -> str:
-    """Format a mean divergence with its standard error, `?` if that is unknown."""
-    return format_kld(kld, se) + (" ± ?" if kld is not None and se is None else "")
-
-
-def format_kld(kld: float | None, se: float | None = None) -> str:
-    """Format a divergence with at least two significant digits; `-` if it is unknown."""
-    if kld is None:
-        return "-"
-    decimals = _count_decimals(se)
-    if kld and abs(kld) < _SMALLEST_FIXED_KLD and (not se or se < _SMALLEST_FIXED_KLD / 10):
-        return f"{kld:.2e}" + ("" if se is None else f" ± {se:.1e}")
-    return f"{kld:.{decimals}f}" + ("" if se is None else f" ± {se:.{decimals}f}")
-
-
 def format_difference(paired: PairedResult) -> str:
     """Format a difference of divergences with its sign and its standard error."""
     sign = "+" if paired.difference >= 0 else "-"
@@ -610,33 +592,3 @@ def tell_more(paired: PairedResult) -> str:
     if paired.tokens_to_tell is None:
         return ""
     return f"; about {float(f'{paired.tokens_to_tell:.2g}'):,.0f} tokens would"
-
-
-def _count_decimals(se: float | None) -> int:
-    """Count the decimals with which a standard error has one significant digit: at least four."""
-    if not se:
-        return 4
-    return min(max(4, -math.floor(math.log10(se))), 9)
-
-
-def format_error(error: float | None) -> str:
-    """Format the standard error of a ratio; `?` if it is unknown."""
-    return "?" if error is None else f"{error:.4f}"
-
-
-def format_db(value: float | None) -> str:
-    """Format a ratio in dB; `-` if nothing was lost or the tensor was all zeros."""
-    return "-" if value is None else f"{value:.1f}"
-
-
-def format_ratio(ratio: float, error: float | None) -> str:
-    """Format a perplexity ratio with its standard error."""
-    return f"{ratio:.3g}" if ratio >= 1e5 else f"{ratio:.4f} ± {format_error(error)}"
-
-
-def format_share(share: float | None, tokens: int | None = None) -> str:
-    """Format a share, with the standard error of so many independent tokens; `-` if unknown."""
-    if share is None:
-        return "-"
-    error = "" if tokens is None else f" ± {math.sqrt(share * (1 - share) / tokens):.2%}"
-    return f"{share:.2%}{error}"

@@ -13,7 +13,7 @@ from statistics import median_low
 
 import torch
 
-from fp8calib.data.plan import DataPlan, batches, take_sequences
+from fp8calib.data.sequences import DataPlan, batches, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site

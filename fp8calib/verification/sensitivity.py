@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median_low
 
-from fp8calib.data.plan import Batch, DataPlan, batches
+from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.progress import Progress

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.data.plan import DataPlan, batches, take_sequences
+from fp8calib.data.sequences import DataPlan, batches, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry

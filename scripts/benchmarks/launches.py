@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.data.plan import batches, build_plan, replace_sequences
+from fp8calib.data.sequences import batches, build_plan, replace_sequences
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.jobs.models import Placement, open_run_model

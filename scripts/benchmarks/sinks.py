@@ -23,11 +23,8 @@ import torch
 from torch import nn
 
 import fp8calib
-from fp8calib.verification.report import (
-    RuleChoiceResult,
-    format_difference,
-    format_mean_kld,
-)
+from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.report import RuleChoiceResult, format_difference
 from scripts.benchmarks.options import make_parser
 from tests.mutations_of_scales import Plant, plant
 

@@ -18,8 +18,8 @@ import pytest
 import rfc8785
 import torch
 
-from fp8calib.data.plan import Batch, build_plan
 from fp8calib.data.rows import Row
+from fp8calib.data.sequences import Batch, build_plan
 from fp8calib.jobs.receipt.check import (
     compare_again,
     compare_files,

@@ -17,11 +17,9 @@ from fp8calib.checkpoint.atomic import (
     OutputFolder,
     check_output,
     check_output_file,
-    explain_os_error,
-    format_size,
-    require_free_space,
     write_file_atomic,
 )
+from fp8calib.checkpoint.disk import explain_os_error, format_size, require_free_space
 from fp8calib.errors import ExportError, UsageError
 
 OWNED = frozenset({"stats", "tree"})

@@ -32,7 +32,7 @@ from tests.dialects.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_tensors
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
-PLAN_WHOLE = "fp8calib.run.planning.whole_or_streamed.plan_whole"
+PLAN_WHOLE = "fp8calib.run.memory_plan.whole_or_streamed.plan_whole"
 FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "channels": (lambda folder: save_child("compressed-tensors", folder), "FP8 weights"),
     "blocks": (lambda folder: save_child("autofp8", folder), "FP8 weights (autofp8)"),

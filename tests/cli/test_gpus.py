@@ -19,8 +19,8 @@ from transformers.integrations import accelerate as placing
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.machine.pinned import PinnedCopier, StartedCopy
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.run.planning import whole_or_streamed
-from fp8calib.run.planning.stream_plan import StreamPlanner
+from fp8calib.run.memory_plan import whole_or_streamed
+from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.scales.from_amax import scale_of
 from tests import zoo
 from tests.cli.conftest import write_rows

@@ -14,9 +14,9 @@ from PIL import Image
 from transformers import PreTrainedConfig
 
 from fp8calib.data.media import Modality
-from fp8calib.data.plan import DataPlan, batches, build_plan, split_plan
 from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
 from fp8calib.data.rows import parse_row
+from fp8calib.data.sequences import DataPlan, batches, build_plan, split_plan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.errors import DataError

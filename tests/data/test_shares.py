@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.data.plan import batches
+from fp8calib.data.sequences import batches
 from fp8calib.data.shares import Share, drop_finished, parse_share, select_batches, sequence_ranges
 from fp8calib.errors import UsageError
 from tests.run.running import rows_of

@@ -15,8 +15,8 @@ import pytest
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.load_context import LoadContext
+from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
-from fp8calib.engines.vllm.quantization_config import KvMethod
 from fp8calib.engines.vllm.weight_loader import WeightLoader, make_loader
 from tests.dialects.handmade import make_attention, make_geometry
 

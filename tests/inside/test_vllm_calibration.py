@@ -19,7 +19,7 @@ from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.inside.vllm_modules import Matched, Rank, join_observed
 from fp8calib.jobs.engine import check_engine
-from fp8calib.machine.launch import ProcessRank
+from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.recipe import Observe
 from fp8calib.requests.calibrate import CalibrateRequest, parse_engine_options
 from fp8calib.stats.merge import explain_other_run

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.launch import ALONE, ProcessRank, find_process_rank, report_to_torchrun
+from fp8calib.machine.process_rank import ALONE, ProcessRank, find_process_rank, report_to_torchrun
 
 TORCHRUN = {
     "RANK": "5",

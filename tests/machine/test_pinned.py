@@ -14,8 +14,8 @@ import torch
 
 from fp8calib.geometry.model_geometry import Layer
 from fp8calib.machine.pinned import PinnedCopier
-from fp8calib.run.planning import whole_or_streamed
-from fp8calib.run.planning.stream_plan import StreamPlanner
+from fp8calib.run.memory_plan import whole_or_streamed
+from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
 from fp8calib.run.streaming.weights import ModelPart
 from tests import zoo

@@ -11,8 +11,8 @@ import torch
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.cpu import VLLM_CPU
+from fp8calib.engines.vllm.kv_method import find_exclusions, find_kv_method
 from fp8calib.engines.vllm.linears import VllmSchemes
-from fp8calib.engines.vllm.quantization_config import find_exclusions, find_kv_method
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
 from tests.real_engines.package import find_symbol, open_release
 from tests.real_engines.release_configs import (

@@ -6,7 +6,7 @@ import os
 import signal
 
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.launch import find_process_rank
+from fp8calib.machine.process_rank import find_process_rank
 from fp8calib.run.distributed.group import open_process_group
 
 if __name__ == "__main__":

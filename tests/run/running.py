@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.recipe import Observe, Recipe

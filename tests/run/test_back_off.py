@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.back_off import BackOff

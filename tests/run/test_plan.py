@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import batches
+from fp8calib.data.sequences import batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.units import format_duration, format_gib
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.planning.footprint import Workload, loading_bytes, peak_of_layers
-from fp8calib.run.planning.limits import Limits, find_limits
-from fp8calib.run.planning.plan import PlanInputs, plan_whole
-from fp8calib.run.planning.stream_plan import StreamPlanner
+from fp8calib.run.memory_plan.footprint import Workload, loading_bytes, peak_of_layers
+from fp8calib.run.memory_plan.limits import Limits, find_limits
+from fp8calib.run.memory_plan.plan import PlanInputs, plan_whole
+from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import PartSize
 from tests import zoo

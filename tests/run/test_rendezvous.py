@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.launch import ProcessRank
+from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.run.distributed import rendezvous
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8calib.data.media import MODALITIES
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_text

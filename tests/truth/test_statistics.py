@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import load_model, open_source

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.numerics import Numerics

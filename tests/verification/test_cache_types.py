@@ -17,13 +17,10 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.kv_types.cache_types import CACHE_TYPES
+from fp8calib.kv_types.sizes import count_cache_bytes, explain_misfit
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.candidates import build_cache
-from fp8calib.verification.emulation.cache_types import (
-    count_cache_bytes,
-    emulate_cache_type,
-    explain_misfit,
-)
+from fp8calib.verification.emulation.cache_types import emulate_cache_type
 from fp8calib.verification.emulation.emulate import Emulation
 from tests import zoo
 from tests.architectures.families import LATENT, build

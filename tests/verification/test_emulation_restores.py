@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import CalibrationError, VerificationError
 from fp8calib.fp8.formats import E4M3FN

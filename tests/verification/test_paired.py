@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from fp8calib.verification.compare.paired import MARGIN, compare_paired
-from fp8calib.verification.report import (
-    PairedAnswer,
-    PairedResult,
-    format_difference,
-    format_kld,
-    format_mean_kld,
-)
+from fp8calib.verification.figures import format_kld, format_mean_kld
+from fp8calib.verification.report import PairedAnswer, PairedResult, format_difference
 
 T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 15: 2.131, 31: 2.040}
 """Two-sided 95 %, from printed tables."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import fp8calib
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import DataError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role

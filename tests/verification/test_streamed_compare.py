@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import DataPlan, batches
+from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme

@@ -15,6 +15,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.vllm.kv_method import CONFIG_KEYS, find_exclusions, name_method
 from fp8calib.engines.vllm.model_types import (
     CREATED_LINEARS,
     HEADLESS_TYPES,
@@ -26,7 +27,6 @@ from fp8calib.engines.vllm.model_types import (
     UNQUANTIZED_LINEARS,
 )
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
-from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, find_exclusions, name_method
 from fp8calib.engines.weights.expected import Expected
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import LinearReader

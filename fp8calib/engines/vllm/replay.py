@@ -37,6 +37,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
+from fp8calib.engines.vllm.kv_method import CONFIG_KEYS, KvMethod, find_kv_method
 from fp8calib.engines.vllm.model_types import (
     EXPANDED_TYPES,
     TYPES_WITH_QUARK_EXPERTS,
@@ -52,7 +53,6 @@ from fp8calib.engines.vllm.native_classes import (
     is_unsupported,
 )
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES, name_query_gpus
-from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, find_kv_method
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten

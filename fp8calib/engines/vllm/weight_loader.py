@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fp8calib.engines.replay.load_context import LoadContext, Slot
+from fp8calib.engines.vllm.kv_method import KvMethod
 from fp8calib.engines.vllm.model_types import (
     ADDED_ROOTS,
     FUSING_LENIENT_TYPES,
@@ -22,7 +23,6 @@ from fp8calib.engines.vllm.model_types import (
     SKIPPED_ROOTS,
     LoaderKind,
 )
-from fp8calib.engines.vllm.quantization_config import KvMethod
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role
 

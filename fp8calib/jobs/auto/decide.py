@@ -10,6 +10,7 @@ from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import SCHEMES, InputScaling
 from fp8calib.recipe import Quantize
 from fp8calib.results.auto import AnsweredQuestion
+from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -18,7 +19,6 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
     describe_pair,
-    format_mean_kld,
 )
 
 KV_SCALES = "kv-scales"

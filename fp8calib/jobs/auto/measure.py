@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.data.plan import (
+from fp8calib.data.sequences import (
     DataPlan,
 )
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
@@ -29,9 +29,9 @@ from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
 from fp8calib.jobs.quantization.servable import find_fault, require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats
-from fp8calib.jobs.verification.comparison import open_verify_job, run_verify_job
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
+from fp8calib.jobs.verification.run_job import open_verify_job, run_verify_job
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest

@@ -21,7 +21,7 @@ from fp8calib.dialects.registry import list_scale_suffixes
 from fp8calib.engines.registry import find_replayed
 from fp8calib.errors import UsageError
 from fp8calib.jobs.card.facts import CardFacts
-from fp8calib.verification.report import format_mean_kld, format_ratio
+from fp8calib.verification.figures import format_mean_kld, format_ratio
 
 _HEADROOM = 1.2
 """Of memory over the weights, as vLLM's collection counts it."""

@@ -19,6 +19,7 @@ from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.quantization.planned import open_planned
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, replay_plan
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.kv_types.sizes import count_layer_bytes
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings, QuantizePlan
@@ -34,7 +35,6 @@ from fp8calib.verification.candidates import (
     build_scheme,
     open_candidate,
 )
-from fp8calib.verification.emulation.cache_types import count_layer_bytes
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.planning.choices import IN_16_BITS, Choice, Group
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8calib.data.plan import DataPlan, batches
+from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import GPTQ, SCHEMES
+from fp8calib.jobs.planning.budget import Sizes
 from fp8calib.jobs.planning.groups import GroupMaker, replay_settings, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
 from fp8calib.jobs.planning.recipe import PlannedScheme
@@ -19,13 +20,13 @@ from fp8calib.jobs.planning.runs import Measurements, Runs
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
-from fp8calib.jobs.verification.comparison import open_verify_job
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode, open_reference
 from fp8calib.jobs.verification.options import resolve_options
+from fp8calib.jobs.verification.run_job import open_verify_job
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.verification.candidates import Candidate, Target
 from fp8calib.verification.compare.comparison import advance_by_share
 from fp8calib.verification.compare.streamed import StreamedComparison
@@ -38,14 +39,6 @@ _STREAMS = "each group is measured from its own layer on"
 _SEED = 0
 GRADIENT_PASSES = 6
 """What the walk for gradients takes, of forward passes: two forward, one back, the products."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Bytes beside those of the groups, and those of everything in 16 bits."""
-
-    fixed: int
-    unquantized: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

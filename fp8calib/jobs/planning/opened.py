@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.data.plan import DataPlan, replace_sequences, take_sequences
+from fp8calib.data.sequences import DataPlan, replace_sequences, take_sequences
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
@@ -16,15 +16,16 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import NEAREST
 from fp8calib.jobs.calibration import open_unquantized
 from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.planning.budget import check_budget
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.text import plan_texts
 from fp8calib.jobs.verification.options import choose_cache_types, require_known
 from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
+from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target, takes_kv_scales
-from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.report import FP8_CACHE
 from fp8calib.verification.sensitivity import SEQUENCES
 
@@ -85,7 +86,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
         if request.gpu is not None:
             require_known(find_gpu(request.gpu), engine)
         _name_type(request, engine)
-    _check_budget(request)
+    check_budget(request)
     if request.samples < 2:
         hint = "some are held out from the search: use 2 or more"
         raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
@@ -176,23 +177,3 @@ def _find_emulated(request: PlanRequest) -> Engine:
     known = list_emulated()
     named = (name for name in _list_names(request) if name.partition("==")[0] in known)
     return next((find_emulated(name)[0] for name in named), REFERENCE)
-
-
-def _check_budget(request: PlanRequest) -> None:
-    """Refuse no budget, several, and impossible ones."""
-    given = {
-        "--max-kld": request.max_kld,
-        "--max-ratio": request.max_ratio,
-        "--max-bytes": request.max_bytes,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        what = " and ".join(named) or "no budget"
-        raise UsageError(
-            f"{what}: give one of {', '.join(given)}",
-            hint="a loss, for which the least bytes are found, or bytes, for the least loss",
-        )
-    if request.max_kld is not None and request.max_kld <= 0:
-        raise UsageError(f"--max-kld {request.max_kld}: must be above 0")
-    if request.max_ratio is not None and request.max_ratio <= 1:
-        raise UsageError(f"--max-ratio {request.max_ratio}: must be above 1")

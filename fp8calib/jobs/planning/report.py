@@ -7,21 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8calib.checkpoint.atomic import format_size
-from fp8calib.data.plan import list_other_warnings
+from fp8calib.checkpoint.disk import format_size
+from fp8calib.data.sequences import list_other_warnings
 from fp8calib.engines.registry import find_replayed
+from fp8calib.jobs.planning.budget import name_budget
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.text import warn_of_few
-from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
 from fp8calib.results.record import BeforeAfter
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import Summary, summarize
 from fp8calib.verification.compare.token_scores import TokenScores
+from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import Group, count_bytes
 from fp8calib.verification.planning.search import Cost, Found
-from fp8calib.verification.report import RunProvenance, format_mean_kld
+from fp8calib.verification.report import RunProvenance
 
 _CHOSEN = "plan"
 _SURE = 2.0
@@ -97,15 +98,6 @@ def make_report(made: PlanReport) -> PlanResult:
         provenance=made.provenance,
         warnings=tuple(dict.fromkeys(warnings)),
     )
-
-
-def name_budget(request: PlanRequest) -> str:
-    """Name the budget in words."""
-    if request.max_bytes is not None:
-        return f"least KLD with at most {request.max_bytes} of bytes"
-    if request.max_ratio is not None:
-        return f"least bytes with a perplexity ratio of at most {request.max_ratio:g}"
-    return f"least bytes with a KLD of at most {request.max_kld:g}"
 
 
 def _kld(summary: Summary) -> float:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.data.plan import DataPlan, batches
+from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.machine.progress import Progress
 from fp8calib.verification.compare.comparison import Comparison, advance_once
 from fp8calib.verification.compare.token_scores import TokenScores

@@ -13,7 +13,7 @@ import torch
 from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.jobs.calibration import plan_recipe_text

@@ -29,7 +29,7 @@ from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
-from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.progress import Progress
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales

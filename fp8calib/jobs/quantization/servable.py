@@ -15,7 +15,7 @@ from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
-from fp8calib.engines.weights.names import find_first_fault
+from fp8calib.engines.weights.missing_tensors import find_first_fault
 from fp8calib.errors import ExportError, ModelError, shorten
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan

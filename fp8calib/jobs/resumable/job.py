@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
@@ -13,7 +13,7 @@ from fp8calib.fp8.schemes import GPTQ
 from fp8calib.inside.vllm_calibration import EngineSettings
 from fp8calib.jobs.calibration import CalibrationJob
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.selection.select import Selection

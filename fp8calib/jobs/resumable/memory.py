@@ -10,7 +10,7 @@ import torch
 from fp8calib.jobs.calibration import choose_mode
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import find_rounding, make_rounding_probe
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 
 _WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import require_free_space
-from fp8calib.data.plan import DataPlan
+from fp8calib.checkpoint.disk import require_free_space
+from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8calib.calibration import calibrate
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.jobs.calibration import load_prepared
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import open_rounding
@@ -19,7 +19,7 @@ from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.back_off import BackOff
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats

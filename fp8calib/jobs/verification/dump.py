@@ -8,7 +8,7 @@ import torch
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import DataError, ModelError, shorten
 from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.server.assess import ServerEvidence

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.data.plan import Batch, batches
+from fp8calib.data.sequences import Batch, batches
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.job import VerifyJob
@@ -17,10 +17,10 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.planning.footprint import Workload
-from fp8calib.run.planning.limits import find_limits, refuse_device_map
-from fp8calib.run.planning.plan import PlanInputs
-from fp8calib.run.planning.whole_or_streamed import MemoryMode, choose_memory_mode
+from fp8calib.run.memory_plan.footprint import Workload
+from fp8calib.run.memory_plan.limits import find_limits, refuse_device_map
+from fp8calib.run.memory_plan.plan import PlanInputs
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode, choose_memory_mode
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
 from fp8calib.verification.compare.comparison import Comparison

@@ -20,6 +20,7 @@ from fp8calib.kv_types.cache_types import (
     LATENT_TILES,
     explain_not_emulated,
 )
+from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
@@ -40,7 +41,6 @@ from fp8calib.verification.candidates import (
     takes_kv_scales,
 )
 from fp8calib.verification.damage_rows import clipped_unscaled
-from fp8calib.verification.emulation.cache_types import explain_misfit
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.report import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.data.plan import DataPlan, replace_sequences
+from fp8calib.data.sequences import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.verification.job import AskServer, VerifyJob
 from fp8calib.machine.progress import Progress

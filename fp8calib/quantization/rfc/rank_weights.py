@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.atomic import explain_os_error, require_free_space
+from fp8calib.checkpoint.disk import explain_os_error, require_free_space
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.rfc import name_rank_files
 from fp8calib.dialects.metadata import make_metadata

@@ -9,8 +9,9 @@ from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.render.page.charts import Axis, Curve, Limit, line_chart, linear_axis, log_axis
 from fp8calib.render.page.sections import DB_LIMIT, ROLE_NAMES, Figure, PageSection
 from fp8calib.render.page.series import Series
+from fp8calib.verification.figures import format_db
 from fp8calib.verification.judge.damaged import FLUSHED, MOST_CLIPPED
-from fp8calib.verification.report import LayerResult, VerifyReport, format_db
+from fp8calib.verification.report import LayerResult, VerifyReport
 
 _Measure = Callable[[LayerResult], float | None]
 _ByRole = dict[str, list[LayerResult]]

@@ -9,8 +9,9 @@ from xml.etree.ElementTree import Element
 from fp8calib.render.page.charts import heat_map
 from fp8calib.render.page.sections import Figure, PageSection
 from fp8calib.render.page.series import Series, Style
+from fp8calib.verification.figures import format_db
 from fp8calib.verification.judge.damaged import LEAST_DB
-from fp8calib.verification.report import LayerResult, format_db
+from fp8calib.verification.report import LayerResult
 
 _ROLES = {"input": "inputs", "weight": "weights"}
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import format_size, write_file_atomic
+from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.disk import format_size
 from fp8calib.render.page.charts import linear_axis, log_axis, scatter_chart
 from fp8calib.render.page.markup import to_markup
 from fp8calib.render.page.sections import Figure, PageSection, list_provenance
@@ -14,7 +15,7 @@ from fp8calib.render.page.series import BASELINE, STYLES, Style
 from fp8calib.render.plan import describe_sum, frontier_table, groups_table, refused_table
 from fp8calib.render.templates import HTML
 from fp8calib.results.plan import FrontierPoint, PlanResult
-from fp8calib.verification.report import format_mean_kld
+from fp8calib.verification.figures import format_mean_kld
 
 _TITLE = "FP8 plan of "
 _MEGABYTE = 1e6

@@ -17,6 +17,7 @@ from fp8calib.render.page.charts import (
     log_axis,
 )
 from fp8calib.render.page.series import BASELINE, STYLES, Style, make_series
+from fp8calib.verification.figures import format_db, format_mean_kld
 from fp8calib.verification.judge.damaged import LEAST_DB
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -24,8 +25,6 @@ from fp8calib.verification.report import (
     RunProvenance,
     Sensitivity,
     VerifyReport,
-    format_db,
-    format_mean_kld,
 )
 
 ROLE_NAMES = {"k": "Keys", "v": "Values", "q": "Queries"}

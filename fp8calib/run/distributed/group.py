@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
-from fp8calib.machine.launch import ProcessRank
+from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.run.distributed.heartbeat import POLL_S, FailureDetector, PeerFailure
 from fp8calib.run.distributed.rendezvous import (
     START_HINT,

@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from fp8calib.errors import CalibrationError, first_line
-from fp8calib.machine.launch import ProcessRank
+from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.run.distributed.heartbeat import POLL_S
 
 RENDEZVOUS_S = 40.0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, PreTrainedModel
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 

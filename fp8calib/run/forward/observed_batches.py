@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.data.plan import Batch, cut_batch
+from fp8calib.data.sequences import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.batch_view import view_batch

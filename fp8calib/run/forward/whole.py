@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
 from fp8calib.run.forward.back_off import BackOff

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fp8calib.data.plan import Batch, DataPlan
+from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.data.shares import Item, Share, drop_finished, select_batches
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-from fp8calib.checkpoint.atomic import format_size, write_file_atomic
-from fp8calib.data.plan import Batch
+from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.disk import format_size
+from fp8calib.data.sequences import Batch
 from fp8calib.data.shares import sequence_ranges
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site

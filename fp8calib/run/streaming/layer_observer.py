@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory

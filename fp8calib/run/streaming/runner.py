@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Site
 from fp8calib.run.forward.decoder import DecoderCall

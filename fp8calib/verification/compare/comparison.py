@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import HookedCache, own_attentions
@@ -38,9 +38,9 @@ from fp8calib.verification.compare.comparison import (
     find_weight_scales,
 )
 from fp8calib.verification.compare.token_scores import Logits
+from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.emulation.served import make_hooks
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 
 _BYTES_AT_ONCE = {2: 3 * 2**22, 4: 9 * 2**22, 8: 18 * 2**22}
 """Size of a block of logits on a CPU, by the bytes of an element. A product of fewer rows takes up

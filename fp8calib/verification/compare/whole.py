@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory, return_freed_memory
 from fp8calib.model.load import LoadedModel
@@ -18,8 +18,8 @@ from fp8calib.verification.compare.comparison import (
     ScoreCollector,
     find_weight_scales,
 )
+from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
-from fp8calib.verification.emulation.served import make_hooks
 from fp8calib.verification.emulation.weights import ParameterReader
 
 _HIDDEN_SHARE = 6

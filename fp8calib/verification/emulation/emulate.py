@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.fp8.amax import tokens_first
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry

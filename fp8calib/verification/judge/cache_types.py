@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     PairedAnswer,
     PairedResult,
     describe_pair,
-    format_mean_kld,
 )
 
 _SAME_BYTES = 1.1

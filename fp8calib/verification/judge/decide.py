@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fp8calib.errors import format_ranges
 from fp8calib.verification.damage_rows import SiteFit
+from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.judge.cache_types import Recommendation, get_kld, recommend
 from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
 from fp8calib.verification.judge.kv_need import list_losing
@@ -22,7 +23,6 @@ from fp8calib.verification.report import (
     Verdict,
     describe_pair,
     format_difference,
-    format_mean_kld,
     tell_more,
 )
 

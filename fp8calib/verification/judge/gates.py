@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
-from fp8calib.verification.report import Verdict, format_error, format_mean_kld
+from fp8calib.verification.figures import format_error, format_mean_kld
+from fp8calib.verification.report import Verdict
 
 _LEAST_MARGIN = 0.01
 

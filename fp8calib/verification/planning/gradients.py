@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions

@@ -14,7 +14,7 @@ from fp8calib.verification.compare.summary import (
     standard_error,
     summarize_logprobs,
 )
-from fp8calib.verification.report import format_mean_kld
+from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.server.decoding import DecodingAnswers, assess_decoding
 from fp8calib.verification.server.diagnose import (
     Changes,

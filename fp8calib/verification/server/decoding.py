@@ -14,7 +14,7 @@ from itertools import takewhile
 import torch
 
 from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.emulation.served import count_prompt
+from fp8calib.verification.emulation.decoding import count_prompt
 from fp8calib.verification.report import PairedAnswer, PairedResult, tell_more
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server_result import ServerDecodeResult

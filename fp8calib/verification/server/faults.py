@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from fp8calib.data.plan import Batch, DataPlan
+from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.progress import Progress
 from fp8calib.verification.candidates import Candidate

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.verification.compare.summary import bounded_exp, list_figures, list_positions
 from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
 from fp8calib.verification.report import (

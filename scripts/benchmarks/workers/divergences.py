@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.formats import E4M3FN

@@ -17,7 +17,7 @@ import transformers
 
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import load_model, load_processor, open_source

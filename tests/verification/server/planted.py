@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Site

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.data.plan import Batch, find_distinct_tokens
+from fp8calib.data.sequences import Batch, find_distinct_tokens
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.weight_source import WeightSource

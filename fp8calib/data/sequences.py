@@ -73,7 +73,9 @@ class DataPlan:
     def lengths(self) -> list[int]:
         """Of each sequence: one more than its tokens that are scored, which are text."""
         return [
-            int(self._is_scored(index).sum()) + 1 if index in self.media else len(sequence)
+            int(_are_scored(self.media[index].kinds).sum()) + 1
+            if index in self.media
+            else len(sequence)
             for index, sequence in enumerate(self.sequences)
         ]
 
@@ -81,15 +83,20 @@ class DataPlan:
     def after_media(self) -> torch.Tensor:
         """Whether an image, video or sound stands before each scored token: bool [N]."""
         found = [
-            self.media[index].kinds[:-1].ne(0).cumsum(0).gt(0)[self._is_scored(index)]
+            self.media[index].kinds[:-1].ne(0).cumsum(0).gt(0)[_are_scored(self.media[index].kinds)]
             if index in self.media
             else torch.zeros(len(sequence) - 1, dtype=torch.bool)
             for index, sequence in enumerate(self.sequences)
         ]
         return torch.cat(found)
 
-    def _is_scored(self, index: int) -> torch.Tensor:
-        return self.media[index].kinds[1:] == 0
+
+def _are_scored(kinds: torch.Tensor) -> torch.Tensor:
+    """Say of every token but the first whether it is scored: bool [N - 1].
+
+    It is, if it is text: no model predicts what stands for an image.
+    """
+    return kinds[1:] == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,14 +123,11 @@ class Batch:
 
     @property
     def scored(self) -> list[torch.Tensor]:
-        """The positions in each sequence whose next token is scored: int64.
-
-        Every token but the first is, if it is text: no model predicts what stands for an image.
-        """
+        """The positions in each sequence whose next token is scored: int64."""
         found = [torch.arange(length - 1) for length in self.lengths]
         if self.kinds is None:
             return found
-        return [index[self.kinds[row, index + 1] == 0] for row, index in enumerate(found)]
+        return [index[_are_scored(self.kinds[row])[index]] for row, index in enumerate(found)]
 
     @property
     def scored_lengths(self) -> list[int]:

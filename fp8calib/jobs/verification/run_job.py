@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fp8calib.data.plan import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.data.rows import Row
+from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
@@ -31,7 +31,7 @@ from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.model.topology.towers import find_towers
 from fp8calib.recipe import Data
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -42,7 +42,7 @@ from fp8calib.verification.candidates import (
     open_candidate,
     open_stats,
 )
-from fp8calib.verification.emulation.served import find_decoded
+from fp8calib.verification.emulation.decoding import find_decoded
 from fp8calib.verification.report import RunProvenance
 from fp8calib.verification.tasks.lm_eval import run_tasks
 from fp8calib.verification.tasks.task_files import open_tasks

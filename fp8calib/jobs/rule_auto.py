@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8calib.data.plan import DataPlan, split_plan
+from fp8calib.data.sequences import DataPlan, split_plan
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import DataError, UsageError
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.text import HELD_OUT
-from fp8calib.jobs.verification.comparison import (
-    LEAST_FOR_AUTO,
-    open_verify_job,
-    run_verify_job,
-)
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.request import list_searched
-from fp8calib.machine.launch import ProcessRank
+from fp8calib.jobs.verification.run_job import (
+    LEAST_FOR_AUTO,
+    open_verify_job,
+    run_verify_job,
+)
+from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.requests.verify import VerifyRequest

@@ -11,7 +11,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.units import format_duration, format_gib
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.planning.footprint import (
+from fp8calib.run.memory_plan.footprint import (
     SLACK_BYTES,
     Workload,
     batch_bytes,
@@ -19,7 +19,7 @@ from fp8calib.run.planning.footprint import (
     loading_bytes,
     weights_bytes,
 )
-from fp8calib.run.planning.limits import Limits
+from fp8calib.run.memory_plan.limits import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

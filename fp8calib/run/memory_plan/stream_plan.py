@@ -13,7 +13,7 @@ import torch
 from fp8calib.errors import UsageError
 from fp8calib.machine.pinned import BUFFER_BYTES, NUM_BUFFERS
 from fp8calib.machine.units import GIB, format_gib
-from fp8calib.run.planning.footprint import (
+from fp8calib.run.memory_plan.footprint import (
     SLACK_BYTES,
     head_bytes,
     hidden_bytes,
@@ -21,8 +21,8 @@ from fp8calib.run.planning.footprint import (
     media_bytes,
     peak_of_layers,
 )
-from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import (
+from fp8calib.run.memory_plan.limits import Limits
+from fp8calib.run.memory_plan.plan import (
     MemoryPlan,
     PlanInputs,
     compare_whole,

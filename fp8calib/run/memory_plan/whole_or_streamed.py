@@ -11,9 +11,9 @@ from fp8calib.errors import UsageError
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import MemoryPlan, PlanInputs, plan_whole
-from fp8calib.run.planning.stream_plan import StreamPlanner
+from fp8calib.run.memory_plan.limits import Limits
+from fp8calib.run.memory_plan.plan import MemoryPlan, PlanInputs, plan_whole
+from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
 

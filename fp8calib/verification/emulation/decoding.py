@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.sequences import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Site
