@@ -30,7 +30,9 @@ from tests.kit.minutes import HAS_MINUTES, takes_minutes
 from tests.simulated_gpus import simulated_gpus
 
 HAS_GPU = torch.cuda.is_available()
-FAMILIES = ("llama", "mixtral", "deepseek_v3", "gemma3n_text", "qwen3_next")
+FAMILIES = ("llama", "mixtral", "deepseek_v3", "qwen3_next")
+if HAS_GPU or HAS_MINUTES:
+    FAMILIES += ("gemma3n_text",)
 SIZE = ("--samples", 8, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 SCHEMES = ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")
 FIGURES = (

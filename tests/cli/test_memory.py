@@ -174,6 +174,7 @@ def run_apart(*command: object) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@takes_minutes
 def test_a_streamed_verification_gives_the_same_numbers(
     wide: Path, data: Path, candidates: list[Path], tmp_path: Path
 ) -> None:

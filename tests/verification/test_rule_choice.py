@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.rules import SiteRules, parse_rule
-from fp8calib.verification.report import PairedAnswer, RuleChoiceResult
+from fp8calib.verification.report import PairedAnswer, RuleChoiceResult, VerifyReport
 from tests import zoo
 from tests.verification.by_hand import HandCache, cast
 
@@ -104,10 +106,48 @@ def choose(model: PreTrainedModel, engine: str = "reference", **options: Any) ->
     return report.rule_choice
 
 
+ASKED = {
+    "data": draw_text(24, seed=2),
+    "seq_len": LENGTH,
+    "rules": ["auto"],
+    "engine": "reference",
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A choice for the model with sinks, on disk, with the plan of its run and its passes."""
+
+    folder: Path
+    report: VerifyReport
+    plan: dict[str, Any]
+    passed_tokens: int
+
+
 @pytest.fixture(scope="module")
-def found() -> RuleChoiceResult:
-    """Choose for the model with sinks."""
-    return choose(build_model())
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Chosen:
+    folder = tmp_path_factory.mktemp("chosen") / "model"
+    model = build_model()
+    model.save_pretrained(folder)
+    stats = fp8calib.calibrate(model, draw_text(16, seed=1), seq_len=LENGTH).stats
+    passes: list[int] = []
+    forward = Decoder.run
+
+    def count(self: Decoder, batch: Batch, cache: Any) -> torch.Tensor:
+        passes.append(batch.num_tokens)
+        return forward(self, batch, cache)
+
+    plan = fp8calib.verify(folder, stats, **ASKED, dry_run=True).plan
+    with patch.object(Decoder, "run", count):
+        report = fp8calib.verify(folder, stats, **ASKED)
+    return Chosen(folder=folder, report=report, plan=plan, passed_tokens=sum(passes))
+
+
+@pytest.fixture(scope="module")
+def found(chosen: Chosen) -> RuleChoiceResult:
+    assert chosen.report.rule_choice is not None
+    return chosen.report.rule_choice
 
 
 def test_sinks_are_found_and_the_choice_beats_every_rule_on_other_text(
@@ -155,13 +195,8 @@ def test_figures_of_a_site_are_those_of_that_site_alone(found: RuleChoiceResult)
     assert site.kld == pytest.approx(float(torch.stack(klds).mean()), rel=1e-3)
 
 
-def test_next_makes_the_choice_that_was_found(tmp_path: Path) -> None:
-    model = build_model()
-    model.save_pretrained(tmp_path / "model")
-    stats = fp8calib.calibrate(model, draw_text(16, seed=1), seq_len=LENGTH).stats
-    asked = {"data": draw_text(24, seed=2), "seq_len": LENGTH, "rules": ["auto"]}
-    found = fp8calib.verify(tmp_path / "model", stats, **asked)
-    assert found.next == f"fp8calib calibrate {tmp_path / 'model'} --rule auto"
+def test_next_makes_the_choice_that_was_found(chosen: Chosen) -> None:
+    assert chosen.report.next == f"fp8calib calibrate {chosen.folder} --rule auto"
 
 
 def test_on_a_plain_model_nothing_is_gained() -> None:
@@ -181,32 +216,16 @@ def test_a_layer_that_every_rule_spoils_stays_in_16_bits() -> None:
     assert "per-head" not in found.options  # the largest of a layer serves all its heads
 
 
-def test_the_plan_says_what_choosing_costs_and_it_costs_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build_model()
-    stats = fp8calib.calibrate(model, draw_text(16, seed=1), seq_len=LENGTH).stats
-    asked = {"data": draw_text(24, seed=2), "seq_len": LENGTH, "rules": ["auto"]}
-    asked |= {"engine": "reference"}
-    plan = fp8calib.verify(model, stats, **asked, dry_run=True).plan
+def test_the_plan_says_what_choosing_costs_and_it_costs_no_more(chosen: Chosen) -> None:
     most = re.fullmatch(
         r"at most (\d+) passes over 384 tokens to choose among 6 rules, "
         r"(\d+) over 576 others to judge",
-        plan["rule_search"],
+        chosen.plan["rule_search"],
     )
     assert most is not None
-    passes: list[int] = []
-    forward = Decoder.run
-
-    def count(self: Decoder, batch: Batch, cache: Any) -> torch.Tensor:
-        passes.append(batch.num_tokens)
-        return forward(self, batch, cache)
-
-    monkeypatch.setattr(Decoder, "run", count)
-    fp8calib.verify(model, stats, **asked)
     beside = 24 * LENGTH * 4  # the comparison itself: the reference, amax, 1.0 and scales that fit
     choosing = int(most[1]) * 384 + int(most[2]) * 576
-    assert choosing / 2 < sum(passes) - beside <= choosing
+    assert choosing / 2 < chosen.passed_tokens - beside <= choosing
 
 
 @pytest.mark.parametrize(
