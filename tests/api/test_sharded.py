@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import fp8calib
 from fp8calib.stats.calibration_stats import save_stats
 from tests.inside.live_cases import CLEAN, Recorded, write_model
+from tests.kit.minutes import takes_minutes
 
 ROWS = [{"input_ids": list(range(5 + row, 60 + row))} for row in range(3)]
 OPTIONS = {"observe": ["kv", "inputs"], "pack": False}
@@ -42,6 +43,7 @@ def work(folder: Path, out: str) -> None:
     distributed.destroy_process_group()
 
 
+@takes_minutes
 def test_every_process_has_the_statistics_of_the_whole_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", factor=0)
     own = tmp_path / "own"

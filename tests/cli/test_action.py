@@ -114,6 +114,7 @@ def _fill(text: str, given: dict[str, str]) -> str:
     return given[found[1]]
 
 
+@takes_minutes
 def test_a_checkpoint_that_loads_and_costs_little_passes(
     place: Path, model: Path, tmp_path: Path
 ) -> None:

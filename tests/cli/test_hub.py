@@ -71,6 +71,7 @@ def test_a_push_is_a_list_until_it_is_asked_for(checkpoint: Path) -> None:
     fail(2, *base[:-2], "--upload")
 
 
+@takes_minutes
 def test_card_uploads_the_folder_to_a_private_repository(
     hub: FakeHub, checkpoint: Path, tmp_path: Path
 ) -> None:

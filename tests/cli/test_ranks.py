@@ -22,6 +22,7 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.cli.test_process import PROGRAM, start
 from tests.kit.forks import start_fork
+from tests.kit.minutes import in_minutes
 
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 
@@ -65,17 +66,23 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_any_number_of_processes_writes_the_same_file(mixtral: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_torchrun", [False, *in_minutes(True)])
+def test_any_number_of_processes_writes_the_same_file(
+    mixtral: Path, tmp_path: Path, by_torchrun: bool
+) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--recipe", "w8a8-static", "--json")
     command = (*command, "--format", "kv-scales")
     alone = succeed(*command, "--out", tmp_path / "alone").json
-    torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "-m", "fp8calib")
-    two = start(sys.executable, "-m", *torchrun, *command, "--out", tmp_path / "two")
-    four = start_ranks(4, *command, "--out", tmp_path / "four")
+    if by_torchrun:
+        torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "-m", "fp8calib")
+        two = start(sys.executable, "-m", *torchrun, *command, "--out", tmp_path / "two")
+    else:
+        two, _ = start_ranks(2, *command, "--out", tmp_path / "two")
     code, out, err = finish(two)
     assert code == 0, err
     reports = {"two": json.loads(out)}
+    four = start_ranks(4, *command, "--out", tmp_path / "four")
     for rank, process in enumerate(four):
         code, out, err = finish(process)
         assert code == 0, err

@@ -30,6 +30,7 @@ from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
+from tests.kit.minutes import in_minutes
 from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification.by_hand import Subject, emulate_scheme
@@ -180,7 +181,7 @@ def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path
     assert whole.weight_scales["0"]
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "further-gemma4_text", "llama"])
+@pytest.mark.parametrize("name", ["further-gemma4_text", "llama", *in_minutes("gemma3n_text")])
 def test_candidates_begin_at_the_first_layer_that_they_change(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from tests.cli.graft.grafting import (
 )
 from tests.cli.program import run, snapshot, succeed
 from tests.kit.checkpoints import WEIGHTS
+from tests.kit.minutes import takes_minutes
 
 
 def test_weights_are_copied_where_links_are_impossible(
@@ -232,6 +233,7 @@ def count_read_bytes() -> int:
     return int(counts["rchar"])
 
 
+@takes_minutes
 def test_a_large_checkpoint_is_hardly_read_and_not_copied(tmp_path: Path) -> None:
     """Of 20 GB, the projections of K and V are read, and the rest in samples."""
     child = save_sparse(tmp_path / "child", layers=24)

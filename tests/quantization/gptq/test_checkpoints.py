@@ -26,13 +26,15 @@ from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checkpoints import change_config, change_tensors
 from tests.kit.forks import start_fork
+from tests.kit.minutes import in_minutes, takes_minutes
 from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
 
 NUM_SEQUENCES, SEQ_LEN = 40, 32
 EXPERT = re.compile(r"(.*layers\.\d+\.\w+\.experts)\.(\d+)\.(\w+)")
 DOWN = {"w2", "down_proj"}
-FAMILIES = ["llama", "phi3", "gpt_neox", "opt", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+FAMILIES = ["llama", "gpt_neox", "mixtral", "qwen3_next"]
+FAMILIES += in_minutes("phi3", "opt", "qwen3_moe", "deepseek_v3")
 
 
 def draw() -> list[torch.Tensor]:
@@ -215,7 +217,7 @@ def test_every_linear_is_rounded_by_its_own_inputs(family: str, tmp_path: Path) 
     assert not (tmp_path / "out.rounding").exists()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", *in_minutes("qwen3_5_moe_text")])
 def test_stacked_experts_are_rounded_by_their_own_tokens(family: str, tmp_path: Path) -> None:
     """One of them is published [in, out], below a vision tower that is not quantized."""
     model = STACKED[family].build(family)
@@ -337,7 +339,12 @@ def interrupt_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "saves"), [("w8a16", False), ("fp8-static", True), ("mxfp8-a16", False)]
+    ("scheme", "saves"),
+    [
+        ("w8a16", False),
+        ("fp8-static", True),
+        pytest.param("mxfp8-a16", False, marks=takes_minutes),
+    ],
 )
 def test_a_resumed_run_writes_the_same_bytes(
     scheme: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
