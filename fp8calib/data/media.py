@@ -47,6 +47,10 @@ MAX_SAMPLES = 2**28
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
 _BUFFER = re.compile(r"<_io\.BytesIO[^>]*>")
 _DATA_URI = re.compile(r"(?i)data:[^,]*;base64,")
+_CUT = re.compile(r"(?m)^data : (\d+) \(should be (\d+)\)")
+"""How libsndfile 1.2.2 notes that the samples of a WAV are fewer than its header says (run)."""
+_UNKNOWN_SIZE = 0x7FFF0000
+"""From here on a size stands for an unknown one: a program that writes to a pipe knows none."""
 _KEYS = ("url", "path", "base64", "bytes", "data")
 _BASE64 = frozenset({"base64", "data"})
 _HELD = frozenset({"bytes", "array"})
@@ -353,6 +357,11 @@ def _decode_audio(medium: Medium) -> tuple[npt.NDArray[np.float32], float]:
         raise _missing("audio", "soundfile", medium) from error
     with soundfile.SoundFile(io.BytesIO(read_bytes(medium))) as file:
         _require_length(file.frames * file.channels, medium)
+        if (cut := _CUT.search(file.extra_info)) and int(cut[1]) < _UNKNOWN_SIZE:
+            raise DataError(
+                f"{medium.label}: the file ends after {cut[2]} of {cut[1]} bytes of sound",
+                hint="copy the file again",
+            )
         found: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
         return found.mean(axis=1), float(file.samplerate)
 
