@@ -28,7 +28,7 @@ _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
     """Refuse a folder where the name of a scale stops the loader.
 
-    Scales of quantized weights are judged elsewhere (`weights/comparison.py`).
+    Scales of quantized weights are judged elsewhere (`weights/linear_tensors.py`).
 
     Raises:
         Refusal: naming the scale.
