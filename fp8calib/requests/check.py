@@ -22,8 +22,9 @@ def _check_engines(names: str) -> None:
 class CheckRequest:
     """Report what each engine will do with KV scales and FP8 weights, without running it.
 
-    Exit code 0 only if every layer gets the scales that the file means, else 8. A checkpoint
-    without KV scales that asks for none is ok, unless --require-kv is given.
+    Exit code 0 only if every layer gets the scales that the file means; 8 if one does not, 9 if
+    nothing is wrong but something is unknown. A checkpoint without KV scales that asks for none is
+    ok, unless --require-kv is given.
 
     Example: fp8calib check out/kv-overlay --engine vllm
     """
