@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -172,12 +172,12 @@ def build_plan(
 
     """
     parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
+    begun: set[int] = set()
     if rows is None:
         _check_columns(parsed, text_column)
-        rows = mix_rows(
-            [(iter_rows(spec, part=part, text_column=text_column), spec.weight) for spec in parsed],
-            seed=seed,
-        )
+        read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
+        noted = [_note_begun(each, begun, index) for index, each in enumerate(read)]
+        rows = mix_rows([(n, s.weight) for n, s in zip(noted, parsed, strict=True)], seed=seed)
     load = functools.cache(tokenizer)
     encode = None if encoder is None else functools.cache(encoder)
     counted = ConversationCounter(rows)
@@ -203,7 +203,10 @@ def build_plan(
         ),
         text=found.text,
         sources=sources,
-        warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
+        warnings=(
+            *_list_unread(parsed, begun, samples),
+            *_list_warnings(specs, parsed, found, samples=samples),
+        ),
         longest_padded=longest_padded,
         rows=summarize_rows(
             found,
@@ -339,6 +342,22 @@ def _compute_fingerprint(
     for index in sorted(media):
         digest.update(f"{index}:{media[index].digest};".encode())
     return digest.hexdigest()
+
+
+def _note_begun(rows: Iterator[Row], begun: set[int], index: int) -> Iterator[Row]:
+    """Pass the rows of a source on, and note that one was asked for."""
+    begun.add(index)
+    yield from rows
+
+
+def _list_unread(parsed: Sequence[DataSpec], begun: Collection[int], samples: int) -> Iterator[str]:
+    """Warn of sources whose rows were not needed."""
+    for index, spec in enumerate(parsed):
+        if index not in begun:
+            yield (
+                f"no row of {spec.label} was read: other sources gave all {samples} sequences; "
+                "weights (PATH@0.5) or more --samples mix them"
+            )
 
 
 def _list_warnings(

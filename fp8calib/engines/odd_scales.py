@@ -27,6 +27,9 @@ _MOST_FROM_ESTIMATE = 20.0
 scales differ from it by at most 2.2 times."""
 _UNCALIBRATED = 1.0
 """The scale that tools write without calibration. It costs little, and is only a problem."""
+_ALL_UNCALIBRATED = (
+    "every scale of K and V is 1.0, as in files that nobody calibrated; pass --stats to tell"
+)
 _FIX = "write the scales of these statistics (`fp8calib export`), or calibrate again"
 
 
@@ -71,6 +74,8 @@ def suspect_odd_scales(
     noted = {slot: text for slot, text in found.items() if not is_known[slot]}
     report = report.suspect(*_summarize(suspected))
     report = report.add_problems(*_summarize(noted), *filter(None, [estimates.note]))
+    if used and set(used.values()) == {_UNCALIBRATED}:
+        report = report.add_problems(_ALL_UNCALIBRATED)
     if swap := find_swap(used, likely):
         report = report.suspect(f"{swap}: they fit the weights of the other of the two")
     estimated = {role for _, role in reaches}
@@ -120,10 +125,10 @@ def _match(used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]) -> dict[Sl
 def _find_reach(
     slot: Slot, used: Mapping[Slot, float], reaches: Mapping[Slot, Reach]
 ) -> Reach | None:
-    """Find what a scale has to suit: the larger of K and V where both have the same one."""
+    """Find what a scale has to suit: the larger of K and V where one was made for both."""
     layer, role = slot
     other = (layer, Role.V if role is Role.K else Role.K)
-    if used[slot] != used.get(other):
+    if used[slot] != used.get(other) or used[slot] == _UNCALIBRATED:
         return reaches.get(slot)
     if slot not in reaches or other not in reaches:
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from statistics import mean, median
 
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import KV_ROLES, Role
 
 Slot = tuple[int, Role]
@@ -17,6 +18,8 @@ _LEAST_GAIN = 2.0
 """How many times better they have to fit the other places."""
 _MOST_MISFIT = math.log(1.5)
 """How far they may be from the other places on average."""
+_MOST_SHARED = math.log(64.0)
+"""The factor that all of them may share, of headroom or clipping; reciprocals are farther off."""
 _LEAST_SLOTS = 4
 """Of fewer scales nothing can be said."""
 
@@ -48,9 +51,21 @@ def find_mixup(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> tupl
         What happened, and the scales that it changes; nothing where each scale is of its place.
     """
     for text, moved in list_moves([*dict.fromkeys(layer for layer, _ in scales)]):
-        if _fits(scales, amax, moved, [list(moved)]):
+        if _fits(scales, amax, moved, [list(moved)]) and _is_plausible(scales, amax, moved):
             return text, list(moved)
     return "", []
+
+
+def _is_plausible(
+    scales: Mapping[Slot, float], amax: Mapping[Slot, float], moved: Mapping[Slot, Slot]
+) -> bool:
+    """Tell whether the factor that scales share is one that they may have."""
+    factors = [
+        math.log(scales[slot] * E4M3FN.max / amax[other])
+        for slot, other in moved.items()
+        if slot in scales and other in amax
+    ]
+    return abs(median(factors)) <= _MOST_SHARED
 
 
 _SWAPPED = "the k and v scales are swapped"

@@ -15,6 +15,7 @@ from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
 from fp8calib.results.run_plan import RunPlan
+from fp8calib.stats.statistic import NUM_QUARTERS
 
 
 def describe(result: CalibrateResult | RunPlan, request: CalibrateRequest) -> Iterator[Block]:
@@ -36,7 +37,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     shown = show_stats(result.stats)
     yield from summarize_briefly(shown)
     yield from describe_skipped(shown)
-    if result.saturation is not None:
+    if result.saturation is not None and result.sequences >= NUM_QUARTERS:
         yield result.saturation.describe_half()
     yield from _describe_experts(result.experts)
     if result.rule_choice is not None:

@@ -259,6 +259,7 @@ def test_auto_gives_a_receipt_of_what_it_wrote_and_card_shows_it(
     succeed("card", folder, *base, "--receipt", tmp_path / "r.json")
     text = (folder / "README.md").read_text()
     assert "## Receipt" in text
+    assert "Not measured." not in text
     assert "![receipt.svg](receipt.svg)" in text
     # The receipt in the folder is of the folder; so is the second card.
     succeed("receipt", "verify", folder / "receipt.json", "--key", place / "key.pub")
@@ -358,6 +359,7 @@ def test_a_badge_is_well_formed_and_says_what_the_receipt_says(place: Path) -> N
     assert str(texts[1]).startswith(f"KLD {row['kld_mean']:.2e}")
     assert str(texts[1]).endswith(row["verdict"])
     assert "![shown.svg](shown.svg)" in outcome.out
+    assert "fp8calib receipt verify shown.json --model MODEL --scales PATH --rerun" in outcome.out
 
 
 @pytest.mark.skipif(shutil.which("minisign") is None, reason="minisign is not installed")

@@ -125,6 +125,15 @@ def test_the_default_output_is_named_after_the_model(
     assert (tmp_path / "tiny-llama-fp8calib" / "kv-overlay" / "config.json").is_file()
 
 
+def test_halves_of_the_data_are_compared_where_there_are_four_sequences(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    told = succeed("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "four").out
+    assert "half of the data gave the median site" in told
+    one = ("calibrate", model, "--data", data, *QUICK, "--samples", 3, "--out", tmp_path / "three")
+    assert "half of the data" not in succeed(*one).out
+
+
 def test_the_scales_are_amax_over_448(calibrated: tuple[Path, Outcome]) -> None:
     stats = stats_of(calibrated[0])
     scales = load_file(calibrated[0] / "kv_scales.safetensors")

@@ -75,6 +75,15 @@ def test_weighted_specs_are_mixed_by_the_seed(tmp_path: Path) -> None:
     assert lists(plan_of(f"{a}@1", b, seq_len=2, seed=3)) != lists(plan)
 
 
+def test_a_source_that_is_not_read_is_named(tmp_path: Path) -> None:
+    a, b = (write_ids(tmp_path / f"{name}.jsonl", *[[1, 1]] * 4) for name in "ab")
+    told = [each for each in plan_of(a, b, seq_len=2, samples=4).warnings if "was read" in each]
+    assert len(told) == 1
+    assert told[0].startswith("no row of b.jsonl was read: other sources gave all 4 sequences")
+    for plan in (plan_of(a, b, seq_len=2, samples=5), plan_of(f"{a}@1", b, seq_len=2, samples=4)):
+        assert not any("was read" in each for each in plan.warnings)
+
+
 def test_samples_stop_the_reading_before_a_bad_row(tmp_path: Path) -> None:
     spec = write_ids(tmp_path / "x.jsonl", [1, 2, 3], [4, 5], [999])
     assert lists(plan_of(spec, samples=1)) == [[1, 2, 3, 4]]

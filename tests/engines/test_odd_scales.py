@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import fp8calib
 from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.scale_mixups import find_mixup
 from fp8calib.engines.weight_estimates import estimate_reaches
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role
@@ -186,6 +187,30 @@ def test_one_scale_for_k_and_v_has_to_suit_the_larger(
         assert len(list_suspicions(fp8calib.check(folder, engine="vllm"))) == number
         report = fp8calib.check(folder, engine="vllm", stats=measure(model, rows))
         assert report.ok == (number == 0)
+
+
+def test_reciprocals_are_not_called_swapped() -> None:
+    """Where K times V is the same in all layers, reciprocals are swapped scales times a number."""
+    amax = {(i, r): 2.0**i if r is Role.K else 2.0**-i for i in range(4) for r in (Role.K, Role.V)}
+    swapped = {(i, r): amax[i, Role.V if r is Role.K else Role.K] / 448 for i, r in amax}
+    assert find_mixup(swapped, amax) == ("the k and v scales are swapped", list(swapped))
+    assert find_mixup({slot: 448 / each for slot, each in amax.items()}, amax) == ("", [])
+
+
+def test_scales_that_are_all_one_are_told(
+    llama: Path, rows: Path, stats: fp8calib.CalibrationStats, tmp_path: Path
+) -> None:
+    """With statistics each is judged by its own tensor, although all are equal."""
+    amax = largest_kv(llama, rows)
+    folder = write_overlay(llama, tmp_path / "o", dict.fromkeys(amax, 1.0))
+    told = fp8calib.check(folder, engine="vllm").engines["vllm"].problems
+    assert any(each.startswith("every scale of K and V is 1.0") for each in told)
+    for layer in fp8calib.check(folder, engine="vllm", stats=stats).engines["vllm"].layers:
+        for role, verdict in (("k", layer.k), ("v", layer.v)):
+            assert f"calibration saw up to {amax[layer.layer, role]:,.4g}" in verdict.why
+    folder = write_overlay(llama, tmp_path / "p", {**dict.fromkeys(amax, 1.0), (1, "k"): 0.5})
+    told = fp8calib.check(folder, engine="vllm").engines["vllm"].problems
+    assert not any(each.startswith("every scale") for each in told)
 
 
 def test_one_scale_for_v_and_a_k_that_is_not_estimated_is_not_judged(tmp_path: Path) -> None:

@@ -386,6 +386,7 @@ def test_what_fails_or_cannot_be_judged_is_not_served(
     found = conclude(need(None), one=candidate(SCALE_ONE, 0.006, verdict), refused=refused)
     assert found.remedy is remedy
     assert found.headline.endswith(end)
+    assert found.headline.startswith("on this text ") is (verdict is Verdict.CANNOT_TELL)
 
 
 @pytest.mark.parametrize(

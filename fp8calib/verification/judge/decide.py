@@ -274,7 +274,7 @@ def _decide_without(
             candidate=SCALE_ONE,
         )
     if unscaled.verdict is Verdict.CANNOT_TELL:
-        return Decision(headline=f"{text}.")
+        return Decision(headline=f"on this text {text}.")
     if SCALE_ONE in basis.refused:
         text = f"{text}. But the engine cannot load the model"
         return Decision(headline=f"{text}: use another engine or format.")
