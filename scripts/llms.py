@@ -25,12 +25,9 @@ _WHEN = (
 _RULES = (
     "Give the **unquantized** model to `calibrate`, `quantize`, `plan`, `auto` and `verify`. A "
     "quantized one is what they compare it with: `verify MODEL --scales FOLDER`.",
-    "Start with `--dry-run` where a model has more than some billions of parameters: it prints the "
-    "time and the memory.",
-    "Add `--json` and read the object, not the table. `passed`, `next` and `advice` tell what to "
-    "do.",
-    "Judge by exit code. 8 is a failed gate or a refused checkpoint. 9 is too little text or an "
-    "unknown: it is no pass.",
+    "Start with `--dry-run` where a model has more than some billions of parameters.",
+    "Add `--json` and read `passed`, `next` and `advice`.",
+    "Judge by exit code. 9 is no pass.",
     "Run `check` on everything that is written, for the engine that will serve it.",
     "Quote KLD and ratio with their standard errors. A difference that the paired comparison "
     "cannot tell is none.",
@@ -67,7 +64,7 @@ def make_skill() -> str:
             "",
             f"# Skill: use {_NAME}",
             "",
-            "A page for coding agents. Copy it as `SKILL.md` where yours looks for skills.",
+            "Copy this page as `SKILL.md` where your coding agent looks for skills.",
             "",
             "## Rules",
             "",
@@ -79,7 +76,7 @@ def make_skill() -> str:
             "| --- | --- | --- |",
             *rows,
             "",
-            "`fp8calib COMMAND --help` and the [reference](reference.md) have all options.",
+            "All options: `fp8calib COMMAND --help`.",
             "",
             "## Exit codes",
             "",
@@ -109,6 +106,6 @@ def _list_commands() -> Iterator[tuple[str, str, str]]:
 
 def _find_exit_codes() -> str:
     page = (DOCS / "reference.md").read_text()
-    found = re.search(r"^## Exit codes\n\n(.*?)(?=^## )", page, re.M | re.S)
+    found = re.search(r"^\| exit code .*?(?=\n\n)", page, re.M | re.S)
     assert found is not None  # noqa: S101 -- the page has that section
-    return found[1].strip()
+    return found[0]

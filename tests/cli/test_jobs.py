@@ -231,5 +231,5 @@ def test_skypilot_accepts_the_task() -> None:
 
 
 def test_the_page_names_every_template() -> None:
-    page = (DOCS / "jobs.md").read_text()
+    page = (DOCS / "ci.md").read_text()
     assert [path.name for path in FOLDER.iterdir() if f"`{path.name}`" not in page] == []
