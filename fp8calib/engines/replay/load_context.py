@@ -132,6 +132,8 @@ class LoadContext:
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
         fix = "calibrate the layer; a layer that reads another one's cache gets that layer's scale"
+        if not self._meant and not self._elsewhere:
+            fix = "the checkpoint has no KV scales: `fp8calib calibrate` measures them"
         return LoadVerdict(status=status, value=value, why=text, fix=fix)
 
 
