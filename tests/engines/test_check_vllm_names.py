@@ -281,6 +281,17 @@ def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
     assert values(ask("vllm", exact, geometry))[0][0] == pytest.approx(0.0123456, rel=1e-7)
 
 
+def test_a_model_that_embeds_text_is_served_in_float16_instead_of_float32(tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU held 0.1486816 of an olmo3 without architectures, not 0.1484375."""
+    geometry = plain_geometry(
+        model_type="olmo3", architecture="Olmo3ForCausalLM", checkpoint_dtype="float32"
+    )
+    for named, held in ((None, 0.148681640625), (["Olmo3ForCausalLM"], 0.1484375)):
+        scales = spell(*PAIR, value=0.1487)
+        folder = save_folder(tmp_path / str(held), scales, quantization=FP8, architectures=named)
+        assert values(ask("vllm", folder, geometry))[0][0] == held
+
+
 @pytest.mark.parametrize(("value", "status"), [(2e-8, "refused"), (7e4, "misread")])
 def test_a_scale_outside_float16_is_refused_or_infinite(
     tmp_path: Path, value: float, status: str

@@ -94,7 +94,13 @@ def replay_vllm(
     quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
     bfloat16_types = release.list_values(BFLOAT16_TYPES)
-    dtype = find_served_dtype(geometry, bfloat16_types=bfloat16_types)
+    is_pooling = generates_nothing(folder.config, geometry)
+    dtype = find_served_dtype(
+        geometry,
+        bfloat16_types=bfloat16_types,
+        # config/model.py of 0.32.0 (_resolve_auto_dtype, run)
+        half_instead_of=("float16", "float32") if is_pooling else ("float16",),
+    )
     layers, held = _judge_layers(context, quantization, method, tp, release, dtype)
     if on_gpus and _is_per_head(quantization, method):
         context.problems.append(_NEEDS_FLASH_ATTENTION)
