@@ -51,21 +51,9 @@ def find_mixup(scales: Mapping[Slot, float], amax: Mapping[Slot, float]) -> tupl
         What happened, and the scales that it changes; nothing where each scale is of its place.
     """
     for text, moved in list_moves([*dict.fromkeys(layer for layer, _ in scales)]):
-        if _fits(scales, amax, moved, [list(moved)]) and _is_plausible(scales, amax, moved):
+        if _fits(scales, amax, moved, [list(moved)], most_shared=_MOST_SHARED):
             return text, list(moved)
     return "", []
-
-
-def _is_plausible(
-    scales: Mapping[Slot, float], amax: Mapping[Slot, float], moved: Mapping[Slot, Slot]
-) -> bool:
-    """Tell whether the factor that scales share is one that they may have."""
-    factors = [
-        math.log(scales[slot] * E4M3FN.max / amax[other])
-        for slot, other in moved.items()
-        if slot in scales and other in amax
-    ]
-    return abs(median(factors)) <= _MOST_SHARED
 
 
 _SWAPPED = "the k and v scales are swapped"
@@ -93,6 +81,8 @@ def _fits(
     amax: Mapping[Slot, float],
     moved: Mapping[Slot, Slot],
     groups: Sequence[Sequence[Slot]],
+    *,
+    most_shared: float = math.inf,
 ) -> bool:
     known = {
         slot: other
@@ -100,14 +90,19 @@ def _fits(
         if slot in scales and {slot, other} <= amax.keys()
     }
     groups = [[slot for slot in group if slot in known] for group in groups]
-    own, other = (
-        _measure_misfit(
-            [[math.log(scales[slot] / amax[place(slot)]) for slot in group] for group in groups]
-        )
+    if len(known) < _LEAST_SLOTS:
+        return False
+    factors = [
+        [
+            [math.log(scales[slot] * E4M3FN.max / amax[place(slot)]) for slot in group]
+            for group in groups
+            if group
+        ]
         for place in (lambda slot: slot, known.__getitem__)
-    )
+    ]
+    own, other = map(_measure_misfit, factors)
     is_better = other < _MOST_MISFIT and own > max(_LEAST_MISFIT, _LEAST_GAIN * other)
-    return len(known) >= _LEAST_SLOTS and is_better
+    return is_better and all(abs(median(group)) <= most_shared for group in factors[1])
 
 
 def _measure_misfit(groups: Sequence[Sequence[float]]) -> float:

@@ -282,7 +282,7 @@ def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
 
 
 def test_a_model_that_embeds_text_is_served_in_float16_instead_of_float32(tmp_path: Path) -> None:
-    """VLLM 0.32 on a CPU held 0.1486816 of an olmo3 without architectures, not 0.1484375."""
+    """Of an olmo3 without architectures vLLM 0.32 on a CPU held 0.1486816, not 0.1484375."""
     geometry = plain_geometry(
         model_type="olmo3", architecture="Olmo3ForCausalLM", checkpoint_dtype="float32"
     )

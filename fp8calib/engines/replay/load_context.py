@@ -18,6 +18,11 @@ from fp8calib.geometry.sites import KV_ROLES, Role
 Slot = tuple[int, Role]
 """The k or the v of a layer: its index, and the role."""
 
+_NO_SCALE_HERE = (
+    "calibrate the layer; a layer that reads another one's cache gets that layer's scale"
+)
+_NO_SCALES = "the checkpoint has no KV scales: `fp8calib calibrate` measures them"
+
 
 def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
     """List the files that the index names, as vLLM, SGLang and transformers do.
@@ -131,9 +136,7 @@ class LoadContext:
             return LoadVerdict(status=status, value=value, why=text, fix=fix)
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
-        fix = "calibrate the layer; a layer that reads another one's cache gets that layer's scale"
-        if not self._meant and not self._elsewhere:
-            fix = "the checkpoint has no KV scales: `fp8calib calibrate` measures them"
+        fix = _NO_SCALE_HERE if self._meant or self._elsewhere else _NO_SCALES
         return LoadVerdict(status=status, value=value, why=text, fix=fix)
 
 
