@@ -41,7 +41,6 @@ RUN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("kv-overlay", "vllm"): ("real_engines/test_vllm_overlays.py", "exports(name)"),
     ("kv-overlay-head", "vllm"): ("real_engines/test_vllm_overlays.py", '"kv-overlay-head"'),
     ("tgi", "vllm"): ("real_engines/test_vllm_limits.py", '"tgi"'),
-    ("vllm-json", "sglang"): ("real_engines/test_sglang_scales.py", '"vllm-json"'),
     ("rfc", "sglang"): ("real_engines/test_sglang_scales.py", '"rfc"'),
     ("compressed-tensors, `attn_head`", "vllm"): (
         "real_engines/test_foreign_files.py",

@@ -50,12 +50,13 @@ def path(tmp_path: Path) -> Path:
     "document",
     [GOOD, change(_comment="x"), change(mlp={"activation": {}}), change(attention=7)],
 )
-def test_what_the_loader_accepts_is_used(path: Path, document: dict[str, Any]) -> None:
+def test_what_the_loader_accepts_is_not_multiplied_by(path: Path, document: dict[str, Any]) -> None:
     report = ask_sglang_json(write(path, document), plain_geometry(), 1)
 
-    assert report.ok
+    assert statuses(report) == both("misread")
     assert values(report) == [(0.05, 0.05), (0.04, 0.04)]
-    assert any("attention backend" in problem for problem in report.problems)
+    assert "does not multiply" in report.layers[0].k.why
+    assert report.layers[0].k.fix == "serve a kv-overlay instead"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_numbers_and_keys_are_coerced_and_the_last_duplicate_wins(path: Path, fa
 
     report = ask_sglang_json(write(path, text), plain_geometry(), 1)
 
-    assert report.ok
+    assert statuses(report) == both("misread")
     assert values(report) == [(1.0, 1.0), (0.1, 0.1)]
 
 
@@ -139,15 +140,16 @@ def test_numbers_and_keys_are_coerced_and_the_last_duplicate_wins(path: Path, fa
         ("false", 0.0),
     ],
 )
-def test_numbers_that_are_no_scales_are_taken_and_not_ok(
+def test_numbers_that_are_no_scales_are_taken_and_named(
     path: Path, number: str, value: float | None
 ) -> None:
     text = json.dumps(GOOD).replace("0.04", number)
 
     report = ask_sglang_json(write(path, text), plain_geometry(), 1)
 
-    assert statuses(report) == [("used", "used"), ("misread", "misread")]
+    assert statuses(report) == both("misread")
     assert values(report)[1] == (value, value)
+    assert "does not multiply" not in report.layers[1].k.why
 
 
 def test_the_ranks_must_be_those_of_the_engine(path: Path) -> None:
@@ -164,7 +166,7 @@ def test_one_bad_rank_is_enough(path: Path) -> None:
 
     report = ask_sglang_json(write(path, change(scaling_factor=two)), plain_geometry(), 2)
 
-    assert statuses(report) == [("used", "used"), ("misread", "misread")]
+    assert ["does not multiply" in layer.k.why for layer in report.layers] == [True, False]
 
 
 def test_layers_without_a_cache_must_stand_in_the_file(path: Path) -> None:
@@ -183,7 +185,11 @@ def _hybrid() -> ModelGeometry:
 
 
 @pytest.mark.parametrize(
-    "geometry", [_hybrid(), plain_geometry(model_type="mixtral"), plain_geometry(model_type="gpt2")]
+    "geometry",
+    [
+        _hybrid(),
+        *(plain_geometry(model_type=name) for name in ("mixtral", "gpt2", "hunyuan_v1_dense")),
+    ],
 )
 def test_models_that_take_no_file_stop_the_engine(path: Path, geometry: ModelGeometry) -> None:
     report = ask_sglang_json(write(path, change(model_type=geometry.model_type)), geometry, 1)

@@ -95,7 +95,7 @@ GPT2 = moved_stats("transformer.h.{}.attn", "gpt2")
         (plain_stats(), "kv-overlay-head", {SGLANG, TGI}),
         (plain_stats(), "tgi", {VLLM, SGLANG, TRANSFORMERS}),
         (plain_stats(), "kv-scales", {TRANSFORMERS}),
-        (plain_stats(), "vllm-json", {VLLM, TGI, TRANSFORMERS}),
+        (plain_stats(), "vllm-json", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (linear_stats(), "rfc", {VLLM, OLD_VLLM, SGLANG, TGI, TRANSFORMERS}),
         (latent_stats(), "kv-overlay", {VLLM, SGLANG, TGI}),
         (latent_stats(), "kv-overlay-head", {VLLM, SGLANG, TGI, TRANSFORMERS}),
@@ -105,7 +105,7 @@ GPT2 = moved_stats("transformer.h.{}.attn", "gpt2")
         (of_type("mixtral"), "kv-overlay", {SGLANG}),
         (of_type("gemma"), "kv-overlay", {SGLANG}),
         (of_type("granite"), "kv-scales", {SGLANG, TRANSFORMERS}),
-        (of_type("opt"), "vllm-json", {VLLM, TGI, TRANSFORMERS}),
+        (of_type("opt"), "vllm-json", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (GPT2, "kv-overlay", {TRANSFORMERS}),
         (of_type("falcon"), "kv-overlay", {SGLANG, TRANSFORMERS}),
         (of_type("gpt_neox"), "kv-overlay", {SGLANG, TRANSFORMERS}),
@@ -116,10 +116,9 @@ GPT2 = moved_stats("transformer.h.{}.attn", "gpt2")
         (of_type("dbrx"), "kv-overlay", {TRANSFORMERS}),
         (of_type("lfm2"), "kv-scales", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (of_type("bamba"), "kv-overlay-head", {VLLM, SGLANG, TGI}),
-        (of_type("hunyuan_v1_dense"), "vllm-json", {VLLM, TGI, TRANSFORMERS}),
         (of_type("llama4_text"), "vllm-json", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (of_type("qwen3"), "tgi", {VLLM, SGLANG, TGI, TRANSFORMERS}),
-        (of_type("mistral"), "vllm-json", {VLLM, TGI, TRANSFORMERS}),
+        (of_type("mistral"), "vllm-json", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (hybrid_stats(), "kv-overlay", {SGLANG, TGI}),
     ],
 )
@@ -153,11 +152,6 @@ def test_an_overlay_is_served_by_three_commands(serve: Serve) -> None:
 
 def test_a_scales_file_is_served_beside_the_model_with_its_ranks(serve: Serve) -> None:
     assert list_commands(serve(plain_stats(), "vllm-json", tp=2)) == [
-        (
-            SGLANG,
-            "python -m sglang.launch_server --model-path org/model --kv-cache-dtype fp8_e4m3 "
-            "--quantization-param-path 'out dir/kv_cache_scales.tp2.json' --tp-size 2",
-        ),
         (
             OLD_VLLM,
             "python -m vllm.entrypoints.openai.api_server --model org/model --kv-cache-dtype fp8 "
@@ -204,7 +198,6 @@ def test_an_engine_that_reads_no_json_refuses_no_key_of_one(serve: Serve, name: 
     [
         (plain_stats(), "kv-overlay-head", VLLM, "FlashAttention 3 or later"),
         (plain_stats(), "kv-overlay-head", VLLM, "on a backend that takes one number, the largest"),
-        (plain_stats(), "vllm-json", SGLANG, "depends on the attention backend"),
         (of_type("opt"), "vllm-json", OLD_VLLM, "Llama 2 only"),
         (plain_stats(), "kv-scales", VLLM, "quantization_config of kv-overlay"),
         (plain_stats(), "kv-scales", SGLANG, "quantization_config of kv-overlay"),

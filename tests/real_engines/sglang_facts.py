@@ -49,8 +49,14 @@ _COMPRESSED = "compressed_tensors/compressed_tensors.py"
 _CONFIG = "srt/configs/model_config.py"
 _MODELS = "srt/models/"
 _JOINED = ("qkv_proj", "gate_up_proj")
-_LOADING_IN_PART = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-"""Classes that inherit `load_kv_cache_scales`, whose inner model has none."""
+_FAILING_LOADERS = (
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+)
+"""Classes whose `load_kv_cache_scales` always fails: Llama 4's inner model has none, HunYuan's
+attention no `kv_scale`."""
 _OTHER_TYPES = {
     "glm5_next": "Glm5NextForConditionalGeneration",
     "mimo": "MiMoForCausalLM",
@@ -129,7 +135,7 @@ def _list_types() -> dict[str, str]:
 
 def list_types_with_files() -> Iterable[str]:
     """List the model types whose class reads a file of scales."""
-    classes = list_models_with_scales().difference(_LOADING_IN_PART)
+    classes = list_models_with_scales().difference(_FAILING_LOADERS)
     return sorted(each for each, name in _list_types().items() if name in classes)
 
 

@@ -1,14 +1,21 @@
-"""SGLang's own loader takes our `vllm-json`, number by number, and nothing of `rfc`."""
+"""SGLang's own loader takes our `vllm-json`, number by number, and nothing of `rfc`.
+
+Its attention does not compute with these numbers.
+"""
 
 from __future__ import annotations
 
+import ast
 import logging
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from tests.real_engines.exports import Exports, read_json_scales
 from tests.real_engines.sglang_loader import Loader, extract_loader
+from tests.real_engines.sglang_sources import open_sglang, read_models
+from tests.real_engines.vllm_sources import take
 
 TPS = (1, 2, 4)
 RANKS = [(tp, rank) for tp in TPS for rank in range(tp)]
@@ -65,3 +72,34 @@ def test_a_file_for_another_number_of_ranks_is_refused(exports: Exports, loader:
 
     assert list(loader(str(out / "kv_cache_scales.tp1.json"), 0, 2, 2, "llama")) == []
     assert list(loader(str(out / "kv_cache_scales.tp2.json"), 0, 1, 2, "llama")) == []
+
+
+def test_what_the_file_sets_divides_k_and_v_and_multiplies_nothing() -> None:
+    loaders = [
+        node
+        for tree in read_models().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "load_kv_cache_scales"
+    ]
+    targets = [
+        target.attr
+        for loader in loaders
+        for node in ast.walk(loader)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+    ]
+    # attention multiplies by k_scale_float; HunYuan's `_kv_scale` is never reached
+    assert set(targets) == {"k_scale", "v_scale", "_kv_scale"}
+
+    assert "cache_k.div_(k_scale)" in open_sglang().read("srt/mem_cache/memory_pool.py")
+    attention = "srt/layers/attention/"
+    flashinfer = open_sglang().read(f"{attention}flashinfer_backend.py")
+    assert "k_scale=layer.k_scale_float" in flashinfer
+    flash = open_sglang().read(f"{attention}flashattention_backend.py")
+    assert "layer.k_scale.expand(" in flash
+    triton = open_sglang().read(f"{attention}triton_backend.py")
+    assert "k_descale = layer.k_scale_float" in triton
+    to_fp32 = take(open_sglang(), "fused_fp8_qkv_kv_cache.py", "_scale_to_f32", torch=torch)
+    with pytest.raises(AttributeError):
+        to_fp32(0.5, torch.device("cpu"))

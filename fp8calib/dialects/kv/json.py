@@ -48,7 +48,7 @@ def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 
 VLLM_JSON = Dialect(
     name="vllm-json",
-    description="one block per rank, every layer: what vLLM 0.4 to 0.6 and SGLang parse",
+    description="one block per rank, every layer, for vLLM 0.4 to 0.6; SGLang misreads it",
     path_pattern="kv_cache_scales.tp{tp}.json",
     write=_write,
     recognise=_recognise,

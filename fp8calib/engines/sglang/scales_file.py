@@ -1,4 +1,13 @@
-"""What SGLang does with `--quantization-param-path`."""
+"""What SGLang does with `--quantization-param-path`.
+
+Its models set `k_scale` and `v_scale` of a layer to the number (`models/llama.py`,
+load_kv_cache_scales), by which `mem_cache/memory_pool.py` (MHATokenToKVPool.set_kv_buffer) divides
+K and V. Attention multiplies by `k_scale_float` and `v_scale_float`, which stay None:
+`flashinfer_backend.py` (FlashInferAttnBackend.forward_decode) takes None for 1.0, `sm_scale *
+k_scale` of `triton_backend.py` and `k_scale.expand` of `flashattention_backend.py` are errors, and
+so is `.to` of `fused_fp8_qkv_kv_cache.py` (_scale_to_f32), which `trtllm_mha_backend.py` calls.
+Read in 0.5.16 and 0.5.23; `aiter_backend.py` passes the number to kernels that were not read.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +16,17 @@ from pathlib import Path
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.scales_file import replay_scales_file
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict, Refusal
 from fp8calib.engines.sglang.model_types import find_sglang_type, takes_sglang_json
 from fp8calib.engines.sglang.replay import has_kv_method
 from fp8calib.engines.status import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-_EFFECT = (
-    "SGLang parses the file; what the scales do depends on the attention backend (FlashAttention "
-    "fails on them, Triton and FlashInfer use 1.0): kv-overlay is the more reliable form"
+_WHY = (
+    "SGLang divides K and V by the scale where it stores them, and does not multiply where it "
+    "reads them: FlashInfer attends to the quotients, FlashAttention, Triton and TRT-LLM fail"
 )
+_FIX = "serve a kv-overlay instead"
 
 
 def replay_sglang_json(
@@ -30,11 +40,17 @@ def replay_sglang_json(
     if not takes_sglang_json(geometry, release):
         owner = f"{release.title}'s {find_sglang_type(geometry)}"
         why = f"{owner} reads no file of scales: RuntimeError at start"
-        raise Refusal(why, fix="serve a kv-overlay instead")
+        raise Refusal(why, fix=_FIX)
     report = replay_scales_file(path, geometry, tp)
     if any(layer.k.status is Status.DEFAULTED for layer in report.layers):
         return report
     if has_kv_method(model, geometry, release):
         why = "the model's quantization_config makes k_scale a parameter: setting it is a TypeError"
         raise Refusal(why, fix="store the scales in the checkpoint")
-    return report.add_problems(_EFFECT)
+    return report.change(_misread)
+
+
+def _misread(verdict: LoadVerdict) -> LoadVerdict:
+    if verdict.status is not Status.USED:
+        return verdict
+    return verdict.model_copy(update={"status": Status.MISREAD, "why": _WHY, "fix": _FIX})

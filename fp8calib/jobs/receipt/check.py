@@ -45,7 +45,9 @@ def read_receipt(path: Path) -> tuple[Receipt, list[str]]:
             hint="the schema is docs/schemas/receipt-file.json",
         ) from error
     except ValueError as error:  # no JSON, or a number that has no canonical form
-        raise ModelError(f"{path}: no receipt: {error}") from error
+        raise ModelError(
+            f"{path}: no receipt: {error}", hint="name a file that --receipt wrote"
+        ) from error
     faults = []
     if path.read_bytes() != canonical:
         faults.append("the file is not canonical JSON (RFC 8785): it was written by another hand")
