@@ -1,4 +1,4 @@
-"""Estimate from a histogram what a scale clips, and its squared error.
+"""Estimate from a histogram a percentile, what a scale clips, and its squared error.
 
 A histogram counts the magnitudes in each bin, not where in the bin they are. They are assumed to be
 spread evenly in log2 over the bin, so a bound inside a bin splits its count in proportion. Bin 0

@@ -1,4 +1,4 @@
-"""Read the weights of an FP8 checkpoint in fp32, whichever tool wrote it.
+"""Read the weights of an FP8 checkpoint in fp32, as stored or as an engine rounds them again.
 
 Weights are read one at a time: codes times scales. Names and dtypes of the tensors show how the
 checkpoint is quantized, and its config has to agree; a tensor that does not fit is an error that

@@ -1,4 +1,4 @@
-"""The plan of a run: hold the whole model in memory, or stream it layer by layer."""
+"""What a run needs of memory, and whether the whole model fits."""
 
 from __future__ import annotations
 
