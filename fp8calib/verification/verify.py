@@ -138,7 +138,7 @@ class VerificationRequest:
     """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
     histograms: tuple[HistogramResult, ...] = ()
     refused: Collection[str] = ()
-    """The candidates that the engine cannot load."""
+    """The candidates that the engine cannot load, or whose KV scales it does not use."""
     warnings: tuple[str, ...] = ()
 
 

@@ -910,6 +910,25 @@ def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
     assert report["candidates"][0]["description"].endswith(rounding) is (engine == "vllm")
 
 
+@pytest.mark.parametrize(
+    ("name", "engine", "why"),
+    [
+        ("kv_cache_scales.tp1.json", "vllm", "vLLM reads no JSON of scales since 0.7"),
+        ("kv_cache_scales.tp1.json", "sglang", "SGLang divides K and V by the scale"),
+        ("tgi", "sglang", ""),
+        ("kv-overlay", "sglang", None),
+        ("kv_cache_scales.tp1.json", "reference", None),
+    ],
+)
+def test_scales_that_the_engine_does_not_use_are_a_warning(
+    verify: Any, files: Path, name: str, engine: str, why: str | None
+) -> None:
+    report = verify("--scales", files / name, "--engine", engine).json
+    told = [text for text in report["warnings"] if "does not use its KV scales (" in text]
+    assert len(told) == (why is not None)
+    assert all(text.startswith(f"{files / name}: ") and why in text for text in told)
+
+
 def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) -> None:
     """A random model of 512 tokens: no verdict but a failure, and `auto` writes nothing."""
     zoo.save("llama", tmp_path / "model", vocab_size=512)

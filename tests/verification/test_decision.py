@@ -396,7 +396,7 @@ def test_what_fails_or_cannot_be_judged_is_not_served(
         (Verdict.WARN, (), Remedy.USE, "use mine: "),
         (Verdict.FAIL, (), Remedy.FIND_LAYERS, "With mine it still fails"),
         (Verdict.CANNOT_TELL, (), Remedy.NONE, "whether it passes cannot be told"),
-        (Verdict.PASS, ("mine",), Remedy.NONE, "the engine cannot load it"),
+        (Verdict.PASS, ("mine",), Remedy.NONE, "the engine cannot use it"),
     ],
 )
 def test_scales_that_fit_are_used_only_if_they_pass(

@@ -100,5 +100,5 @@ class VerifyJob(RunModel):
     global scales takes too."""
     task_job: TaskJob | None
     refused: Collection[str]
-    """The candidates that the engine cannot load."""
+    """The candidates that the engine cannot load, or whose KV scales it does not use."""
     warnings: tuple[str, ...]

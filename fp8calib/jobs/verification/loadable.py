@@ -1,4 +1,4 @@
-"""Whether the emulated engine loads a candidate at all, found by replaying its loader."""
+"""Whether the emulated engine loads a candidate and uses its KV scales: its loader is replayed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.engines.check import check_folder
+from fp8calib.engines.check import check_file, check_folder
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.errors import Fp8CalibError, ModelError
+from fp8calib.engines.status import Status
+from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.servable import find_load_fault, write_outline
@@ -30,6 +31,8 @@ class Loading:
 
     refused: Mapping[str, str]
     """Why it cannot load them."""
+    unused: Mapping[str, str]
+    """Why it does not use the KV scales of others."""
     doubts: Mapping[str, str]
     """Why it is unknown whether it loads them."""
 
@@ -40,7 +43,7 @@ def judge_loading(
     """Find the candidates that the emulated engine cannot load, or may not."""
     engine = options.engine
     if engine.replay_folder is None:
-        return Loading(refused={}, doubts={})
+        return Loading(refused={}, unused={}, doubts={})
     folders = {
         each.name: find_candidate(each.name)
         for each in opened
@@ -55,8 +58,10 @@ def judge_loading(
         reports |= dict.fromkeys([each.name for each in opened] or [options.scheme.name], report)
     known = {name: report for name, report in reports.items() if report is not None}
     faults = {name: find_load_fault(report) for name, report in known.items()}
+    unused = {each.name: _find_unused(each, known.get(each.name), model, engine) for each in opened}
     return Loading(
         refused={name: why for name, why in faults.items() if why},
+        unused={name: why for name, why in unused.items() if why and not faults.get(name)},
         doubts={
             name: report.unknown[0]
             for name, report in known.items()
@@ -78,12 +83,37 @@ def warn_of_loading(options: VerifyOptions, loading: Loading) -> Iterator[str]:
             f"{_name(name)}: {engine.release} cannot load it ({why}); the figures are those of its "
             "arithmetic alone"
         )
+    for name, why in loading.unused.items():
+        yield (
+            f"{_name(name)}: {engine.release} does not use its KV scales ({why}); the figures are "
+            "those of its arithmetic with them"
+        )
     for name, why in loading.doubts.items():
         yield f"{_name(name)}: whether {engine.release} loads it is unknown ({why})"
 
 
 def _name(candidate: str) -> str:
     return "the unquantized model" if candidate == SCALE_ONE else candidate
+
+
+def _find_unused(
+    opened: OpenedCandidate, report: EngineReport | None, model: RunModel, engine: Engine
+) -> str:
+    """Say why an engine does not use KV scales; empty where it does, or where there are none.
+
+    What it does with those of latents, and with a checkpoint's that it misreads, is emulated.
+    """
+    found, path = opened.found, Path(opened.name)
+    if found is None or found.table.geometry.has_latent_attention or model.is_live:
+        return ""
+    unused = {Status.DROPPED, Status.DEFAULTED}
+    if path.suffix == ".json":
+        unused |= {Status.MISREAD, Status.REFUSED}
+        folder, ranks = open_folder(model.source.folder), found.table.tp
+        checked = check_file(path, found.table.geometry, [engine.key], ranks, model=folder)
+        report = checked.engines[engine.key]
+    verdicts = [] if report is None else report.verdicts
+    return next((shorten(each.why) for each in verdicts if each.status in unused), "")
 
 
 def _replay(folder: Path, engine: Engine) -> EngineReport | None:

@@ -139,7 +139,7 @@ def open_verify_job(
             plan=plan,
             server=ask,
             task_job=task_job,
-            refused=loading.refused.keys(),
+            refused=loading.refused.keys() | loading.unused.keys(),
             warnings=tuple(warn_of_loading(mine, loading)),
         )
 

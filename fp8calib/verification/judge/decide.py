@@ -48,7 +48,7 @@ class Basis:
     paired: Mapping[tuple[str, str], PairedResult] = field(default_factory=dict)
     """By candidate and base: of KV scales with scale 1.0, of FP8 weights with the best."""
     refused: Collection[str] = ()
-    """The candidates that the engine cannot load."""
+    """The candidates that the engine cannot load, or whose KV scales it does not use."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
     reference_ppl: float = 1.0
@@ -328,7 +328,7 @@ def _choose_scaled(
     loadable = [one for one in fitting if one.name not in basis.refused]
     if not loadable:
         named = ", ".join(one.name for one in fitting)
-        text = f"{needed}. {named} would fit, but the engine cannot load it"
+        text = f"{needed}. {named} would fit, but the engine cannot use it"
         return Decision(headline=f"{text}: use another engine or format.")
     passing = [one for one in loadable if not _is_unusable(one, basis)]
     best = min(passing or loadable, key=get_kld)
@@ -400,7 +400,7 @@ def _decide_weights(basis: Basis, found: Sequence[CandidateResult]) -> Decision:
     """Choose between candidates with FP8 weights: the smallest loss of those that pass."""
     listed = "; ".join(
         f"{one.name}: {one.verdict} (KLD {format_mean_kld(one.kld_mean, one.kld_se)}, "
-        f"{one.verdict_why}{'; the engine cannot load it' if one.name in basis.refused else ''})"
+        f"{one.verdict_why}{'; the engine cannot use it' if one.name in basis.refused else ''})"
         for one in found
     )
     loadable = [one for one in found if one.name not in basis.refused]
@@ -462,7 +462,7 @@ def _compare_engines(basis: Basis) -> Decision:
         if one.verdict in {Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL}:
             sentences.append(f"{one.name}: {one.verdict}")
         if one.name in basis.refused:
-            sentences.append(f"{one.engines[0]} cannot load {one.subject}")
+            sentences.append(f"{one.engines[0]} cannot use {one.subject}")
     return Decision(headline=f"{'. '.join(sentences)}.")
 
 
