@@ -179,34 +179,17 @@ def _layer_by_layer(
     work: LayerWork | None,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
-    with open_streamed(
-        prepared.model,
-        prepared.geometry,
-        prepared.weights,
-        checkpoint,
-        find_distinct_tokens(todo or ()),
-        streaming,
-    ) as streamed:
-        observer = LayerObserver(
-            streamed,
-            checkpoint,
-            recipe.observe,
-            ignored=prepared.ignored,
-            towers=prepared.towers,
-            linears=share.weights([linear for _, linear in prepared.geometry.linears()]),
-            work=work,
-        )
+    tokens = find_distinct_tokens(todo or ())
+    with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
+        linears = share.weights([linear for _, linear in prepared.geometry.linears()])
+        observer = LayerObserver(streamed, recipe.observe, linears=linears, work=work)
         if not todo:
             progress.stage("reading weights", num_layers, unit="layers")
             return observer.observe_weights(progress.advance)
         num_tokens = sum(batch.num_tokens for batch in todo)
         progress.stage("layer by layer", num_tokens * num_layers, unit="tokens", layers=num_layers)
         return observer.observe(
-            todo,
-            streaming,
-            progress.advance,
-            share.journal,
-            on_back_off=share.back_offs.append,
+            todo, progress.advance, share.journal, on_back_off=share.back_offs.append
         )
 
 

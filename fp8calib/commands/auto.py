@@ -38,9 +38,7 @@ from fp8calib.jobs.auto.measure import (
 )
 from fp8calib.jobs.auto.partial import PLANNED_PASSES, plan_left
 from fp8calib.jobs.calibration import (
-    CalibrationJob,
     choose_mode,
-    fields_of,
     open_unquantized,
     run_calibration,
 )
@@ -201,8 +199,9 @@ def _plan(task: AutoRequest) -> RunPlan:
     """
     with _open_auto(task) as opened:
         model, held_out = opened.model, opened.held_out.num_tokens
-        job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
-        mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+        mode = choose_mode(
+            model, opened.recipe, opened.calibration, scratch=Path.cwd(), expects_duration=True
+        )
         pass_s = None if mode.plan is None else mode.plan.expected_s
         candidates = 1 + len(list_considered(task))
         compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1

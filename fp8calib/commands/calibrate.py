@@ -23,7 +23,7 @@ from fp8calib.dialects.write import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.jobs.calibration import IF_QUANTIZED, fields_of, plan_recipe_text
+from fp8calib.jobs.calibration import IF_QUANTIZED, plan_recipe_text
 from fp8calib.jobs.calibration_result import (
     describe_rows,
     make_calibrate_result,
@@ -39,7 +39,7 @@ from fp8calib.jobs.fp8_checkpoint import (
     write_checkpoint,
 )
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.models import RunModel, fields_of, open_run_model
 from fp8calib.jobs.processes import check_shard, choose_rank_device
 from fp8calib.jobs.recipe_options import (
     check_query,
@@ -229,10 +229,7 @@ def _open_job(
     check_auto(recipe, request, process_rank)
     with (
         open_run_model(
-            request.model,
-            place(request),
-            revision=request.revision,
-            trust_remote_code=request.trust_remote_code,
+            request,
             if_quantized=IF_QUANTIZED,
             recipe=recipe,
             can_be_sharded=request.out is None,  # every process would write

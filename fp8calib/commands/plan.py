@@ -11,7 +11,7 @@ from typing import cast
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.jobs.calibration import CalibrationJob, choose_mode, fields_of, run_calibration
+from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.budget import find_limit, make_budget, name_budget
 from fp8calib.jobs.planning.measure import (
@@ -161,8 +161,9 @@ def _plan(
 def _describe_run(opened: OpenedPlan) -> RunPlan:
     """Describe the run without running text."""
     request, model = opened.request, opened.model
-    job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
-    mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+    mode = choose_mode(
+        model, opened.recipe, opened.calibration, scratch=Path.cwd(), expects_duration=True
+    )
     pass_s = None if mode.plan is None else mode.plan.expected_s
     calibrated = opened.calibration.num_tokens
     return RunPlan(

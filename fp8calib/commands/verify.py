@@ -12,7 +12,7 @@ from fp8calib.checkpoint.output_files import output_files, probe_output_files
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import open_run_model, place
+from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_files
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
@@ -83,13 +83,7 @@ def run(
             return plan_verified(source, settings, rows, request.tokenizer)
         return plan_texts(held_out, source)[1]
 
-    with open_run_model(
-        request.model,
-        place(request),
-        revision=request.revision,
-        trust_remote_code=request.trust_remote_code,
-        if_quantized=if_quantized(str(request.model)),
-    ) as model:
+    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
         say = None if request.dry_run else reporter.say
         job = open_verify_job(model, options, plan, tell_of_server=say)
         told = (*job.plan.warnings, *job.warnings)

@@ -98,8 +98,9 @@ def compare(
             dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
         )
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
-        with open_streamed(model, geometry, weights, checkpoint, tokens, streaming) as opened:
-            comparison_ = StreamedComparison(opened, streaming, weights)
+        prepared = prepare(model, checkpoint)
+        with open_streamed(prepared, checkpoint, tokens, streaming) as opened:
+            comparison_ = StreamedComparison(opened)
             told: list[int] = []
             advance = advance_once(comparison_, told.append)
             found = comparison_.run(todo, emulations, reference_hooks=looking, advance=advance)

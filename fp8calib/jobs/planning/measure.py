@@ -183,7 +183,6 @@ def _find_slopes(measured: MeasuredPlan) -> dict[tuple[int, int], torch.Tensor]:
         reporter.stage("gradients", total, unit="tokens")
         found = estimate(
             measured.comparison.streamed,
-            measured.comparison.streaming,
             chosen,
             groups,
             seed=_SEED,

@@ -18,7 +18,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.jobs.calibration import plan_recipe_text
 from fp8calib.jobs.calibration_result import make_run_plan
-from fp8calib.jobs.models import Placement, place
+from fp8calib.jobs.models import fields_of, prepare_run_model
 from fp8calib.jobs.processes import choose_rank_device
 from fp8calib.jobs.quantization.planned import (
     Planned,
@@ -41,9 +41,7 @@ from fp8calib.jobs.resumable.rounding import (
 from fp8calib.jobs.resumable.run import run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
 from fp8calib.machine.devices import choose_device
-from fp8calib.model.dtype import choose_dtype
-from fp8calib.model.load import build_skeleton, find_folder, open_source
-from fp8calib.model.prepared import prepare
+from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
 from fp8calib.quantization.calibrated_scales import (
     check_stats_model,
@@ -63,7 +61,6 @@ from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup
-from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
@@ -93,16 +90,12 @@ def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[Gptq
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
     request = task.request
-    placement = place(
-        replace(request, device=choose_rank_device(request.device, task.process_rank))
-    )
-    placement.check()
     folder = find_folder(task.model, request.revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, task.asked)
         recipe, rows = resolve_text(_make_recipe(task), request.data)
-        job = _make_job(task, checkpoint, recipe, placement)
+        job = _make_job(task, checkpoint, recipe)
         if text is None:
             text = plan_recipe_text(job, recipe, rows, tokenizer=request.tokenizer)
         job = replace(job, plan=text)
@@ -184,26 +177,22 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
 # --- before the run -------------------------------------------------------------------------------
 
 
-def _make_job(
-    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, placement: Placement
-) -> ResumableJob:
+def _make_job(task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe) -> ResumableJob:
     """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
 
     Raises:
         UsageError: there is no class that runs the model.
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
-    request = task.request
-    device = choose_device(placement.device)
-    dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
+    request = replace(task.request, model=task.model)
+    device = choose_device(choose_rank_device(request.device, task.process_rank))
     try:
         source = open_source(
             task.model,
             revision=request.revision,
             trust_remote_code=request.trust_remote_code,
         )
-        prepared = prepare(build_skeleton(source), checkpoint, recipe)
-        check_runnable(prepared.model)
+        model = prepare_run_model(request, source, checkpoint, recipe, device=device)
     except UnfilledModelError:
         raise  # of no use for any rounding
     except ModelError as error:
@@ -212,12 +201,8 @@ def _make_job(
             hint=f"--rounding {NEAREST} needs neither text nor a class of the model",
         ) from error
     return ResumableJob(
-        name=task.model,
-        placement=placement,
+        **fields_of(model),
         recipe=recipe,
-        source=source,
-        checkpoint=checkpoint,
-        prepared=prepared,
         plan=None,
         out=task.out.with_name(f"{task.out.name}.rounding"),
         resume=request.resume,
@@ -225,9 +210,6 @@ def _make_job(
         expects_duration=request.dry_run,
         reporter=task.reporter,
         process_rank=task.process_rank,
-        device=device,
-        dtype=dtype,
-        dtype_why=why,
         quantization=task.asked,
     )
 

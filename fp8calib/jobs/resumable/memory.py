@@ -22,10 +22,13 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
         UsageError: it fits in neither way.
     """
     if job.engine is not None:  # it plans its own memory
-        return MemoryMode(plan=None, model=job.prepared.model, weights=job.prepared.weights)
+        return MemoryMode(plan=None, prepared=job.prepared)
     rounding = find_rounding(job)
     mode = choose_mode(
         job,
+        job.recipe,
+        job.plan,
+        shard=job.shard,
         scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
         process_rank=job.process_rank,
         extra_bytes={} if rounding is None else {"rounding": rounding.estimate_bytes()},

@@ -12,7 +12,6 @@ import torch
 
 from fp8calib.calibration import calibrate
 from fp8calib.data.sequences import DataPlan
-from fp8calib.jobs.calibration import load_prepared
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
@@ -62,7 +61,7 @@ def run_job(
     rounding = None if work is None else open_rounding(job, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
-            load_prepared(job, mode, progress) if job.engine is None else job.prepared,
+            job.load(mode, progress) if job.engine is None else job.prepared,
             job.plan,
             job.source,
             job.checkpoint,

@@ -15,8 +15,7 @@ from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
-from fp8calib.jobs.calibration import fields_of
-from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.models import RunModel, fields_of
 from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.job import TaskJob, VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
