@@ -35,12 +35,12 @@ from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
     check_replaced_checkpoint,
     explain_refusal,
-    make_plan_settings,
     write_checkpoint,
 )
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import RunModel, fields_of, open_run_model
 from fp8calib.jobs.processes import check_shard, choose_rank_device
+from fp8calib.jobs.quantization.planned import resolve_recipe
 from fp8calib.jobs.recipe_options import (
     check_query,
     decide_query,
@@ -259,7 +259,7 @@ def _open_job(
             shard=shard,
             plan=None,
             out=None if request.out is None else Path(request.out),
-            quantization=make_plan_settings(recipe),
+            quantization=None if recipe.quantize is None else resolve_recipe(recipe.quantize),
         )
         if request.engine is not None:
             job = replace(job, engine=make_engine_settings(request, job))

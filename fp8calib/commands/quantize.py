@@ -16,7 +16,7 @@ from fp8calib.jobs.quantization.planned import (
     check_rounding,
     find_finished_checkpoint,
     open_planned,
-    resolve_plan,
+    resolve_request,
     write_planned,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
@@ -56,17 +56,7 @@ def run(
             f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
             hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
         )
-    asked = resolve_plan(
-        request.scheme,
-        request.dialect,
-        layer_schemes=request.layer_schemes or {},
-        ignore=request.ignore or (),
-        power_of_two_scales=request.power_of_two_scales,
-        shared_scales=request.shared_scales,
-        is_calibrated=request.stats is not None or request.rounding == GPTQ,
-        rounding=request.rounding,
-        towers=request.towers,
-    )
+    asked = resolve_request(request)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     if stats is not None and recipe is not None and not recipe.observe.kv:
         stats = drop_kv(stats)
@@ -125,14 +115,7 @@ def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
 
 def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
     request, reporter = task.request, task.reporter
-    with open_planned(
-        task.model,
-        task.asked,
-        task.stats,
-        revision=request.revision,
-        dequantize=request.dequantize,
-        allow_unservable=request.allow_unservable,
-    ) as planned:
+    with open_planned(task) as planned:
         if planned.unchecked:
             reporter.warn(planned.unchecked)
         started = time.monotonic()

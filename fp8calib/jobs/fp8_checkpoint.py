@@ -12,7 +12,6 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
@@ -20,26 +19,11 @@ from fp8calib.jobs.resumable.rounding import list_rounded, make_rounding_record,
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.recipe import Recipe
 from fp8calib.results.calibrate import CalibrateResult, NotQuantized
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.served import Served
-from fp8calib.selection.layer_schemes import make_layer_schemes
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
-
-
-def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
-    """Make the options of the recipe's checkpoint; None if it has none."""
-    if recipe.quantize is None:
-        return None
-    asked = recipe.quantize
-    return PlanSettings(
-        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
-        dialect=COMPRESSED_TENSORS,
-        ignore=asked.ignore,
-        rounding=asked.rounding,
-    )
 
 
 def explain_refusal(job: ResumableJob) -> str | None:

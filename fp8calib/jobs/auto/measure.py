@@ -9,7 +9,6 @@ from pathlib import Path
 from fp8calib.data.sequences import (
     DataPlan,
 )
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.numerics import Numerics
@@ -25,14 +24,15 @@ from fp8calib.fp8.schemes import (
 )
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.jobs.models import RunModel
-from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
-from fp8calib.jobs.quantization.servable import find_fault, require_servable
+from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
+from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.run_job import open_verify_job, run_verify_job
 from fp8calib.model.load import LoadedModel
+from fp8calib.recipe import Quantize
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
@@ -181,26 +181,11 @@ def list_refused(
         if gpu and (why := find_emulated(task.engine)[0].explain_unmultiplied(SCHEMES[name], gpu)):
             yield name, why
             continue
-        asked = resolve_plan(
-            name,
-            COMPRESSED_TENSORS.name,
-            layer_schemes={},
-            ignore=(),
-            power_of_two_scales=None,
-            shared_scales=True,
-            is_calibrated=stats is not None,
-        )
+        asked = resolve_recipe(Quantize(scheme=name))
         try:
-            with open_planned(
-                str(model.source.folder),
-                asked,
-                stats,
-                revision=None,
-                dequantize=False,
-                allow_unservable=True,
-            ) as planned:
-                require_servable(planned.plan, planned.checkpoint.folder, [engine])
+            _, reports, _ = replay_settings(model.source.folder, asked, stats, [engine])
         except ExportError as error:
-            fault = error.message.partition(f"{engine}: ")[2]
-            why = f"{task.engine} cannot load it: {fault}" if fault else error.message
-            yield name, why
+            yield name, error.message
+            continue
+        if fault := next(filter(None, map(find_load_fault, reports.values())), ""):
+            yield name, f"{task.engine} cannot load it: {fault}"

@@ -12,11 +12,12 @@ from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import GPTQ, SCHEMES
 from fp8calib.jobs.planning.budget import Sizes
-from fp8calib.jobs.planning.groups import GroupMaker, replay_settings, require_choices
+from fp8calib.jobs.planning.groups import GroupMaker, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
 from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.planning.rounded import ROUNDED_NAME, round_schemes
 from fp8calib.jobs.planning.runs import Measurements, Runs
+from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, drop_kv
@@ -203,7 +204,9 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     if planned.quantize is None:
         return
     used = stats if planned.caches and opened.uses_kv_scales else drop_kv(stats)
-    _, reports, unchecked = replay_settings(opened, planned.settings(), used)
+    keys = [engine.key for engine in opened.engines]
+    asked = resolve_recipe(planned.quantize)
+    _, reports, unchecked = replay_settings(opened.folder, asked, used, keys)
     for engine, report in reports.items():
         if why := find_fault(report):
             raise VerificationError(
