@@ -23,7 +23,7 @@ from fp8calib.observe.calibration_hooks import open_calibration_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.observed_batches import BatchObserver
-from fp8calib.run.forward.whole import WholeRunner
+from fp8calib.run.forward.whole import run_whole
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
 from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
@@ -214,7 +214,8 @@ def _activations(
         ) as new_cache,
         _checkpoints(recorder, share.journal) as on_checked,
     ):
-        WholeRunner(BatchObserver(prepared.model, recorder, new_cache)).run(
+        run_whole(
+            BatchObserver(prepared.model, recorder, new_cache),
             todo,
             progress.advance,
             on_checked=on_checked,

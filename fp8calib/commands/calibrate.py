@@ -72,13 +72,11 @@ from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
     CalibrationStats,
-    StatsHeader,
     save_stats,
 )
 
@@ -133,26 +131,20 @@ def _run(
     job: ResumableJob, request: CalibrateRequest, group: ProcessGroup | None
 ) -> CalibrateResult | RunPlan | None:
     header = make_job_header(job)
-    is_finished, finished = _find_finished(job, header, group)
+    # The first process alone looks for it: others may see what it writes now.
+    finished = find_finished(job, header) if job.process_rank.is_first else None
+    if group is None:
+        is_finished = finished is not None
+    else:
+        is_finished = group.broadcast(lambda: finished is not None)
     if is_finished:
-        return finished
+        return _tell_finished(job, finished)
     mode = choose_calibration_mode(job)
     if request.dry_run:
         return make_run_plan(job, mode, **plan_search(job))
     if job.out is None:
         stats, measured = run_job(job, mode, None, group)
         return make_calibrate_result(job, stats, measured) if job.process_rank.is_first else None
-    return _run_into(job, mode, header, request, group)
-
-
-def _run_into(
-    job: ResumableJob,
-    mode: MemoryMode,
-    header: StatsHeader,
-    request: CalibrateRequest,
-    group: ProcessGroup | None,
-) -> CalibrateResult | None:
-    """Run a job that writes files."""
     for text in (*describe_rows(job.plan), *mode.describe()):
         job.reporter.say(text)
     with work_folder(job, header, group) as work:
@@ -193,26 +185,9 @@ def _leave_out_unwritten(request: CalibrateRequest, recipe: Recipe, reporter: Re
     return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
 
 
-def _find_finished(
-    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
-) -> tuple[bool, CalibrateResult | None]:
-    """Look for finished output in the first process alone: others may see what it writes now."""
-    if job.out is None:
-        return False, None
-    found: list[CalibrateResult | None] = []
-
-    def look() -> bool:
-        found.append(find_finished(job, header))
-        return found[0] is not None
-
-    is_finished = look() if group is None else bool(group.broadcast(look))
-    if found and found[0] is not None:
-        return True, _tell_finished(job, found[0])
-    return is_finished, None
-
-
-def _tell_finished(job: ResumableJob, finished: CalibrateResult) -> CalibrateResult:
-    job.reporter.say(f"{job.out} is finished already")
+def _tell_finished(job: ResumableJob, finished: CalibrateResult | None) -> CalibrateResult | None:
+    if finished is not None:
+        job.reporter.say(f"{job.out} is finished already")
     return finished
 
 

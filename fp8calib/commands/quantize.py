@@ -14,7 +14,6 @@ from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
     check_rounding,
-    find_finished_checkpoint,
     open_planned,
     resolve_request,
     write_planned,
@@ -119,22 +118,11 @@ def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
         if planned.unchecked:
             reporter.warn(planned.unchecked)
         started = time.monotonic()
-        if request.resume and find_finished_checkpoint(task.out, planned.plan) is not None:
-            reporter.say(f"{task.out} is finished already")
         if request.device not in ("auto", "cpu"):
             size = format_gib(count_pinned_bytes())
             reporter.say(f"weights are copied to the GPU through pinned buffers of {size}")
-        written = write_planned(
-            planned,
-            task.out,
-            device=request.device,
-            resume=request.resume,
-            force=request.force,
-            inputs=task.inputs,
-            progress=reporter,
-            rounded=planned.kept_codes,
-        )
-        return planned.finish(written, task.out, started=started, stats=task.stats)
+        written = write_planned(task, planned, planned.kept_codes, device=request.device)
+        return planned.finish(task, written, started)
 
 
 # In one process, and without `dry_run`, which gives a RunPlan, it always gives a QuantizeResult.

@@ -140,13 +140,9 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
     """
     task, job, expected = opened.task, opened.job, opened.expected
     started = time.monotonic()
-    if (
-        task.request.resume
-        and (written := find_finished_checkpoint(task.out, expected)) is not None
-    ):
-        task.reporter.say(f"{task.out} is finished already")
+    if task.request.resume and (written := find_finished_checkpoint(task, expected)) is not None:
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
-        return planned.finish(written, task.out, started=started, stats=task.stats)
+        return planned.finish(task, written, started)
     check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
     mode = choose_calibration_mode(job)
     for text in mode.describe():
@@ -158,19 +154,10 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
         plan = _plan_checkpoint(job, task.asked, opened.selection, task.stats, stats)
         planned = Planned(checkpoint=job.checkpoint, plan=plan)
         with open_codes(work.path) as codes:
-            written = write_planned(
-                planned,
-                task.out,
-                device="cpu",
-                resume=task.request.resume,
-                force=task.request.force,
-                inputs=task.inputs,
-                progress=task.reporter,
-                rounded=codes,
-            )
+            written = write_planned(task, planned, codes, device="cpu")
             rounded = list_rounded(job, opened.selection, codes)
     shutil.rmtree(job.folder, ignore_errors=True)
-    outcome = planned.finish(written, task.out, started=started, stats=task.stats)
+    outcome = planned.finish(task, written, started)
     return replace(outcome, rounded=rounded)
 
 

@@ -32,7 +32,6 @@ from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.process_rank import ALONE, ProcessRank
-from fp8calib.machine.progress import Progress
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
@@ -94,22 +93,17 @@ class Planned:
     """The codes that are not computed again; those of MXFP8 that stays MXFP8."""
 
     def finish(
-        self,
-        written: writing.Written,
-        out: Path,
-        *,
-        started: float,
-        stats: CalibrationStats | None,
+        self, task: QuantizeTask, written: writing.Written, started: float
     ) -> QuantizationOutcome:
         """Put the outcome together; `started` is the value of time.monotonic() at the start."""
         return QuantizationOutcome(
             plan=self.plan,
             written=written,
-            folder=out,
-            out=out,
+            folder=task.out,
+            out=task.out,
             source_bytes=self.checkpoint.total_size_bytes,
             duration_s=time.monotonic() - started,
-            stats=stats,
+            stats=task.stats,
             notes=self.notes,
         )
 
@@ -335,15 +329,7 @@ def _note_changes(checkpoint: DecodedCheckpoint, plan: QuantizePlan) -> Iterator
 
 
 def write_planned(
-    planned: Planned,
-    out: Path,
-    *,
-    device: str,
-    resume: bool,
-    force: bool,
-    inputs: Sequence[Path],
-    progress: Progress,
-    rounded: WeightCodes | None = None,
+    task: QuantizeTask, planned: Planned, rounded: WeightCodes | None, *, device: str
 ) -> writing.Written:
     """Write the planned checkpoint; codes in `rounded` are not computed again.
 
@@ -351,29 +337,31 @@ def write_planned(
         UsageError: the folder is in use.
         ExportError: the disk cannot hold the output.
     """
-    if resume and (found := find_finished_checkpoint(out, planned.plan)) is not None:
+    request = task.request
+    if request.resume and (found := find_finished_checkpoint(task, planned.plan)) is not None:
         return found
     total = sum(shard.data_bytes for shard in planned.plan.shards)
-    progress.stage("quantizing", total, unit="bytes")
+    task.reporter.stage("quantizing", total, unit="bytes")
     return writing.quantize(
         planned.checkpoint,
         planned.plan,
-        out,
+        task.out,
         device=torch.device("cpu" if device == "auto" else choose_device(device)),
-        advance=progress.advance,
-        resume=resume,
-        force=force,
-        inputs=inputs,
+        advance=task.reporter.advance,
+        resume=request.resume,
+        force=request.force,
+        inputs=task.inputs,
         rounded=rounded,
     )
 
 
-def find_finished_checkpoint(out: Path, plan: QuantizePlan) -> writing.Written | None:
+def find_finished_checkpoint(task: QuantizeTask, plan: QuantizePlan) -> writing.Written | None:
     """Look for the checkpoint of this plan that an earlier run finished."""
-    if not writing.is_finished(out, plan):
+    if not writing.is_finished(task.out, plan):
         return None
-    remove_progress_file(out)
-    return writing.Written(files=writing.list_files(out), all_zero=(), resumed=())
+    remove_progress_file(task.out)
+    task.reporter.say(f"{task.out} is finished already")
+    return writing.Written(files=writing.list_files(task.out), all_zero=(), resumed=())
 
 
 def _find_folder(model: str, revision: str | None) -> Path:
