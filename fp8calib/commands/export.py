@@ -12,7 +12,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
-from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.jobs.export.attachment import require_server
@@ -22,11 +21,11 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.jobs.served import find_served
 from fp8calib.jobs.stats import read_stats
 from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
-from fp8calib.results.served import Served
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 if TYPE_CHECKING:
@@ -126,22 +125,19 @@ def _find_serving(task: ExportTask, target: ExportTarget, folder: Path) -> dict[
     """
     if target.source is None or task.request.with_weights:
         return {}
-    model = task.request.model
-    found: list[tuple[str, Serving]] = []
+    geometry, model = target.stats.geometry, task.request.model
     for dialect in map(find_dialect, task.recipe.formats):
         if target.quantized is not None and dialect.needs_model:
-            require_server(folder / dialect.path(), target.stats.geometry, target.quantized)
-        for tp in dialect.degrees(task.recipe.tp):
-            serving = find_scale_serving(
-                folder / dialect.path(tp),
-                task.out / dialect.path(tp),
-                target.stats.geometry,
-                model=target.source.folder,
-                model_name=str(model) if isinstance(model, str | Path) else "MODEL",
-                tp=tp,
-            )
-            found.append((dialect.name, serving))
-    return dict(Served.of(found))
+            require_server(folder / dialect.path(), geometry, target.quantized)
+    served = find_served(
+        task.recipe,
+        folder,
+        task.out,
+        geometry,
+        model=target.source.folder,
+        model_name=str(model) if isinstance(model, str | Path) else "MODEL",
+    )
+    return dict(served)
 
 
 def _check_cache_type(request: ExportRequest, formats: Sequence[str], dtype: str) -> str:

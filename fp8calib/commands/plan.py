@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +12,7 @@ from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.planning.budget import find_limit, make_budget, name_budget
+from fp8calib.jobs.planning.budget import make_budget, name_budget
 from fp8calib.jobs.planning.measure import (
     count_work,
     open_measured,
@@ -24,7 +23,6 @@ from fp8calib.jobs.planning.recipe import (
     RECIPE_NAME,
     make_planned_scheme,
     spell_recipe,
-    spell_serve,
     spell_write,
 )
 from fp8calib.jobs.planning.report import PlanReport, make_report
@@ -33,15 +31,12 @@ from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import CalibrationStats, read_stats
 from fp8calib.jobs.tracking import check_tracker, log_and_say
-from fp8calib.machine.command_line import spell_command
 from fp8calib.render.page.plan import write_plan_page
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import PlanResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
-from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.planning.choices import list_uniform
-from fp8calib.verification.report import RunProvenance
 
 PAGE_NAME = "plan.html"
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME, ROUNDED_NAME})
@@ -132,24 +127,14 @@ def _plan(
         PlanReport(
             opened=opened,
             groups=groups,
+            sizes=sizes,
             found=found,
+            planned=planned,
             judged=judged,
             scores=scores,
             lengths=runs.lengths,
             spent=search.spent,
-            limit=find_limit(request, sizes),
-            fixed_bytes=sizes.fixed,
-            unquantized_bytes=sizes.unquantized,
             write=command,
-            serve=spell_serve(opened, planned),
-            recipe=RECIPE_NAME,
-            provenance=RunProvenance(
-                date=datetime.now(UTC).isoformat(timespec="seconds"),
-                command=spell_command(),
-                model_hash=opened.target.fingerprint,
-                data_hash=opened.held_out.fingerprint,
-                versions=versions(opened.held_out.tokens_by_modality),
-            ),
         )
     )
     (folder / RECIPE_NAME).write_text(

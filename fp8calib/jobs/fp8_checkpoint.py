@@ -12,6 +12,7 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.engines.serving import Serving
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
@@ -81,7 +82,12 @@ def add_checkpoint(
         return result.model_copy(update=changed)
     files = sorted([*result.files, *(f"{folder}/{name}" for name in checkpoint.files)])
     notes = (f"{folder}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
-    served = Served.of([(folder, checkpoint)])
+    serving = Serving(
+        commands=checkpoint.serving,
+        limitations=checkpoint.limitations,
+        others=checkpoint.other_engines,
+    )
+    served = Served.of([(folder, serving)])
     return result.model_copy(
         update={
             "quantize": checkpoint,
