@@ -48,7 +48,7 @@ from fp8calib.jobs.planning.runs import MEASURED_NAME
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.jobs.text import plan_texts, warn_of_few
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
@@ -59,7 +59,13 @@ from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.auto import AnsweredQuestion, AutoResult, Outcome
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+    save_stats,
+)
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.report import CandidateResult, VerifyReport
@@ -291,7 +297,7 @@ def _calibrate(opened: _Opened, folder: Path, reporter: Reporter) -> Calibration
     path, steps = folder / STATS_NAME, _count_steps(opened.task)
     if path.exists():
         reporter.say(f"step 1 of {steps}: calibrated before the interruption")
-        return CalibrationStats.of(load_stats(path))
+        return load_stats(path)
     reporter.say(f"step 1 of {steps}: calibrate on {opened.calibration.num_tokens:,} tokens")
     stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
     save_stats(stats, path)

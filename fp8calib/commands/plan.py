@@ -29,13 +29,19 @@ from fp8calib.jobs.planning.report import PlanReport, make_report
 from fp8calib.jobs.planning.rounded import ROUNDED_NAME
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, read_stats
+from fp8calib.jobs.stats import read_stats
 from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.render.page.plan import write_plan_page
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import PlanResult
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+    save_stats,
+)
 from fp8calib.verification.planning.choices import list_uniform
 
 PAGE_NAME = "plan.html"
@@ -87,12 +93,12 @@ def _calibrate(
 ) -> CalibrationStats:
     """Calibrate, or take the statistics that are given or that an earlier run wrote."""
     if opened.request.stats is not None:
-        return CalibrationStats.of(read_stats(opened.request.stats)[0])
+        return read_stats(opened.request.stats)[0]
     path = folder / STATS_NAME
     earlier = path if path.exists() else opened.out / STATS_NAME
     if opened.request.resume and earlier.exists() and not measurements.is_empty:
         reporter.say("calibrated before")
-        stats = CalibrationStats.of(load_stats(earlier))
+        stats = load_stats(earlier)
     else:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
         stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from fp8calib import calibration
+from fp8calib.calibration import calibrate
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import ModelError
 from fp8calib.jobs.models import RunModel, open_run_model
-from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.progress import Progress
@@ -31,6 +30,7 @@ from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode, choose_memory
 from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 IF_QUANTIZED = (
     "its activations have quantization errors already: calibrate the unquantized model it was made "
@@ -48,7 +48,7 @@ def run_calibration(
         CalibrationError: the forward pass failed, or gave NaN or infinity.
     """
     mode = choose_mode(model, recipe, plan, scratch=Path.cwd())
-    stats = calibration.calibrate(
+    return calibrate(
         model.load(mode, progress),
         plan,
         model.source,
@@ -58,7 +58,6 @@ def run_calibration(
         progress=progress,
         streaming=mode.streaming,
     )
-    return CalibrationStats.of(stats)
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.run_job import open_verify_job, run_verify_job
@@ -37,6 +36,7 @@ from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
     Candidate,
@@ -139,7 +139,7 @@ def list_text_scaled(
     text = keep_text(measured.stats)
     if text is None:
         return {}
-    again = replace(measured, stats=CalibrationStats.of(text))
+    again = replace(measured, stats=text)
     static = [name for name in schemes if SCHEMES[name].has_static_inputs]
     found = list_candidates(again, model, target, schemes=static)
     return {candidate.name: candidate for candidate in found}

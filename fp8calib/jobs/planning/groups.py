@@ -16,7 +16,7 @@ from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.kv_types.sizes import count_layer_bytes
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
@@ -27,6 +27,7 @@ from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
     build_cache,
     build_checkpoint,

@@ -20,7 +20,7 @@ from fp8calib.jobs.planning.runs import Measurements, Runs
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode, open_reference
 from fp8calib.jobs.verification.options import resolve_options
@@ -28,6 +28,7 @@ from fp8calib.jobs.verification.run_job import open_verify_job
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, Target
 from fp8calib.verification.compare.comparison import advance_by_share
 from fp8calib.verification.compare.streamed import StreamedComparison

@@ -10,9 +10,10 @@ from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.quantization.gptq import open_gptq, run_gptq
 from fp8calib.jobs.quantization.planned import QuantizeTask, resolve_recipe
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.recipe import Quantize
 from fp8calib.requests.quantize import QuantizeRequest
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 ROUNDED_NAME = "rounded"
 """The folder of these checkpoints, inside that of the plan; a finished plan has none."""
