@@ -41,7 +41,6 @@ def calibrate(
     checkpoint: Checkpoint,
     *,
     recipe: Recipe,
-    batch_size: int,
     progress: Progress,
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
@@ -60,7 +59,7 @@ def calibrate(
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
-    todo = None if plan is None else share.batches(plan, batch_size)
+    todo = None if plan is None else share.batches(plan, recipe.data.batch_size)
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
     if streaming is not None:
@@ -91,7 +90,7 @@ def calibrate(
         header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
         sites=sites,
         text_hashes=text_hashes_of(plan),
-        shard=_make_shard(share.shard, plan, batch_size),
+        shard=_make_shard(share.shard, plan, recipe.data.batch_size),
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST
+from fp8calib.errors import ExportError
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
@@ -19,7 +19,7 @@ from fp8calib.jobs.quantization.planned import (
     write_planned,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
-from fp8calib.jobs.recipe_options import apply_quantize_recipe, list_given
+from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import drop_kv, read_stats
@@ -49,12 +49,7 @@ def run(
     recipe = None
     if request.names_recipe:
         request, recipe = apply_quantize_recipe(request)
-    check_rounding(request.rounding, _list_of_text(request), dequantize=request.dequantize)
-    if request.towers and request.rounding == GPTQ:
-        raise UsageError(
-            f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
-            hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
-        )
+    check_rounding(request)
     asked = resolve_request(request)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     if stats is not None and recipe is not None and not recipe.observe.kv:
@@ -85,17 +80,6 @@ def run(
         error.result = result  # type: ignore[attr-defined]
         raise
     return result.model_copy(update={"push": pushed})
-
-
-def _list_of_text(request: QuantizeRequest) -> list[str]:
-    """List the options that were given and need a rounding that runs text."""
-    others = {
-        "--memory": request.memory is not None,
-        "--dry-run": request.dry_run,
-        "--trust-remote-code": request.trust_remote_code,
-        "--dtype": request.dtype != "auto",
-    }
-    return [*list_given(request), *(option for option, is_given in others.items() if is_given)]
 
 
 def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:

@@ -54,7 +54,6 @@ def run_calibration(
         model.source,
         model.checkpoint,
         recipe=recipe,
-        batch_size=recipe.data.batch_size,
         progress=progress,
         streaming=mode.streaming,
     )

@@ -29,6 +29,7 @@ from fp8calib.fp8.schemes import (
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
+from fp8calib.jobs.recipe_options import list_given
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.process_rank import ALONE, ProcessRank
@@ -108,25 +109,35 @@ class Planned:
         )
 
 
-def check_rounding(rounding: str, given: Sequence[str], *, dequantize: bool) -> None:
+def check_rounding(request: QuantizeRequest) -> None:
     """Refuse an unknown rounding, and options that it has no use for.
-
-    `given` are options of the text and of its run.
 
     Raises:
         UsageError: naming the option.
     """
-    if rounding not in (NEAREST, GPTQ):
-        raise UsageError(f"--rounding {rounding}: must be {NEAREST} or {GPTQ}")
-    if rounding == NEAREST and given:
+    others = {
+        "--memory": request.memory is not None,
+        "--dry-run": request.dry_run,
+        "--trust-remote-code": request.trust_remote_code,
+        "--dtype": request.dtype != "auto",
+    }
+    of_text = [*list_given(request), *(name for name, is_given in others.items() if is_given)]
+    if request.rounding not in (NEAREST, GPTQ):
+        raise UsageError(f"--rounding {request.rounding}: must be {NEAREST} or {GPTQ}")
+    if request.rounding == NEAREST and of_text:
         raise UsageError(
-            f"{given[0]}: --rounding {NEAREST} runs no text",
+            f"{of_text[0]}: --rounding {NEAREST} runs no text",
             hint=f"leave it out, or use --rounding {GPTQ}",
         )
-    if rounding == GPTQ and dequantize:
+    if request.rounding == GPTQ and request.dequantize:
         raise UsageError(
             f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
             hint="use the model that this one was made from",
+        )
+    if request.rounding == GPTQ and request.towers:
+        raise UsageError(
+            f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
+            hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
         )
 
 

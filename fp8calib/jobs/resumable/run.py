@@ -55,7 +55,8 @@ def run_job(
     where = job.device if job.engine is None else job.engine.describe()
     progress.say(f"computing in {job.dtype} on {where} ({job.dtype_why})")
     if group is not None:
-        progress.say(_describe_group(group))
+        threads = torch.get_num_threads()
+        progress.say(f"{group.size} processes share the data, with {threads} threads each")
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
     rounding = None if work is None else open_rounding(job, work.path, group)
@@ -66,7 +67,6 @@ def run_job(
             job.source,
             job.checkpoint,
             recipe=job.recipe,
-            batch_size=job.recipe.data.batch_size,
             progress=progress,
             streaming=mode.streaming,
             share=share,
@@ -83,12 +83,6 @@ def run_job(
         num_ranks=1 if group is None else group.size,
     )
     return stats, measured
-
-
-def _describe_group(group: ProcessGroup) -> str:
-    """Describe how many processes run."""
-    threads = torch.get_num_threads()
-    return f"{group.size} processes share the data, with {threads} threads each"
 
 
 def _gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:

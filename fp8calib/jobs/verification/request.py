@@ -12,6 +12,7 @@ import torch
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.kv_types.cache_types import (
@@ -25,6 +26,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
 from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
@@ -227,15 +229,7 @@ def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     for opened in job.opened:
         yield _build_candidate(job, opened, model)
     if options.scheme is not None and not job.opened and job.make_candidates is None:
-        yield build_scheme(
-            options.scheme.name,
-            options.scheme,
-            job.target,
-            model,
-            options.numerics,
-            fmt=options.fmt,
-            stats=None,
-        )
+        yield _build_scheme(job, options.scheme, options.scheme.name, model, None)
     # A model without a KV cache has nothing that scale 1.0 could change.
     has_others = bool(job.opened or options.scheme or job.make_candidates)
     if geometry.kv_elements_per_token or not has_others:
@@ -284,20 +278,19 @@ def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
                 f"--scheme {options.scheme.name} needs statistics, and {opened.name} holds none",
                 hint="leave out --scheme to verify the scales of the file",
             )
-        return build_scheme(
-            opened.name,
-            options.scheme,
-            job.target,
-            model,
-            options.numerics,
-            fmt=options.fmt,
-            stats=opened.stats,
-        )
+        return _build_scheme(job, options.scheme, opened.name, model, opened.stats)
     if opened.checkpoint is not None:
         return build_checkpoint(opened, model, job.target, options.numerics)
     table = _read_table(job, opened)
     origin = opened.found.dialect if opened.found else "statistics, amax"
     return build_kv_candidate(opened.name, table, options.numerics, origin=origin)
+
+
+def _build_scheme(
+    job: VerifyJob, scheme: Scheme, name: str, model: LoadedModel, stats: CalibrationStats | None
+) -> Candidate:
+    numerics, fmt = job.options.numerics, job.options.fmt
+    return build_scheme(name, scheme, job.target, model, numerics, fmt=fmt, stats=stats)
 
 
 def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:

@@ -96,10 +96,6 @@ class StreamedModel:
             ram_limit_bytes=self._streaming.hidden_ram_bytes, folder=self._streaming.scratch
         )
 
-    def layer_modules(self) -> list[nn.Module]:
-        """Give the modules of the decoder layers."""
-        return [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
-
     @contextmanager
     def layers(
         self, *, until: int | None = None, backwards: bool = False
@@ -180,7 +176,8 @@ class StreamedModel:
                     found = store_calls(decoder, store, batches, prepare or decoder.prepare)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = found
-            yield stack.enter_context(open_steps(decoder, self.layer_modules()))
+            modules = [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
+            yield stack.enter_context(open_steps(decoder, modules))
 
     @contextmanager
     def placed_towers(self) -> Iterator[None]:
