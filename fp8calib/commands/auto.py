@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from pydantic import ValidationError
 
@@ -505,5 +504,4 @@ def _make_report(
     )
 
 
-# Without `dry_run`, which gives a RunPlan, it always gives a AutoResult.
-auto = as_function("auto", AutoRequest, cast("Callable[[AutoRequest, Reporter], AutoResult]", run))
+auto = as_function("auto", AutoRequest, run)

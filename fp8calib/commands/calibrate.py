@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from fp8calib.checkpoint.atomic import OutputFolder, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -23,7 +22,7 @@ from fp8calib.dialects.write import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.jobs.calibration import IF_QUANTIZED, plan_recipe_text
+from fp8calib.jobs.calibration import IF_QUANTIZED
 from fp8calib.jobs.calibration_result import (
     describe_rows,
     make_calibrate_result,
@@ -33,8 +32,7 @@ from fp8calib.jobs.calibration_result import (
 from fp8calib.jobs.engine import check_engine, make_engine_settings
 from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
-    check_replaced_checkpoint,
-    explain_refusal,
+    check_checkpoint,
     write_checkpoint,
 )
 from fp8calib.jobs.function import as_function
@@ -42,11 +40,12 @@ from fp8calib.jobs.models import RunModel, fields_of, open_run_model
 from fp8calib.jobs.processes import check_shard, choose_rank_device
 from fp8calib.jobs.quantization.planned import resolve_recipe
 from fp8calib.jobs.recipe_options import (
+    apply_request,
     check_query,
     decide_query,
     list_given,
     list_ignored,
-    override_recipe,
+    open_recipe,
     resolve_text,
 )
 from fp8calib.jobs.reporter import Reporter
@@ -64,6 +63,7 @@ from fp8calib.jobs.resumable.work_folder import (
 )
 from fp8calib.jobs.rule_auto import check_auto, choose_site_rules, hold_out, plan_search
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.jobs.text import plan_text
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.options.recipe_keys import FORMATS, TP
@@ -99,7 +99,8 @@ def run(
     """
     if request.out is None:
         _refuse_unwritten(request)
-    recipe, rows = resolve_text(override_recipe(str(request.recipe), request), request.data)
+    asked = apply_request(open_recipe(str(request.recipe)), request)
+    recipe, rows = resolve_text(asked, request.data)
     recipe = _leave_out_unwritten(request, recipe, reporter)
     given = (name for name in list_given(request) if request.out is not None or name != TP.flags)
     for text in list_ignored(recipe, list(given)):
@@ -240,8 +241,15 @@ def _open_job(
             job = replace(job, engine=make_engine_settings(request, job))
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
-        job = replace(job, plan=plan_recipe_text(model, recipe, rows, tokenizer=request.tokenizer))
-        job = hold_out(job)
+        if recipe.observe.needs_forward:
+            text = plan_text(
+                model.source,
+                recipe.data,
+                rows=rows,
+                part="calibrate",
+                tokenizer=request.tokenizer,
+            )
+            job = hold_out(replace(job, plan=text))
         if job.rounding is not None:
             check_rounding_data(job.plan)
         check_shard(job)
@@ -267,11 +275,7 @@ def _check_outputs(job: ResumableJob, *, dry_run: bool) -> None:
     if not dry_run:
         check_output_of(job)
     check_replaced(job.recipe.formats, job.folder, job.checkpoint.stored)
-    check_replaced_checkpoint(job)
-    if refusal := explain_refusal(job):
-        folder = job.recipe.quantize and job.recipe.quantize.folder
-        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
-        raise ExportError(f"{folder} cannot be written: {refusal}", hint=hint)
+    check_checkpoint(job)
 
 
 def _check_excluded(recipe: Recipe, prepared: PreparedModel) -> None:
@@ -377,9 +381,4 @@ def _write_all(
     return result
 
 
-# In one process, and without `dry_run`, which gives a RunPlan, it always gives a CalibrateResult.
-calibrate = as_function(
-    "calibrate",
-    CalibrateRequest,
-    cast("Callable[[CalibrateRequest, Reporter], CalibrateResult]", run),
-)
+calibrate = as_function("calibrate", CalibrateRequest, run)

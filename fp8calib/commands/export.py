@@ -18,7 +18,7 @@ from fp8calib.jobs.export.attachment import require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.jobs.export.vision import VISION_NAME, write_vision
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
+from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignored, open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.served import find_served
@@ -40,7 +40,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
         ModelError: the statistics are damaged; or the model cannot be read, or is another one.
         ExportError: a scale cannot be computed, or a format not written.
     """
-    recipe = override_recipe("kv", request)
+    recipe = apply_request(open_recipe("kv"), request)
     if not recipe.formats:
         raise UsageError(
             "export: --format is missing",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
@@ -181,5 +179,4 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
     )
 
 
-# Without `dry_run`, which gives a RunPlan, it always gives a PlanResult.
-plan = as_function("plan", PlanRequest, cast("Callable[[PlanRequest, Reporter], PlanResult]", run))
+plan = as_function("plan", PlanRequest, run)

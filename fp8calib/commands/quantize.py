@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import GPTQ
@@ -109,7 +107,4 @@ def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
         return planned.finish(task, written, started)
 
 
-# In one process, and without `dry_run`, which gives a RunPlan, it always gives a QuantizeResult.
-quantize = as_function(
-    "quantize", QuantizeRequest, cast("Callable[[QuantizeRequest, Reporter], QuantizeResult]", run)
-)
+quantize = as_function("quantize", QuantizeRequest, run)

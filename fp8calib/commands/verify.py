@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import is_result
@@ -240,7 +240,4 @@ def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
             yield Path(each)
 
 
-# Without `dry_run`, which gives a RunPlan, it always gives a VerifyResult.
-verify = as_function(
-    "verify", VerifyRequest, cast("Callable[[VerifyRequest, Reporter], VerifyResult]", run)
-)
+verify = as_function("verify", VerifyRequest, run)

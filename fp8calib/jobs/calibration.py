@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fp8calib.calibration import calibrate
-from fp8calib.data.rows import Row
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import ModelError
 from fp8calib.jobs.models import RunModel, open_run_model
-from fp8calib.jobs.text import plan_text
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
@@ -73,20 +70,6 @@ def open_unquantized(request: AutoRequest | PlanRequest, recipe: Recipe) -> Iter
                 hint="name the unquantized model that it was made from",
             )
         yield model
-
-
-def plan_recipe_text(
-    model: RunModel, recipe: Recipe, rows: Iterable[Row] | None = None, *, tokenizer: Any = None
-) -> DataPlan | None:
-    """Plan the data of a recipe; None if it runs none. `rows` replace the recipe's sources.
-
-    Raises:
-        UsageError: the length is above the model's maximum.
-        DataError: the data cannot be read.
-    """
-    if not recipe.observe.needs_forward:
-        return None
-    return plan_text(model.source, recipe.data, rows=rows, part="calibrate", tokenizer=tokenizer)
 
 
 def choose_mode(

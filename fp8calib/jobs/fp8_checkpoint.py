@@ -27,30 +27,26 @@ from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
-def explain_refusal(job: ResumableJob) -> str | None:
-    """Explain before the run why the weights cannot be quantized; None if they can."""
-    if job.quantization is None:
-        return None
-    try:
-        select_matrices(job, job.quantization)
-    except (ModelError, ExportError) as error:
-        return error.message
-    return None
-
-
-def check_replaced_checkpoint(job: ResumableJob) -> None:
-    """Refuse to replace a folder that holds files such a checkpoint does not have.
+def check_checkpoint(job: ResumableJob) -> None:
+    """Refuse before the run what cannot be quantized, or would replace other files.
 
     Raises:
-        UsageError: naming what would be lost.
+        UsageError: naming the files that would be lost.
+        ExportError: the weights cannot be quantized.
     """
-    if job.recipe.quantize is None:
+    if job.recipe.quantize is None or job.quantization is None:
         return
-    folder = job.folder / job.recipe.quantize.folder
+    name = job.recipe.quantize.folder
+    folder = job.folder / name
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     refuse_unknown_entries(folder, found - shards - sides - {CONFIG_NAME})
+    try:
+        select_matrices(job, job.quantization)
+    except (ModelError, ExportError) as error:
+        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
+        raise ExportError(f"{name} cannot be written: {error.message}", hint=hint) from error
 
 
 def write_checkpoint(

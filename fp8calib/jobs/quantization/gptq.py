@@ -16,7 +16,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
-from fp8calib.jobs.calibration import plan_recipe_text
 from fp8calib.jobs.calibration_result import make_run_plan
 from fp8calib.jobs.models import fields_of, prepare_run_model
 from fp8calib.jobs.processes import choose_rank_device
@@ -40,6 +39,7 @@ from fp8calib.jobs.resumable.rounding import (
 )
 from fp8calib.jobs.resumable.run import run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
+from fp8calib.jobs.text import plan_text
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
@@ -97,10 +97,16 @@ def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[Gptq
         recipe, rows = resolve_text(_make_recipe(task), request.data)
         job = _make_job(task, checkpoint, recipe)
         if text is None:
-            text = plan_recipe_text(job, recipe, rows, tokenizer=request.tokenizer)
+            text = plan_text(
+                job.source,
+                recipe.data,
+                rows=rows,
+                part="calibrate",
+                tokenizer=request.tokenizer,
+            )
         job = replace(job, plan=text)
         check_rounding_data(job.plan)
-        for warning in job.plan.warnings if job.plan else ():
+        for warning in text.warnings:
             task.reporter.warn(warning)
         if task.stats is not None:
             check_stats_model(task.stats, checkpoint)
