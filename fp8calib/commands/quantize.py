@@ -97,8 +97,6 @@ def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
 def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
     request, reporter = task.request, task.reporter
     with open_planned(task) as planned:
-        if planned.unchecked:
-            reporter.warn(planned.unchecked)
         started = time.monotonic()
         if request.device not in ("auto", "cpu"):
             size = format_gib(count_pinned_bytes())

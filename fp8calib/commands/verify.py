@@ -20,7 +20,7 @@ from fp8calib.jobs.text import plan_texts, read_settings
 from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
 from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.jobs.verification.memory import choose_mode_beside
+from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import (
     if_quantized,
     list_output_files,
@@ -91,10 +91,12 @@ def run(
             reporter.warn(note)
         mode = None
         if request.reference_dump is None:
-            reference = None if request.dry_run else request.reference_server
-            mode = choose_mode_beside(
-                job, reference=reference, warn=reporter.warn, expects_duration=request.dry_run
-            )
+            try:
+                mode = choose_verification_mode(job, expects_duration=request.dry_run)
+            except UsageError as error:
+                if request.dry_run or request.reference_server is None:
+                    raise
+                reporter.warn(f"nothing is emulated here: {error.message}")
         if mode is None:
             dump = request.reference_dump
             evidence = gather_alone(job.plan, None if dump is None else Path(dump))

@@ -88,8 +88,6 @@ class Planned:
     plan: QuantizePlan
     notes: tuple[str, ...] = ()
     """On its scales."""
-    unchecked: str = ""
-    """Why it is not known whether an engine can load it; empty where it is."""
     kept_codes: WeightCodes | None = None
     """The codes that are not computed again; those of MXFP8 that stays MXFP8."""
 
@@ -245,7 +243,8 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
     )
     with opened as checkpoint:
         plan, notes = _plan_checkpoint(checkpoint, asked, task.stats)
-        unchecked = "" if request.allow_unservable else require_servable(plan, checkpoint.folder)
+        if not request.allow_unservable and (note := require_servable(plan, checkpoint.folder)):
+            task.reporter.warn(note)
         kept = None
         if isinstance(checkpoint, DecodedCheckpoint):
             kept = checkpoint.keep_codes(asked.schemes)
@@ -256,7 +255,6 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
             checkpoint=checkpoint,
             plan=plan,
             notes=notes,
-            unchecked=unchecked,
             kept_codes=kept,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -28,27 +28,6 @@ from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.rule_choice import count_passes, split_text
 from fp8calib.verification.sensitivity import choose_batches, split_rounds
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
-
-
-def choose_mode_beside(
-    job: VerifyJob,
-    *,
-    reference: str | None,
-    warn: Callable[[str], None],
-    expects_duration: bool = False,
-) -> MemoryMode | None:
-    """Choose the mode; None where the model does not fit, and the server `reference` replaces it.
-
-    Raises:
-        UsageError: it fits in no way, and there is no such server.
-    """
-    try:
-        return choose_verification_mode(job, expects_duration=expects_duration)
-    except UsageError as error:
-        if reference is None:
-            raise
-        warn(f"nothing is emulated here: {error.message}")
-        return None
 
 
 def choose_verification_mode(
