@@ -111,10 +111,10 @@ def run(
     request = replace(request, device=device)
     with (
         open_process_group(process_rank) as group,
-        _open_job(request, recipe, rows, shard, reporter, process_rank) as job,
+        _open_job(request, recipe, rows, shard, reporter, group) as job,
     ):
         told = _warn_each(reporter, job.plan.warnings if job.plan else (), ())
-        result = _run(job, request, group)
+        result = _run(job, request)
         if isinstance(result, CalibrateResult) and not result.was_finished:
             files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
             _warn_each(reporter, (*result.warnings, *files), (*told, result.failure))
@@ -128,31 +128,25 @@ def _warn_each(reporter: Reporter, texts: Iterable[str], told: Iterable[str]) ->
     return new
 
 
-def _run(
-    job: ResumableJob, request: CalibrateRequest, group: ProcessGroup | None
-) -> CalibrateResult | RunPlan | None:
+def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
     header = make_job_header(job)
     # The first process alone looks for it: others may see what it writes now.
-    finished = find_finished(job, header) if job.process_rank.is_first else None
-    if group is None:
-        is_finished = finished is not None
-    else:
-        is_finished = group.broadcast(lambda: finished is not None)
-    if is_finished:
+    finished = find_finished(job, header) if job.group.is_first else None
+    if job.group.broadcast(lambda: finished is not None):
         return _tell_finished(job, finished)
     mode = choose_calibration_mode(job)
     if request.dry_run:
         return make_run_plan(job, mode, **plan_search(job))
     if job.out is None:
-        stats, measured = run_job(job, mode, None, group)
-        return make_calibrate_result(job, stats, measured) if job.process_rank.is_first else None
+        stats, measured = run_job(job, mode, None)
+        return make_calibrate_result(job, stats, measured) if job.group.is_first else None
     for text in (*describe_rows(job.plan), *mode.describe()):
         job.reporter.say(text)
-    with work_folder(job, header, group) as work:
+    with work_folder(job, header) as work:
         if work.finished is not None:
             return _tell_finished(job, work.finished)
-        stats, measured = run_job(job, mode, work, group)
-        if not job.process_rank.is_first:
+        stats, measured = run_job(job, mode, work)
+        if not job.group.is_first:
             return None
         return _write(job, stats, measured, work.path, request)
 
@@ -199,10 +193,10 @@ def _open_job(
     rows: Iterable[Row] | None,
     shard: Share | None,
     reporter: Reporter,
-    process_rank: ProcessRank,
+    group: ProcessGroup,
 ) -> Iterator[ResumableJob]:
     _check_observed(recipe)
-    check_auto(recipe, request, process_rank)
+    check_auto(recipe, request, group.size)
     with (
         open_run_model(
             request,
@@ -230,7 +224,7 @@ def _open_job(
             force=request.force,
             expects_duration=request.dry_run,
             reporter=reporter,
-            process_rank=process_rank,
+            group=group,
             recipe=recipe,
             shard=shard,
             plan=None,

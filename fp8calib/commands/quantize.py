@@ -60,9 +60,8 @@ def run(
             stats=stats,
             inputs=inputs,
             reporter=reporter,
-            process_rank=process_rank,
         )
-        outcome = _round(task)
+        outcome = _round(task, process_rank)
         if not isinstance(outcome, QuantizationOutcome):
             return outcome
         served = None if recipe is None else recipe.quantize
@@ -80,7 +79,7 @@ def run(
     return result.model_copy(update={"push": pushed})
 
 
-def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
+def _round(task: QuantizeTask, process_rank: ProcessRank) -> QuantizationOutcome | RunPlan | None:
     if task.request.rounding != GPTQ:
         return _round_to_nearest(task)
     from fp8calib.jobs.quantization.gptq import (  # noqa: PLC0415 -- imports transformers
@@ -90,8 +89,8 @@ def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
     )
     from fp8calib.run.distributed.group import open_process_group  # noqa: PLC0415
 
-    with open_process_group(task.process_rank) as group, open_gptq(task) as opened:
-        return plan_gptq(opened) if task.request.dry_run else run_gptq(opened, group)
+    with open_process_group(process_rank) as group, open_gptq(task, group=group) as opened:
+        return plan_gptq(opened) if task.request.dry_run else run_gptq(opened)
 
 
 def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:

@@ -13,13 +13,13 @@ from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.errors import ModelError
 from fp8calib.jobs.models import RunModel, open_run_model
-from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.run.memory_plan.footprint import Workload, stats_bytes
 from fp8calib.run.memory_plan.limits import find_limits
 from fp8calib.run.memory_plan.plan import PlanInputs
@@ -79,7 +79,7 @@ def choose_mode(
     *,
     scratch: Path,
     shard: Share | None = None,
-    process_rank: ProcessRank = ALONE,
+    group: ProcessGroup = LONE,
     extra_bytes: Mapping[str, int] | None = None,
     work: LayerWork | None = None,
     always_streams: str = "",
@@ -93,7 +93,7 @@ def choose_mode(
         plan: the text; None for a recipe that runs none.
         scratch: the folder of hidden states that do not fit into memory.
         shard: the part of the text.
-        process_rank: which of several processes this is.
+        group: the processes that divide it.
         extra_bytes: further memory, by what needs it.
         work: also gets the inputs of each layer.
         always_streams: why the model has to be streamed; empty where it need not.
@@ -107,7 +107,7 @@ def choose_mode(
     observe, geometry = recipe.observe, model.prepared.geometry
     # those that an interrupted run has done are among them
     batches = [] if plan is None else select_batches(plan, recipe.data.batch_size, shard)
-    found = Share(index=process_rank.rank + 1, count=process_rank.size).take(batches)
+    found = group.share_of(batches)
 
     def probe(prepared: PreparedModel, streaming: Streaming) -> Probe | None:
         """Run the largest batch through the first layer."""
@@ -129,7 +129,7 @@ def choose_mode(
             device=model.device,
             extra={"statistics": statistics, **(extra_bytes or {})},
         ),
-        find_limits(model.device, model.memory, sharers=process_rank.local_size),
+        find_limits(model.device, model.memory, sharers=group.process_rank.local_size),
         source=model.source,
         scratch=scratch,
         probe=probe,

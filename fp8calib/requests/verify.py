@@ -32,6 +32,10 @@ def _check_engines(names: str) -> None:
         find_emulated(name)
 
 
+def _check_cache_type(name: str) -> None:
+    shared.check_cache_type(name, "all")
+
+
 def _split_layers(names: str) -> tuple[int, ...]:
     try:
         return tuple(int(name) for name in _split(names))
@@ -110,7 +114,7 @@ class VerifyRequest:
             metavar="NAME,...|all",
             reads=str,
             collect=_split,
-            check=lambda name: shared.check_cache_type(name, "all"),
+            check=_check_cache_type,
             help="Types of the KV cache to compare with FP8, such as "
             "int8_per_token_head,nvfp4; all: every one that the engine offers.",
         ),

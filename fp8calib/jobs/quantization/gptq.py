@@ -60,7 +60,7 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
@@ -80,7 +80,9 @@ class GptqJob:
 
 
 @contextmanager
-def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[GptqJob]:
+def open_gptq(
+    task: QuantizeTask, text: DataPlan | None = None, group: ProcessGroup = LONE
+) -> Iterator[GptqJob]:
     """Open the model and the text, if none is given, and plan the checkpoint.
 
     Raises:
@@ -95,7 +97,7 @@ def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[Gptq
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, task.asked)
         recipe, rows = resolve_text(_make_recipe(task), request.data)
-        job = _make_job(task, checkpoint, recipe)
+        job = _make_job(task, checkpoint, recipe, group)
         if text is None:
             text = plan_text(
                 job.source,
@@ -136,7 +138,7 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     )
 
 
-def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> QuantizationOutcome | None:
+def run_gptq(opened: GptqJob) -> QuantizationOutcome | None:
     """Round the weights and write the checkpoint; None in all processes but the first.
 
     Raises:
@@ -153,9 +155,9 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
     mode = choose_calibration_mode(job)
     for text in mode.describe():
         task.reporter.say(text)
-    with work_folder(job, make_job_header(job), group) as work:
-        stats, _ = run_job(job, mode, work, group)
-        if group is not None and not group.is_first:
+    with work_folder(job, make_job_header(job)) as work:
+        stats, _ = run_job(job, mode, work)
+        if not job.group.is_first:
             return None
         plan = _plan_checkpoint(job, task.asked, opened.selection, task.stats, stats)
         planned = Planned(checkpoint=job.checkpoint, plan=plan)
@@ -170,7 +172,9 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
 # --- before the run -------------------------------------------------------------------------------
 
 
-def _make_job(task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe) -> ResumableJob:
+def _make_job(
+    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, group: ProcessGroup
+) -> ResumableJob:
     """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
 
     Raises:
@@ -178,7 +182,7 @@ def _make_job(task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe) -> Res
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
     request = replace(task.request, model=task.model)
-    device = choose_device(choose_rank_device(request.device, task.process_rank))
+    device = choose_device(choose_rank_device(request.device, group.process_rank))
     try:
         source = open_source(
             task.model,
@@ -202,7 +206,7 @@ def _make_job(task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe) -> Res
         force=request.force,
         expects_duration=request.dry_run,
         reporter=task.reporter,
-        process_rank=task.process_rank,
+        group=group,
         quantization=task.asked,
     )
 

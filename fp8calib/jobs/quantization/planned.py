@@ -32,7 +32,6 @@ from fp8calib.jobs.quantization.servable import replay_plan, require_servable
 from fp8calib.jobs.recipe_options import list_given
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
-from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
@@ -72,7 +71,6 @@ class QuantizeTask:
     inputs: Sequence[Path]
     """Files that the output must not replace."""
     reporter: Reporter
-    process_rank: ProcessRank = ALONE
 
     @property
     def out(self) -> Path:

@@ -14,10 +14,10 @@ from fp8calib.fp8.schemes import GPTQ
 from fp8calib.inside.vllm_calibration import EngineSettings
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Recipe
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 
@@ -33,7 +33,8 @@ class ResumableJob(RunModel):
     shard: Share | None = None
     out: Path | None
     """None writes nothing."""
-    process_rank: ProcessRank = ALONE
+    group: ProcessGroup = LONE
+    """The processes that divide the text."""
     resume: bool
     force: bool
     engine: EngineSettings | None = None

@@ -30,7 +30,7 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
         job.plan,
         shard=job.shard,
         scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
-        process_rank=job.process_rank,
+        group=job.group,
         extra_bytes={} if rounding is None else {"rounding": rounding.estimate_bytes()},
         work=None if rounding is None else make_rounding_probe(job, rounding),
         always_streams=_WHY_STREAMED if rounding else "",

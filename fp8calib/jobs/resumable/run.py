@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import NOTHING, Done
@@ -41,26 +39,24 @@ class RunMeasurements:
 
 
 def run_job(
-    job: ResumableJob,
-    mode: MemoryMode,
-    work: WorkFolder | None,
-    group: ProcessGroup | None,
+    job: ResumableJob, mode: MemoryMode, work: WorkFolder | None
 ) -> tuple[CalibrationStats, RunMeasurements]:
     """Run the calibration of a job, with the rounding of weights if it asks for that.
 
     Without a working folder it cannot be resumed, and rounds nothing.
     """
-    progress, journal = job.reporter, None if work is None else work.journal
+    progress, group = job.reporter, job.group
+    journal = None if work is None else work.journal
     done = NOTHING if journal is None else journal.done
     where = job.device if job.engine is None else job.engine.describe()
     progress.say(f"computing in {job.dtype} on {where} ({job.dtype_why})")
-    if group is not None:
+    if group.size > 1:
         threads = torch.get_num_threads()
         progress.say(f"{group.size} processes share the data, with {threads} threads each")
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
-    rounding = None if work is None else open_rounding(job, work.path, group)
-    with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
+    rounding = None if work is None else open_rounding(job, work.path)
+    with PeakMemory() as memory, group.peer_failures():
         stats = calibrate(
             job.load(mode, progress) if job.engine is None else job.prepared,
             job.plan,
@@ -80,15 +76,14 @@ def run_job(
         back_offs=back_offs,
         resumed=done.num_sequences,
         resumed_tokens=_count_tokens(job.plan, done),
-        num_ranks=1 if group is None else group.size,
+        num_ranks=group.size,
     )
     return stats, measured
 
 
 def _gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
     """Gather from all processes where batches became smaller."""
-    own = [asdict(each) for each in share.back_offs]
-    gathered = [own] if share.group is None else share.group.all_gather(own)
+    gathered = share.group.all_gather([asdict(each) for each in share.back_offs])
     return tuple(BackOff(**each) for all_of_one in gathered for each in all_of_one)
 
 
