@@ -33,7 +33,6 @@ from fp8calib.jobs.engine import check_engine, make_engine_settings
 from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
     check_checkpoint,
-    write_checkpoint,
 )
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.models import RunModel, fields_of, open_run_model
@@ -368,9 +367,7 @@ def _write_all(
     result = make_calibrate_result(
         job, stats, measured, folder=folder, files=files, notes=written.notes
     ).model_copy(update={"rule_choice": choice})
-    checkpoint = write_checkpoint(job, stats, folder)
-    if checkpoint is not None and recipe.quantize is not None:
-        result = add_checkpoint(result, checkpoint, recipe.quantize.folder)
+    result = add_checkpoint(job, stats, folder, result)
     save_report(folder / REPORT_NAME, result)
     return result
 

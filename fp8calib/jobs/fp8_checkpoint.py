@@ -49,41 +49,37 @@ def check_checkpoint(job: ResumableJob) -> None:
         raise ExportError(f"{name} cannot be written: {error.message}", hint=hint) from error
 
 
-def write_checkpoint(
-    job: ResumableJob, stats: CalibrationStats, folder: Path
-) -> QuantizeResult | NotQuantized | None:
-    """Write the recipe's checkpoint under `folder`.
+def add_checkpoint(
+    job: ResumableJob, stats: CalibrationStats, folder: Path, result: CalibrateResult
+) -> CalibrateResult:
+    """Write the recipe's checkpoint, if it has one, under `folder`, and add it to the result.
 
-    Returns:
-        The result that `quantize` gives; why the checkpoint cannot be written, so that the
-        statistics and scales of a long run are kept; None if the recipe has none.
+    Where it cannot be written, the result says why: statistics and scales of a long run are kept.
     """
-    if job.quantization is None:
-        return None
+    if job.recipe.quantize is None or job.quantization is None:
+        return result
+    name = job.recipe.quantize.folder
     try:
-        return _quantize(job, job.quantization, stats, folder)
+        checkpoint = _quantize(job, job.quantization, stats, folder)
     except (ModelError, ExportError) as error:
         scheme = job.quantization.schemes.default.name
-        return NotQuantized(scheme=scheme, why="; ".join(filter(None, (error.message, error.hint))))
-
-
-def add_checkpoint(
-    result: CalibrateResult, checkpoint: QuantizeResult | NotQuantized, folder: str
-) -> CalibrateResult:
-    """Add the FP8 checkpoint in a folder of this name to the result of the calibration."""
-    if isinstance(checkpoint, NotQuantized):
-        failure = f"{folder} is not written: {checkpoint.why}"
-        warnings = (*result.warnings, failure)
-        changed = {"quantize": checkpoint, "failure": failure, "warnings": warnings}
-        return result.model_copy(update=changed)
-    files = sorted([*result.files, *(f"{folder}/{name}" for name in checkpoint.files)])
-    notes = (f"{folder}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
+        why = "; ".join(filter(None, (error.message, error.hint)))
+        failure = f"{name} is not written: {why}"
+        return result.model_copy(
+            update={
+                "quantize": NotQuantized(scheme=scheme, why=why),
+                "failure": failure,
+                "warnings": (*result.warnings, failure),
+            }
+        )
+    files = sorted([*result.files, *(f"{name}/{file}" for file in checkpoint.files)])
+    notes = (f"{name}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
     serving = Serving(
         commands=checkpoint.serving,
         limitations=checkpoint.limitations,
         others=checkpoint.other_engines,
     )
-    served = Served.of([(folder, serving)])
+    served = Served.of([(name, serving)])
     return result.model_copy(
         update={
             "quantize": checkpoint,

@@ -175,7 +175,7 @@ def list_refused(
     task: AutoRequest, model: RunModel, stats: CalibrationStats | None, schemes: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
     """List the schemes that the statistics lack sites for or the engine cannot load, and why."""
-    engine = find_replayed(task.engine).key
+    engine = find_replayed(task.engine)
     gpu = None if task.gpu is None else find_gpu(task.gpu)
     for name in schemes:
         if gpu and (why := find_emulated(task.engine)[0].explain_unmultiplied(SCHEMES[name], gpu)):

@@ -140,10 +140,9 @@ class GroupMaker:
         if len(set(ignored)) == sum(len(each.linears) for each in self._members):
             return ""
         asked = resolve_recipe(Quantize(scheme=name, ignore=tuple(dict.fromkeys(ignored))))
-        keys = [engine.key for engine in opened.engines]
         try:
             plan, reports, unchecked = replay_settings(
-                opened.folder, asked, drop_kv(self._stats), keys
+                opened.folder, asked, drop_kv(self._stats), opened.engines
             )
         except ExportError as error:
             return error.message

@@ -205,9 +205,8 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     if planned.quantize is None:
         return
     used = stats if planned.caches and opened.uses_kv_scales else drop_kv(stats)
-    keys = [engine.key for engine in opened.engines]
     asked = resolve_recipe(planned.quantize)
-    _, reports, unchecked = replay_settings(opened.folder, asked, used, keys)
+    _, reports, unchecked = replay_settings(opened.folder, asked, used, opened.engines)
     for engine, report in reports.items():
         if why := find_fault(report):
             raise VerificationError(

@@ -17,6 +17,7 @@ from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.dialects.kv.parse_names import find_spelling
+from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.encode import decode_rows, encode_rows
@@ -271,7 +272,7 @@ def _plan_checkpoint(
 
 
 def replay_settings(
-    folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[str]
+    folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[Engine]
 ) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
     """Plan the checkpoint of a folder, and replay it for engines (`replay_plan`).
 
@@ -281,7 +282,7 @@ def replay_settings(
     """
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         plan, _ = _plan_checkpoint(checkpoint, asked, stats)
-        return plan, *replay_plan(plan, folder, engines)
+        return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
 
 
 def _note_second_rounding(
