@@ -49,9 +49,8 @@ from fp8calib.jobs.recipe_options import (
 )
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.memory import choose_calibration_mode
 from fp8calib.jobs.resumable.rounding import check_rounding_data
-from fp8calib.jobs.resumable.run import RunMeasurements, run_job
+from fp8calib.jobs.resumable.run import RunMeasurements, choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import (
     UnwrittenError,
     check_output_of,

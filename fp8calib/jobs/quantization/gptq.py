@@ -29,7 +29,6 @@ from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_sc
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.memory import choose_calibration_mode
 from fp8calib.jobs.resumable.rounding import (
     check_rounding_data,
     count_code_bytes,
@@ -37,7 +36,7 @@ from fp8calib.jobs.resumable.rounding import (
     make_rounding_record,
     open_codes,
 )
-from fp8calib.jobs.resumable.run import run_job
+from fp8calib.jobs.resumable.run import choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.devices import choose_device

@@ -1,18 +1,20 @@
-"""Run a resumable calibration: the pass over the text, and what it cost."""
+"""Run a resumable calibration: how it uses memory, the pass over the text, and what it cost."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp8calib.calibration import calibrate
 from fp8calib.data.sequences import DataPlan
+from fp8calib.jobs.calibration import choose_mode
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import open_rounding
+from fp8calib.jobs.resumable.rounding import find_rounding, make_rounding_probe, open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.forward.back_off import BackOff
@@ -20,6 +22,8 @@ from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+_WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,38 @@ class RunMeasurements:
     resumed_tokens: int
     """Tokens in them; `duration_s` does not include these."""
     num_ranks: int
+
+
+def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
+    """Choose between holding the whole model in memory and streaming it.
+
+    Raises:
+        UsageError: it fits in neither way.
+    """
+    if job.engine is not None:  # it plans its own memory
+        return MemoryMode(plan=None, prepared=job.prepared)
+    rounding = find_rounding(job)
+    mode = choose_mode(
+        job,
+        job.recipe,
+        job.plan,
+        shard=job.shard,
+        scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
+        group=job.group,
+        extra_bytes={} if rounding is None else {"rounding": rounding.estimate_bytes()},
+        work=None if rounding is None else make_rounding_probe(job, rounding),
+        always_streams=_WHY_STREAMED if rounding else "",
+        expects_duration=job.expects_duration,
+    )
+    if rounding and mode.plan is not None and mode.plan.expected_s is not None:
+        expected_s = mode.plan.expected_s + rounding.estimate_s(torch.device(job.device))
+        mode = replace(mode, plan=replace(mode.plan, expected_s=expected_s))
+    return mode
+
+
+def _nearest_folder(out: Path) -> Path:
+    """Give the nearest existing folder above the output."""
+    return next(folder for folder in out.absolute().parents if folder.is_dir())
 
 
 def run_job(
