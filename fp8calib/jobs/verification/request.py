@@ -297,8 +297,16 @@ def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
     if opened.found is not None:
         _check_format(job, opened.name, opened.found)
         return opened.found.table
-    assert opened.stats is not None  # noqa: S101 -- a candidate has one of the two
-    return compute_kv_scales(opened.stats, job.options.fmt, query=opened.with_query)
+    return _compute_table(job, opened)
+
+
+def _compute_table(
+    job: VerifyJob, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False
+) -> ScaleTable:
+    """Compute the KV scales of a candidate with statistics."""
+    assert opened.stats is not None  # noqa: S101 -- the caller looked
+    fmt, query = job.options.fmt, opened.with_query
+    return compute_kv_scales(opened.stats, fmt, rule=rule, per_head=per_head, query=query)
 
 
 def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
@@ -348,19 +356,14 @@ def list_searched(options: VerifyOptions) -> list[str]:
 
 def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
     """Build what `--rules auto` chooses among."""
-    numerics, stats = job.options.numerics, opened.stats
-    assert stats is not None  # noqa: S101 -- checked by the caller
+    numerics = job.options.numerics
 
-    def quantize(*, rule: Rule = AMAX, per_head: bool = False) -> dict[Site, Quantizer]:
-        table = compute_kv_scales(
-            stats, job.options.fmt, rule=rule, per_head=per_head, query=opened.with_query
-        )
-        return emulate_kv(table, numerics)
+    def quantize(name: str) -> dict[Site, Quantizer]:
+        per_head = name == PER_HEAD
+        rule = AMAX if per_head else parse_rule(name)
+        return emulate_kv(_compute_table(job, opened, rule=rule, per_head=per_head), numerics)
 
-    options = {
-        name: quantize(per_head=True) if name == PER_HEAD else quantize(rule=parse_rule(name))
-        for name in list_searched(job.options)
-    }
+    options = {name: quantize(name) for name in list_searched(job.options)}
     return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
 
 
@@ -384,11 +387,8 @@ def _build_text_scaled(job: VerifyJob, model: LoadedModel) -> Iterator[tuple[str
 
 
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
-    assert opened.stats is not None  # noqa: S101 -- checked by the caller
     for rule in job.options.rules:
-        query = opened.with_query
-        table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule, query=query)
-        name = str(rule)
+        table, name = _compute_table(job, opened, rule=rule), str(rule)
         found = build_kv_candidate(name, table, job.options.numerics, origin=name)
         yield name, leave_cache(found, job.options.plain_caches, job.target.geometry)
 
@@ -410,7 +410,7 @@ def _build_per_head(job: VerifyJob, first: OpenedCandidate | None) -> Mapping[Si
         if not table.per_head:
             return {}
     else:
-        table = compute_kv_scales(first.stats, options.fmt, per_head=True, query=first.with_query)
+        table = _compute_table(job, first, per_head=True)
     found = emulate_kv(table, options.numerics)
     return drop_layers(found, options.plain_caches, job.target.geometry)
 
