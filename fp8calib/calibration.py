@@ -23,7 +23,7 @@ from fp8calib.observe.calibration_hooks import open_calibration_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.observed_batches import BatchObserver
-from fp8calib.run.forward.whole import WholeRunner
+from fp8calib.run.forward.whole import run_whole
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
 from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
@@ -41,7 +41,6 @@ def calibrate(
     checkpoint: Checkpoint,
     *,
     recipe: Recipe,
-    batch_size: int,
     progress: Progress,
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
@@ -60,7 +59,7 @@ def calibrate(
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
-    todo = None if plan is None else share.batches(plan, batch_size)
+    todo = None if plan is None else share.batches(plan, recipe.data.batch_size)
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
     if streaming is not None:
@@ -91,7 +90,7 @@ def calibrate(
         header=header.model_copy(update={"skipped": skipped, "unquantized": kept}),
         sites=sites,
         text_hashes=text_hashes_of(plan),
-        shard=_make_shard(share.shard, plan, batch_size),
+        shard=_make_shard(share.shard, plan, recipe.data.batch_size),
     )
 
 
@@ -179,34 +178,17 @@ def _layer_by_layer(
     work: LayerWork | None,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
-    with open_streamed(
-        prepared.model,
-        prepared.geometry,
-        prepared.weights,
-        checkpoint,
-        find_distinct_tokens(todo or ()),
-        streaming,
-    ) as streamed:
-        observer = LayerObserver(
-            streamed,
-            checkpoint,
-            recipe.observe,
-            ignored=prepared.ignored,
-            towers=prepared.towers,
-            linears=share.weights([linear for _, linear in prepared.geometry.linears()]),
-            work=work,
-        )
+    tokens = find_distinct_tokens(todo or ())
+    with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
+        linears = share.weights([linear for _, linear in prepared.geometry.linears()])
+        observer = LayerObserver(streamed, recipe.observe, linears=linears, work=work)
         if not todo:
             progress.stage("reading weights", num_layers, unit="layers")
             return observer.observe_weights(progress.advance)
         num_tokens = sum(batch.num_tokens for batch in todo)
         progress.stage("layer by layer", num_tokens * num_layers, unit="tokens", layers=num_layers)
         return observer.observe(
-            todo,
-            streaming,
-            progress.advance,
-            share.journal,
-            on_back_off=share.back_offs.append,
+            todo, progress.advance, share.journal, on_back_off=share.back_offs.append
         )
 
 
@@ -231,7 +213,8 @@ def _activations(
         ) as new_cache,
         _checkpoints(recorder, share.journal) as on_checked,
     ):
-        WholeRunner(BatchObserver(prepared.model, recorder, new_cache)).run(
+        run_whole(
+            BatchObserver(prepared.model, recorder, new_cache),
             todo,
             progress.advance,
             on_checked=on_checked,

@@ -79,7 +79,7 @@ SHOW_MADE_UP = """
 import inspect, json, sys
 import fp8calib, scripts.json_schemas, scripts.reference
 from fp8calib.cli import main
-from fp8calib.jobs.recipe_options import override_recipe
+from fp8calib.jobs.recipe_options import apply_request, open_recipe
 from fp8calib.options.option import list_options
 from fp8calib.requests import find_request
 
@@ -89,7 +89,9 @@ shown = {
     "keyword": str(inspect.signature(fp8calib.calibrate).parameters["made_up"]),
     "documentation": inspect.getdoc(fp8calib.calibrate),
     "schema": scripts.json_schemas.make_schemas()["recipe"]["$defs"]["Data"]["properties"],
-    "key": [override_recipe("kv", request("x", made_up=n)).data.made_up for n in (None, 5)],
+    "key": [
+        apply_request(open_recipe("kv"), request("x", made_up=n)).data.made_up for n in (None, 5)
+    ],
 }
 json.dump(shown, sys.stderr)
 main(["calibrate", "--help"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from pydantic import ValidationError
 
@@ -15,7 +14,6 @@ from fp8calib.checkpoint.atomic import check_output_file, write_file_atomic
 from fp8calib.checkpoint.json_files import encode_json, load_json_object
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.commands.auto_writing import write_combination
-from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.facts.gpus import find_gpu
 from fp8calib.engines.registry import (
     find_emulated,
@@ -38,31 +36,35 @@ from fp8calib.jobs.auto.measure import (
 )
 from fp8calib.jobs.auto.partial import PLANNED_PASSES, plan_left
 from fp8calib.jobs.calibration import (
-    CalibrationJob,
     choose_mode,
-    fields_of,
     open_unquantized,
     run_calibration,
 )
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.planning.opened import OpenedPlan, describe_opened
 from fp8calib.jobs.planning.runs import MEASURED_NAME
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.jobs.text import plan_texts, warn_of_few
 from fp8calib.jobs.verification.options import require_known
 from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import find_folder
-from fp8calib.recipe import Recipe
 from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.plan import PlanRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.auto import AnsweredQuestion, AutoResult, Outcome
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
-from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+    save_stats,
+)
+from fp8calib.verification.judge import gates
 from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.report import CandidateResult, VerifyReport
 from fp8calib.verification.sensitivity import SEQUENCES
@@ -103,19 +105,12 @@ def run(request: AutoRequest, reporter: Reporter) -> AutoResult | RunPlan:
             _find_out(task),
             owned=_OWNED,
             force=task.force,
-            tag=opened.tag,
+            tag=_spell_tag(opened),
             resume=task.resume,
         ) as folder,
     ):
-        stats = _calibrate(opened, folder, reporter)
-        measured = Measured(
-            task=task,
-            model=opened.model,
-            stats=stats,
-            calibration=opened.calibration,
-            held_out=opened.held_out,
-            reporter=reporter,
-        )
+        stats = _calibrate(task, opened, folder, reporter)
+        measured = Measured(task=task, opened=opened, stats=stats, reporter=reporter)
         report = _decide(measured, folder)
         (folder / MEASURED_NAME).unlink(missing_ok=True)
         texts = (*opened.calibration.warnings, *warn_of_few(report.tokens), *report.warnings)
@@ -201,8 +196,9 @@ def _plan(task: AutoRequest) -> RunPlan:
     """
     with _open_auto(task) as opened:
         model, held_out = opened.model, opened.held_out.num_tokens
-        job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
-        mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+        mode = choose_mode(
+            model, opened.recipe, opened.calibration, scratch=Path.cwd(), expects_duration=True
+        )
         pass_s = None if mode.plan is None else mode.plan.expected_s
         candidates = 1 + len(list_considered(task))
         compared, read_back = _NUM_BESIDE + candidates, _NUM_BESIDE + 1
@@ -240,7 +236,7 @@ def _plan(task: AutoRequest) -> RunPlan:
         )
 
 
-def _count_left_tokens(task: AutoRequest, opened: _Opened) -> float:
+def _count_left_tokens(task: AutoRequest, opened: OpenedPlan) -> float:
     """Count the tokens that are run to plan, and to read the result back."""
     if not _can_leave_layers(task):
         return 0
@@ -253,46 +249,40 @@ _NUM_BESIDE = 2
 """What each comparison runs beside its candidates: the unquantized model and scale 1.0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """A model and its text, before anything is run."""
-
-    task: AutoRequest
-    model: RunModel
-    recipe: Recipe
-    calibration: DataPlan
-    held_out: DataPlan
-    tag: str
-
-
 @contextmanager
-def _open_auto(task: AutoRequest) -> Iterator[_Opened]:
+def _open_auto(task: AutoRequest) -> Iterator[OpenedPlan]:
+    """Open the model and its texts, as for a plan that mixes what does not pass whole."""
     _check_task(task)
-    recipe = open_recipe("kv")
-    with open_unquantized(task, recipe) as model:
+    with open_unquantized(task, open_recipe("kv")) as model:
         require_usable(task, model)
-        calibration, held_out = plan_texts(task, model.source)
-        data = recipe.data.model_copy(update={"batch_size": task.batch_size})
-        fingerprint = fingerprint_model(model.source.raw_config, model.checkpoint.stored)
-        parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
-        yield _Opened(
-            task=task,
-            model=model,
-            recipe=recipe.model_copy(update={"data": data}),
-            calibration=calibration,
-            held_out=held_out,
-            tag=" ".join([_TAG, *parts, str(task.batch_size)]),
+        request = PlanRequest(
+            task.model,
+            max_ratio=gates.GATES[task.gate].pass_at,
+            engine=task.engine,
+            gpu=task.gpu,
+            points=0,
+            batch_size=task.batch_size,
         )
+        yield describe_opened(request, model, *plan_texts(task, model.source))
 
 
-def _calibrate(opened: _Opened, folder: Path, reporter: Reporter) -> CalibrationStats:
+def _spell_tag(opened: OpenedPlan) -> str:
+    """Spell what two runs have in common that calibrate the same."""
+    texts = (opened.calibration.fingerprint, opened.held_out.fingerprint)
+    parts = (opened.target.fingerprint, *texts, opened.model.dtype)
+    return " ".join([_TAG, *parts, str(opened.request.batch_size)])
+
+
+def _calibrate(
+    task: AutoRequest, opened: OpenedPlan, folder: Path, reporter: Reporter
+) -> CalibrationStats:
     """Calibrate, or take the statistics of the run that is resumed; remove what it wrote after."""
     for name in (OVERLAY, "scales", *SCHEMES):
         shutil.rmtree(folder / name, ignore_errors=True)
-    path, steps = folder / STATS_NAME, _count_steps(opened.task)
+    path, steps = folder / STATS_NAME, _count_steps(task)
     if path.exists():
         reporter.say(f"step 1 of {steps}: calibrated before the interruption")
-        return CalibrationStats.of(load_stats(path))
+        return load_stats(path)
     reporter.say(f"step 1 of {steps}: calibrate on {opened.calibration.num_tokens:,} tokens")
     stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
     save_stats(stats, path)
@@ -330,7 +320,7 @@ def _check_task(task: AutoRequest) -> None:
 
 def _decide(measured: Measured, folder: Path) -> AutoResult:
     """Measure the candidates, decide, and write the first combination that passes as a whole."""
-    task, model, reporter = measured.task, measured.model, measured.reporter
+    task, model, reporter = measured.task, measured.opened.model, measured.reporter
     unused = find_unused_kv(task, model)
     stats = drop_kv(measured.stats) if unused else measured.stats
     schemes = list_considered(task)
@@ -339,7 +329,7 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
     compared = [each for each in schemes if each in CONSIDERED or each not in refused]
     steps = _count_steps(task)
     reporter.say(
-        f"step 2 of {steps}: compare candidates on {measured.held_out.num_tokens:,} tokens"
+        f"step 2 of {steps}: compare candidates on {measured.opened.held_out.num_tokens:,} tokens"
     )
     found = measured.compare(
         lambda *both: list(list_candidates(measured, *both, schemes=compared)),
@@ -493,12 +483,11 @@ def _make_report(
         decisions=decisions,
         provenance=found.provenance,
         broken=explain_broken(
-            found.reference.ppl, int(measured.model.source.text_config.vocab_size)
+            found.reference.ppl, int(measured.opened.model.source.text_config.vocab_size)
         ),
         warnings=found.warnings,
         **dict(outcome),
     )
 
 
-# Without `dry_run`, which gives a RunPlan, it always gives a AutoResult.
-auto = as_function("auto", AutoRequest, cast("Callable[[AutoRequest, Reporter], AutoResult]", run))
+auto = as_function("auto", AutoRequest, run)

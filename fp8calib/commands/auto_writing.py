@@ -31,7 +31,7 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
     """Write one combination, read it back, verify and check it; remove it if it does not pass."""
     name = choice.scheme or OVERLAY
     has_query = choice.kv == KV_AND_Q_SCALES
-    model = str(measured.model.source.folder)
+    model = str(measured.opened.model.source.folder)
     if choice.scheme is not None:
         stats = measured.stats if choice.kv == KV_SCALES else drop_kv(measured.stats)
         out = folder / choice.scheme
@@ -84,7 +84,7 @@ def write_combination(measured: Measured, folder: Path, choice: Combination) -> 
             unquantized_layers=choice.left,
             unquantized=() if choice.planned is None else choice.planned.ignore,
             layer_schemes={} if choice.planned is None else choice.planned.layer_schemes,
-            serve_options=(options := measured.numerics.spell_skip(left)),
+            serve_options=(options := measured.opened.numerics.spell_skip(left)),
         ),
         tried=(attempt,),
         verified=verified,

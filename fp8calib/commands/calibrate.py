@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from fp8calib.checkpoint.atomic import OutputFolder, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -23,7 +22,7 @@ from fp8calib.dialects.write import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.jobs.calibration import IF_QUANTIZED, fields_of, plan_recipe_text
+from fp8calib.jobs.calibration import IF_QUANTIZED
 from fp8calib.jobs.calibration_result import (
     describe_rows,
     make_calibrate_result,
@@ -33,27 +32,25 @@ from fp8calib.jobs.calibration_result import (
 from fp8calib.jobs.engine import check_engine, make_engine_settings
 from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
-    check_replaced_checkpoint,
-    explain_refusal,
-    make_plan_settings,
-    write_checkpoint,
+    check_checkpoint,
 )
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import RunModel, open_run_model, place
+from fp8calib.jobs.models import RunModel, fields_of, open_run_model
 from fp8calib.jobs.processes import check_shard, choose_rank_device
+from fp8calib.jobs.quantization.planned import resolve_recipe
 from fp8calib.jobs.recipe_options import (
+    apply_request,
     check_query,
     decide_query,
     list_given,
     list_ignored,
-    override_recipe,
+    open_recipe,
     resolve_text,
 )
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.memory import choose_calibration_mode
 from fp8calib.jobs.resumable.rounding import check_rounding_data
-from fp8calib.jobs.resumable.run import RunMeasurements, run_job
+from fp8calib.jobs.resumable.run import RunMeasurements, choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import (
     UnwrittenError,
     check_output_of,
@@ -64,6 +61,7 @@ from fp8calib.jobs.resumable.work_folder import (
 )
 from fp8calib.jobs.rule_auto import check_auto, choose_site_rules, hold_out, plan_search
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.jobs.text import plan_text
 from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.options.recipe_keys import FORMATS, TP
@@ -72,13 +70,11 @@ from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
     CalibrationStats,
-    StatsHeader,
     save_stats,
 )
 
@@ -101,7 +97,8 @@ def run(
     """
     if request.out is None:
         _refuse_unwritten(request)
-    recipe, rows = resolve_text(override_recipe(str(request.recipe), request), request.data)
+    asked = apply_request(open_recipe(str(request.recipe)), request)
+    recipe, rows = resolve_text(asked, request.data)
     recipe = _leave_out_unwritten(request, recipe, reporter)
     given = (name for name in list_given(request) if request.out is not None or name != TP.flags)
     for text in list_ignored(recipe, list(given)):
@@ -112,10 +109,10 @@ def run(
     request = replace(request, device=device)
     with (
         open_process_group(process_rank) as group,
-        _open_job(request, recipe, rows, shard, reporter, process_rank) as job,
+        _open_job(request, recipe, rows, shard, reporter, group) as job,
     ):
         told = _warn_each(reporter, job.plan.warnings if job.plan else (), ())
-        result = _run(job, request, group)
+        result = _run(job, request)
         if isinstance(result, CalibrateResult) and not result.was_finished:
             files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
             _warn_each(reporter, (*result.warnings, *files), (*told, result.failure))
@@ -129,37 +126,25 @@ def _warn_each(reporter: Reporter, texts: Iterable[str], told: Iterable[str]) ->
     return new
 
 
-def _run(
-    job: ResumableJob, request: CalibrateRequest, group: ProcessGroup | None
-) -> CalibrateResult | RunPlan | None:
+def _run(job: ResumableJob, request: CalibrateRequest) -> CalibrateResult | RunPlan | None:
     header = make_job_header(job)
-    is_finished, finished = _find_finished(job, header, group)
-    if is_finished:
-        return finished
+    # The first process alone looks for it: others may see what it writes now.
+    finished = find_finished(job, header) if job.group.is_first else None
+    if job.group.broadcast(lambda: finished is not None):
+        return _tell_finished(job, finished)
     mode = choose_calibration_mode(job)
     if request.dry_run:
         return make_run_plan(job, mode, **plan_search(job))
     if job.out is None:
-        stats, measured = run_job(job, mode, None, group)
-        return make_calibrate_result(job, stats, measured) if job.process_rank.is_first else None
-    return _run_into(job, mode, header, request, group)
-
-
-def _run_into(
-    job: ResumableJob,
-    mode: MemoryMode,
-    header: StatsHeader,
-    request: CalibrateRequest,
-    group: ProcessGroup | None,
-) -> CalibrateResult | None:
-    """Run a job that writes files."""
+        stats, measured = run_job(job, mode, None)
+        return make_calibrate_result(job, stats, measured) if job.group.is_first else None
     for text in (*describe_rows(job.plan), *mode.describe()):
         job.reporter.say(text)
-    with work_folder(job, header, group) as work:
+    with work_folder(job, header) as work:
         if work.finished is not None:
             return _tell_finished(job, work.finished)
-        stats, measured = run_job(job, mode, work, group)
-        if not job.process_rank.is_first:
+        stats, measured = run_job(job, mode, work)
+        if not job.group.is_first:
             return None
         return _write(job, stats, measured, work.path, request)
 
@@ -193,26 +178,9 @@ def _leave_out_unwritten(request: CalibrateRequest, recipe: Recipe, reporter: Re
     return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
 
 
-def _find_finished(
-    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
-) -> tuple[bool, CalibrateResult | None]:
-    """Look for finished output in the first process alone: others may see what it writes now."""
-    if job.out is None:
-        return False, None
-    found: list[CalibrateResult | None] = []
-
-    def look() -> bool:
-        found.append(find_finished(job, header))
-        return found[0] is not None
-
-    is_finished = look() if group is None else bool(group.broadcast(look))
-    if found and found[0] is not None:
-        return True, _tell_finished(job, found[0])
-    return is_finished, None
-
-
-def _tell_finished(job: ResumableJob, finished: CalibrateResult) -> CalibrateResult:
-    job.reporter.say(f"{job.out} is finished already")
+def _tell_finished(job: ResumableJob, finished: CalibrateResult | None) -> CalibrateResult | None:
+    if finished is not None:
+        job.reporter.say(f"{job.out} is finished already")
     return finished
 
 
@@ -223,16 +191,13 @@ def _open_job(
     rows: Iterable[Row] | None,
     shard: Share | None,
     reporter: Reporter,
-    process_rank: ProcessRank,
+    group: ProcessGroup,
 ) -> Iterator[ResumableJob]:
     _check_observed(recipe)
-    check_auto(recipe, request, process_rank)
+    check_auto(recipe, request, group.size)
     with (
         open_run_model(
-            request.model,
-            place(request),
-            revision=request.revision,
-            trust_remote_code=request.trust_remote_code,
+            request,
             if_quantized=IF_QUANTIZED,
             recipe=recipe,
             can_be_sharded=request.out is None,  # every process would write
@@ -257,19 +222,26 @@ def _open_job(
             force=request.force,
             expects_duration=request.dry_run,
             reporter=reporter,
-            process_rank=process_rank,
+            group=group,
             recipe=recipe,
             shard=shard,
             plan=None,
             out=None if request.out is None else Path(request.out),
-            quantization=make_plan_settings(recipe),
+            quantization=None if recipe.quantize is None else resolve_recipe(recipe.quantize),
         )
         if request.engine is not None:
             job = replace(job, engine=make_engine_settings(request, job))
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
-        job = replace(job, plan=plan_recipe_text(model, recipe, rows, tokenizer=request.tokenizer))
-        job = hold_out(job)
+        if recipe.observe.needs_forward:
+            text = plan_text(
+                model.source,
+                recipe.data,
+                rows=rows,
+                part="calibrate",
+                tokenizer=request.tokenizer,
+            )
+            job = hold_out(replace(job, plan=text))
         if job.rounding is not None:
             check_rounding_data(job.plan)
         check_shard(job)
@@ -295,11 +267,7 @@ def _check_outputs(job: ResumableJob, *, dry_run: bool) -> None:
     if not dry_run:
         check_output_of(job)
     check_replaced(job.recipe.formats, job.folder, job.checkpoint.stored)
-    check_replaced_checkpoint(job)
-    if refusal := explain_refusal(job):
-        folder = job.recipe.quantize and job.recipe.quantize.folder
-        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
-        raise ExportError(f"{folder} cannot be written: {refusal}", hint=hint)
+    check_checkpoint(job)
 
 
 def _check_excluded(recipe: Recipe, prepared: PreparedModel) -> None:
@@ -398,16 +366,9 @@ def _write_all(
     result = make_calibrate_result(
         job, stats, measured, folder=folder, files=files, notes=written.notes
     ).model_copy(update={"rule_choice": choice})
-    checkpoint = write_checkpoint(job, stats, folder)
-    if checkpoint is not None and recipe.quantize is not None:
-        result = add_checkpoint(result, checkpoint, recipe.quantize.folder)
+    result = add_checkpoint(job, stats, folder, result)
     save_report(folder / REPORT_NAME, result)
     return result
 
 
-# In one process, and without `dry_run`, which gives a RunPlan, it always gives a CalibrateResult.
-calibrate = as_function(
-    "calibrate",
-    CalibrateRequest,
-    cast("Callable[[CalibrateRequest, Reporter], CalibrateResult]", run),
-)
+calibrate = as_function("calibrate", CalibrateRequest, run)

@@ -91,7 +91,8 @@ def _check(request: CheckRequest) -> CheckResult:
         if option := "--live" if ranks is not None else "--run" if request.run else "":
             raise UsageError(f"{option}: {path} is no checkpoint folder", hint="check a folder")
         require_kv_scales(path)
-        _refuse_other_model(path, found)
+        if (origin := read_file_origin(path)) is not None:
+            _refuse_other_origin(str(path), origin, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
     report = _doubt_configs(report, found, geometry)
     if request.run:
@@ -201,20 +202,6 @@ def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(chosen.values())
 
 
-def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
-    """Refuse scales that record another model, as `verify` does.
-
-    Of a folder without weights the config alone is compared. A quantized model is not compared:
-    the record is of the unquantized one.
-
-    Raises:
-        ModelError: naming the difference.
-    """
-    origin = read_file_origin(path)
-    if origin is not None:
-        _refuse_other_origin(str(path), origin, model)
-
-
 def _refuse_other_stats(
     name: str, stats: CalibrationStats, model: ScaleFolder, geometry: ModelGeometry
 ) -> None:
@@ -240,6 +227,14 @@ def _name_first(attentions: Sequence[Attention]) -> str:
 
 
 def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolder) -> None:
+    """Refuse scales or statistics that record another model, as `verify` does.
+
+    Of a folder without weights the config alone is compared. A quantized model is not compared:
+    the record is of the unquantized one.
+
+    Raises:
+        ModelError: naming the difference.
+    """
     if model.config.get("quantization_config") is not None or model.modelopt:
         return
     try:

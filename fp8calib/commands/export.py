@@ -12,22 +12,21 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
-from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
-from fp8calib.jobs.export.attachment import AttachmentOptions, require_server
+from fp8calib.jobs.export.attachment import require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.jobs.export.vision import VISION_NAME, write_vision
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.recipe_options import decide_query, list_ignored, override_recipe
+from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignored, open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
+from fp8calib.jobs.served import find_served
 from fp8calib.jobs.stats import read_stats
 from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
-from fp8calib.results.served import Served
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 if TYPE_CHECKING:
     from fp8calib.jobs.export.rank_weights import RankWeights
@@ -41,7 +40,7 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
         ModelError: the statistics are damaged; or the model cannot be read, or is another one.
         ExportError: a scale cannot be computed, or a format not written.
     """
-    recipe = override_recipe("kv", request)
+    recipe = apply_request(open_recipe("kv"), request)
     if not recipe.formats:
         raise UsageError(
             "export: --format is missing",
@@ -49,32 +48,17 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
         )
     for name in recipe.formats:
         find_dialect(name)  # refuses unknown ones
-    model, out = request.model, Path(request.out)
+    model = request.model
     with ExitStack() as stack:
         place = (
             None
             if model is None
-            else stack.enter_context(saved_model(model, out, request.tokenizer))
+            else stack.enter_context(saved_model(model, Path(request.out), request.tokenizer))
         )
-        is_file = isinstance(request.stats, str | Path)
-        task = ExportTask(
-            stats_name=str(request.stats) if is_file else STATS_NAME,
-            recipe=recipe,
-            model=place,
-            model_name=str(model) if isinstance(model, str | Path) else "MODEL",
-            out=out,
-            with_weights=request.with_weights,
-            with_vision=request.vision_scales,
-            cache_type=_check_cache_type(request, recipe.formats, recipe.scales.fp8_dtype),
-            attachment=AttachmentOptions(
-                base=None if request.base is None else str(request.base),
-                other_weights=request.other_weights,
-                replaces_scales=request.replace_scales,
-            ),
-        )
+        cache_type = _check_cache_type(request, recipe.formats, recipe.scales.fp8_dtype)
+        task = ExportTask(request=request, recipe=recipe, model=place, cache_type=cache_type)
         _check_weights(task)
-        stats, inputs = read_stats(request.stats)
-        result = _export(task, stats, inputs=inputs, force=request.force)
+        result = _export(task)
     more = () if model is None else warn_of_tokenizer(model, request.tokenizer, result.files)
     result = result.model_copy(update={"warnings": (*result.warnings, *more)})
     for text in result.warnings:
@@ -82,10 +66,9 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
     return result
 
 
-def _export(
-    task: ExportTask, stats: CalibrationStats, *, inputs: Sequence[Path], force: bool
-) -> ExportResult:
-    recipe = task.recipe
+def _export(task: ExportTask) -> ExportResult:
+    request, recipe = task.request, task.recipe
+    stats, inputs = read_stats(request.stats)
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
     query = decide_query(recipe, stats)
@@ -96,7 +79,7 @@ def _export(
         with OutputFolder(
             task.out,
             owned=list_outputs(recipe.formats, recipe.tp) | _list_other_files(task),
-            force=force,
+            force=request.force,
             inputs=[*inputs, *([source.folder] if source else [])],
         ) as folder:
             weights = _prepare_weights(task, stats, source)
@@ -115,7 +98,7 @@ def _export(
                 cache_type=task.cache_type,
             )
             served = _find_serving(task, target, folder)
-            vision = [write_vision(stats, folder, fmt)] if task.with_vision else []
+            vision = [write_vision(stats, folder, fmt)] if request.vision_scales else []
             more = (*(weights.write(folder) if weights else ()), *([VISION_NAME] if vision else ()))
             files = sorted([*written.files, *more])
         return ExportResult(
@@ -140,23 +123,21 @@ def _find_serving(task: ExportTask, target: ExportTarget, folder: Path) -> dict[
     Raises:
         ExportError: no server uses the overlay of a quantized model.
     """
-    if target.source is None or task.with_weights:
+    if target.source is None or task.request.with_weights:
         return {}
-    found: list[tuple[str, Serving]] = []
+    geometry, model = target.stats.geometry, task.request.model
     for dialect in map(find_dialect, task.recipe.formats):
         if target.quantized is not None and dialect.needs_model:
-            require_server(folder / dialect.path(), target.stats.geometry, target.quantized)
-        for tp in dialect.degrees(task.recipe.tp):
-            serving = find_scale_serving(
-                folder / dialect.path(tp),
-                task.out / dialect.path(tp),
-                target.stats.geometry,
-                model=target.source.folder,
-                model_name=task.model_name,
-                tp=tp,
-            )
-            found.append((dialect.name, serving))
-    return dict(Served.of(found))
+            require_server(folder / dialect.path(), geometry, target.quantized)
+    served = find_served(
+        task.recipe,
+        folder,
+        task.out,
+        geometry,
+        model=target.source.folder,
+        model_name=str(model) if isinstance(model, str | Path) else "MODEL",
+    )
+    return dict(served)
 
 
 def _check_cache_type(request: ExportRequest, formats: Sequence[str], dtype: str) -> str:
@@ -180,18 +161,18 @@ def _check_cache_type(request: ExportRequest, formats: Sequence[str], dtype: str
 
 
 def _check_weights(task: ExportTask) -> None:
-    if task.with_weights and RFC.name not in task.recipe.formats:
+    if task.request.with_weights and RFC.name not in task.recipe.formats:
         raise UsageError(
             "--with-weights needs --format rfc",
             hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
         )
-    if task.with_weights and task.model is None:
+    if task.request.with_weights and task.model is None:
         raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
 
 
 def _list_other_files(task: ExportTask) -> frozenset[str]:
-    vision = frozenset({VISION_NAME}) if task.with_vision else frozenset()
-    if not task.with_weights:
+    vision = frozenset({VISION_NAME}) if task.request.vision_scales else frozenset()
+    if not task.request.with_weights:
         return vision
     names = (name for tp in task.recipe.tp for name in name_rank_files(tp).values())
     return frozenset(names) | vision
@@ -200,7 +181,7 @@ def _list_other_files(task: ExportTask) -> frozenset[str]:
 def _prepare_weights(
     task: ExportTask, stats: CalibrationStats, source: Checkpoint | None
 ) -> RankWeights | None:
-    if not task.with_weights or source is None:
+    if not task.request.with_weights or source is None:
         return None
     from fp8calib.jobs.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
 

@@ -25,8 +25,8 @@ from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.export.attachment import (
-    AttachmentOptions,
     describe_attachment,
+    refuse_options,
     relate_to_quantized,
     require_server,
 )
@@ -71,13 +71,9 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
             source=checkpoint,
             geometry=_find_geometry(request, checkpoint, is_quantized=quantized is not None),
             quantized=quantized,
-            options=AttachmentOptions(
-                base=None if request.base is None else str(request.base),
-                other_weights=request.other_weights,
-                replaces_scales=request.replace_scales,
-            ),
+            request=request,
         )
-        result = _extract(request, source, dialect, target)
+        result = _extract(source, dialect, target)
     for note in result.notes:
         reporter.warn(note)
     return result
@@ -91,7 +87,7 @@ class _Target:
     geometry: ModelGeometry
     quantized: QuantizedModel | None
     """None for an unquantized model."""
-    options: AttachmentOptions
+    request: ExtractRequest
 
     def relate(self, name: str, origin: CalibrationOrigin | None) -> Attachment:
         """Check that scales belong to the model.
@@ -101,10 +97,10 @@ class _Target:
             ModelError: they belong to another one.
         """
         if self.quantized is not None:
-            return relate_to_quantized(name, origin, self.source, self.geometry, self.options)
-        self.options.refuse()
+            return relate_to_quantized(name, origin, self.source, self.geometry, self.request)
+        refuse_options(self.request)
         check_origin(name, origin, self.fingerprint)
-        return Attachment(replaces_scales=self.options.replaces_scales)
+        return Attachment(replaces_scales=self.request.replace_scales)
 
     @property
     def fingerprint(self) -> str:
@@ -143,9 +139,8 @@ def _check_options(request: ExtractRequest) -> Dialect:
     return dialect
 
 
-def _extract(
-    request: ExtractRequest, source: Path, dialect: Dialect, target: _Target
-) -> ExtractResult:
+def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
+    request = target.request
     geometry, checkpoint, out = target.geometry, target.source, Path(request.save_path)
     found = read_scales(
         source,

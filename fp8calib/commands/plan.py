@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
 
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.jobs.calibration import CalibrationJob, choose_mode, fields_of, run_calibration
+from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.planning.budget import find_limit, make_budget, name_budget
+from fp8calib.jobs.planning.budget import make_budget, name_budget
 from fp8calib.jobs.planning.measure import (
     count_work,
     open_measured,
@@ -24,24 +21,26 @@ from fp8calib.jobs.planning.recipe import (
     RECIPE_NAME,
     make_planned_scheme,
     spell_recipe,
-    spell_serve,
     spell_write,
 )
 from fp8calib.jobs.planning.report import PlanReport, make_report
 from fp8calib.jobs.planning.rounded import ROUNDED_NAME
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, read_stats
+from fp8calib.jobs.stats import read_stats
 from fp8calib.jobs.tracking import check_tracker, log_and_say
-from fp8calib.machine.command_line import spell_command
 from fp8calib.render.page.plan import write_plan_page
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import PlanResult
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, load_stats, save_stats
-from fp8calib.stats.fingerprint import versions
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    load_stats,
+    save_stats,
+)
 from fp8calib.verification.planning.choices import list_uniform
-from fp8calib.verification.report import RunProvenance
 
 PAGE_NAME = "plan.html"
 _OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME, ROUNDED_NAME})
@@ -92,12 +91,12 @@ def _calibrate(
 ) -> CalibrationStats:
     """Calibrate, or take the statistics that are given or that an earlier run wrote."""
     if opened.request.stats is not None:
-        return CalibrationStats.of(read_stats(opened.request.stats)[0])
+        return read_stats(opened.request.stats)[0]
     path = folder / STATS_NAME
     earlier = path if path.exists() else opened.out / STATS_NAME
     if opened.request.resume and earlier.exists() and not measurements.is_empty:
         reporter.say("calibrated before")
-        stats = CalibrationStats.of(load_stats(earlier))
+        stats = load_stats(earlier)
     else:
         reporter.say(f"calibrate on {opened.calibration.num_tokens:,} tokens")
         stats = run_calibration(opened.model, opened.recipe, opened.calibration, reporter)
@@ -132,24 +131,14 @@ def _plan(
         PlanReport(
             opened=opened,
             groups=groups,
+            sizes=sizes,
             found=found,
+            planned=planned,
             judged=judged,
             scores=scores,
             lengths=runs.lengths,
             spent=search.spent,
-            limit=find_limit(request, sizes),
-            fixed_bytes=sizes.fixed,
-            unquantized_bytes=sizes.unquantized,
             write=command,
-            serve=spell_serve(opened, planned),
-            recipe=RECIPE_NAME,
-            provenance=RunProvenance(
-                date=datetime.now(UTC).isoformat(timespec="seconds"),
-                command=spell_command(),
-                model_hash=opened.target.fingerprint,
-                data_hash=opened.held_out.fingerprint,
-                versions=versions(opened.held_out.tokens_by_modality),
-            ),
         )
     )
     (folder / RECIPE_NAME).write_text(
@@ -161,8 +150,9 @@ def _plan(
 def _describe_run(opened: OpenedPlan) -> RunPlan:
     """Describe the run without running text."""
     request, model = opened.request, opened.model
-    job = CalibrationJob(**fields_of(model), recipe=opened.recipe, plan=opened.calibration)
-    mode = choose_mode(job, scratch=Path.cwd(), expects_duration=True)
+    mode = choose_mode(
+        model, opened.recipe, opened.calibration, scratch=Path.cwd(), expects_duration=True
+    )
     pass_s = None if mode.plan is None else mode.plan.expected_s
     calibrated = opened.calibration.num_tokens
     return RunPlan(
@@ -189,5 +179,4 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
     )
 
 
-# Without `dry_run`, which gives a RunPlan, it always gives a PlanResult.
-plan = as_function("plan", PlanRequest, cast("Callable[[PlanRequest, Reporter], PlanResult]", run))
+plan = as_function("plan", PlanRequest, run)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
-from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST
+from fp8calib.errors import ExportError
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
     check_rounding,
-    find_finished_checkpoint,
     open_planned,
-    resolve_plan,
+    resolve_request,
     write_planned,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
-from fp8calib.jobs.recipe_options import apply_quantize_recipe, list_given
+from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import drop_kv, read_stats
@@ -50,23 +47,8 @@ def run(
     recipe = None
     if request.names_recipe:
         request, recipe = apply_quantize_recipe(request)
-    check_rounding(request.rounding, _list_of_text(request), dequantize=request.dequantize)
-    if request.towers and request.rounding == GPTQ:
-        raise UsageError(
-            f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
-            hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
-        )
-    asked = resolve_plan(
-        request.scheme,
-        request.dialect,
-        layer_schemes=request.layer_schemes or {},
-        ignore=request.ignore or (),
-        power_of_two_scales=request.power_of_two_scales,
-        shared_scales=request.shared_scales,
-        is_calibrated=request.stats is not None or request.rounding == GPTQ,
-        rounding=request.rounding,
-        towers=request.towers,
-    )
+    check_rounding(request)
+    asked = resolve_request(request)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     if stats is not None and recipe is not None and not recipe.observe.kv:
         stats = drop_kv(stats)
@@ -78,9 +60,8 @@ def run(
             stats=stats,
             inputs=inputs,
             reporter=reporter,
-            process_rank=process_rank,
         )
-        outcome = _round(task)
+        outcome = _round(task, process_rank)
         if not isinstance(outcome, QuantizationOutcome):
             return outcome
         served = None if recipe is None else recipe.quantize
@@ -98,18 +79,7 @@ def run(
     return result.model_copy(update={"push": pushed})
 
 
-def _list_of_text(request: QuantizeRequest) -> list[str]:
-    """List the options that were given and need a rounding that runs text."""
-    others = {
-        "--memory": request.memory is not None,
-        "--dry-run": request.dry_run,
-        "--trust-remote-code": request.trust_remote_code,
-        "--dtype": request.dtype != "auto",
-    }
-    return [*list_given(request), *(option for option, is_given in others.items() if is_given)]
-
-
-def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
+def _round(task: QuantizeTask, process_rank: ProcessRank) -> QuantizationOutcome | RunPlan | None:
     if task.request.rounding != GPTQ:
         return _round_to_nearest(task)
     from fp8calib.jobs.quantization.gptq import (  # noqa: PLC0415 -- imports transformers
@@ -119,42 +89,19 @@ def _round(task: QuantizeTask) -> QuantizationOutcome | RunPlan | None:
     )
     from fp8calib.run.distributed.group import open_process_group  # noqa: PLC0415
 
-    with open_process_group(task.process_rank) as group, open_gptq(task) as opened:
-        return plan_gptq(opened) if task.request.dry_run else run_gptq(opened, group)
+    with open_process_group(process_rank) as group, open_gptq(task, group=group) as opened:
+        return plan_gptq(opened) if task.request.dry_run else run_gptq(opened)
 
 
 def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
     request, reporter = task.request, task.reporter
-    with open_planned(
-        task.model,
-        task.asked,
-        task.stats,
-        revision=request.revision,
-        dequantize=request.dequantize,
-        allow_unservable=request.allow_unservable,
-    ) as planned:
-        if planned.unchecked:
-            reporter.warn(planned.unchecked)
+    with open_planned(task) as planned:
         started = time.monotonic()
-        if request.resume and find_finished_checkpoint(task.out, planned.plan) is not None:
-            reporter.say(f"{task.out} is finished already")
         if request.device not in ("auto", "cpu"):
             size = format_gib(count_pinned_bytes())
             reporter.say(f"weights are copied to the GPU through pinned buffers of {size}")
-        written = write_planned(
-            planned,
-            task.out,
-            device=request.device,
-            resume=request.resume,
-            force=request.force,
-            inputs=task.inputs,
-            progress=reporter,
-            rounded=planned.kept_codes,
-        )
-        return planned.finish(written, task.out, started=started, stats=task.stats)
+        written = write_planned(task, planned, planned.kept_codes, device=request.device)
+        return planned.finish(task, written, started)
 
 
-# In one process, and without `dry_run`, which gives a RunPlan, it always gives a QuantizeResult.
-quantize = as_function(
-    "quantize", QuantizeRequest, cast("Callable[[QuantizeRequest, Reporter], QuantizeResult]", run)
-)
+quantize = as_function("quantize", QuantizeRequest, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import is_result
@@ -12,7 +12,7 @@ from fp8calib.checkpoint.output_files import output_files, probe_output_files
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.models import open_run_model, place
+from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_files
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
@@ -20,7 +20,7 @@ from fp8calib.jobs.text import plan_texts, read_settings
 from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
 from fp8calib.jobs.verification.job import VerifyJob
-from fp8calib.jobs.verification.memory import choose_mode_beside
+from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import (
     if_quantized,
     list_output_files,
@@ -83,13 +83,7 @@ def run(
             return plan_verified(source, settings, rows, request.tokenizer)
         return plan_texts(held_out, source)[1]
 
-    with open_run_model(
-        request.model,
-        place(request),
-        revision=request.revision,
-        trust_remote_code=request.trust_remote_code,
-        if_quantized=if_quantized(str(request.model)),
-    ) as model:
+    with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
         say = None if request.dry_run else reporter.say
         job = open_verify_job(model, options, plan, tell_of_server=say)
         told = (*job.plan.warnings, *job.warnings)
@@ -97,10 +91,12 @@ def run(
             reporter.warn(note)
         mode = None
         if request.reference_dump is None:
-            reference = None if request.dry_run else request.reference_server
-            mode = choose_mode_beside(
-                job, reference=reference, warn=reporter.warn, expects_duration=request.dry_run
-            )
+            try:
+                mode = choose_verification_mode(job, expects_duration=request.dry_run)
+            except UsageError as error:
+                if request.dry_run or request.reference_server is None:
+                    raise
+                reporter.warn(f"nothing is emulated here: {error.message}")
         if mode is None:
             dump = request.reference_dump
             evidence = gather_alone(job.plan, None if dump is None else Path(dump))
@@ -246,7 +242,4 @@ def _list_inputs(request: VerifyRequest) -> Iterator[Path]:
             yield Path(each)
 
 
-# Without `dry_run`, which gives a RunPlan, it always gives a VerifyResult.
-verify = as_function(
-    "verify", VerifyRequest, cast("Callable[[VerifyRequest, Reporter], VerifyResult]", run)
-)
+verify = as_function("verify", VerifyRequest, run)

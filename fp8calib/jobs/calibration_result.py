@@ -9,14 +9,13 @@ from statistics import median
 from typing import Any
 
 from fp8calib.data.sequences import DataPlan
-from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
-from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.run import RunMeasurements
+from fp8calib.jobs.served import find_served
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
@@ -42,7 +41,16 @@ def make_calibrate_result(
 
     `folder` is where the files are now; `job.out` is where they will be.
     """
-    served = Served.of(() if folder is None else _replay_engines(job, stats, folder))
+    served = Served.of(())
+    if folder is not None:
+        served = find_served(
+            job.recipe,
+            folder,
+            job.folder,
+            stats.geometry,
+            model=job.checkpoint.folder,
+            model_name=job.name,
+        )
     before, after = kv_bytes_per_token(stats.geometry)
     counted = count_run(job, stats)
     return CalibrateResult(
@@ -87,26 +95,6 @@ def make_calibrate_result(
         ),
         versions=stats.header.versions,
     )
-
-
-def _replay_engines(
-    job: ResumableJob, stats: calibration_stats.CalibrationStats, folder: Path
-) -> Iterator[tuple[str, Serving]]:
-    """Find who serves each file that was written, by the name of its format."""
-    for name in job.recipe.formats:
-        dialect = find_dialect(name)
-        for tp in dialect.degrees(job.recipe.tp):
-            yield (
-                name,
-                find_scale_serving(
-                    folder / dialect.path(tp),
-                    job.folder / dialect.path(tp),
-                    stats.geometry,
-                    model=job.checkpoint.folder,
-                    model_name=job.name,
-                    tp=tp,
-                ),
-            )
 
 
 def save_report(path: Path, result: CalibrateResult) -> None:

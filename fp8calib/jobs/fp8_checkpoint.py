@@ -12,7 +12,7 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.engines.serving import Serving
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
@@ -20,84 +20,66 @@ from fp8calib.jobs.resumable.rounding import list_rounded, make_rounding_record,
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.recipe import Recipe
 from fp8calib.results.calibrate import CalibrateResult, NotQuantized
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.served import Served
-from fp8calib.selection.layer_schemes import make_layer_schemes
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
-def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
-    """Make the options of the recipe's checkpoint; None if it has none."""
-    if recipe.quantize is None:
-        return None
-    asked = recipe.quantize
-    return PlanSettings(
-        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
-        dialect=COMPRESSED_TENSORS,
-        ignore=asked.ignore,
-        rounding=asked.rounding,
-    )
-
-
-def explain_refusal(job: ResumableJob) -> str | None:
-    """Explain before the run why the weights cannot be quantized; None if they can."""
-    if job.quantization is None:
-        return None
-    try:
-        select_matrices(job, job.quantization)
-    except (ModelError, ExportError) as error:
-        return error.message
-    return None
-
-
-def check_replaced_checkpoint(job: ResumableJob) -> None:
-    """Refuse to replace a folder that holds files such a checkpoint does not have.
+def check_checkpoint(job: ResumableJob) -> None:
+    """Refuse before the run what cannot be quantized, or would replace other files.
 
     Raises:
-        UsageError: naming what would be lost.
+        UsageError: naming the files that would be lost.
+        ExportError: the weights cannot be quantized.
     """
-    if job.recipe.quantize is None:
+    if job.recipe.quantize is None or job.quantization is None:
         return
-    folder = job.folder / job.recipe.quantize.folder
+    name = job.recipe.quantize.folder
+    folder = job.folder / name
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     refuse_unknown_entries(folder, found - shards - sides - {CONFIG_NAME})
-
-
-def write_checkpoint(
-    job: ResumableJob, stats: CalibrationStats, folder: Path
-) -> QuantizeResult | NotQuantized | None:
-    """Write the recipe's checkpoint under `folder`.
-
-    Returns:
-        The result that `quantize` gives; why the checkpoint cannot be written, so that the
-        statistics and scales of a long run are kept; None if the recipe has none.
-    """
-    if job.quantization is None:
-        return None
     try:
-        return _quantize(job, job.quantization, stats, folder)
+        select_matrices(job, job.quantization)
     except (ModelError, ExportError) as error:
-        scheme = job.quantization.schemes.default.name
-        return NotQuantized(scheme=scheme, why="; ".join(filter(None, (error.message, error.hint))))
+        hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
+        raise ExportError(f"{name} cannot be written: {error.message}", hint=hint) from error
 
 
 def add_checkpoint(
-    result: CalibrateResult, checkpoint: QuantizeResult | NotQuantized, folder: str
+    job: ResumableJob, stats: CalibrationStats, folder: Path, result: CalibrateResult
 ) -> CalibrateResult:
-    """Add the FP8 checkpoint in a folder of this name to the result of the calibration."""
-    if isinstance(checkpoint, NotQuantized):
-        failure = f"{folder} is not written: {checkpoint.why}"
-        warnings = (*result.warnings, failure)
-        changed = {"quantize": checkpoint, "failure": failure, "warnings": warnings}
-        return result.model_copy(update=changed)
-    files = sorted([*result.files, *(f"{folder}/{name}" for name in checkpoint.files)])
-    notes = (f"{folder}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
-    served = Served.of([(folder, checkpoint)])
+    """Write the recipe's checkpoint, if it has one, under `folder`, and add it to the result.
+
+    Where it cannot be written, the result says why: statistics and scales of a long run are kept.
+    """
+    if job.recipe.quantize is None or job.quantization is None:
+        return result
+    name = job.recipe.quantize.folder
+    try:
+        checkpoint = _quantize(job, job.quantization, stats, folder)
+    except (ModelError, ExportError) as error:
+        scheme = job.quantization.schemes.default.name
+        why = "; ".join(filter(None, (error.message, error.hint)))
+        failure = f"{name} is not written: {why}"
+        return result.model_copy(
+            update={
+                "quantize": NotQuantized(scheme=scheme, why=why),
+                "failure": failure,
+                "warnings": (*result.warnings, failure),
+            }
+        )
+    files = sorted([*result.files, *(f"{name}/{file}" for file in checkpoint.files)])
+    notes = (f"{name}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
+    serving = Serving(
+        commands=checkpoint.serving,
+        limitations=checkpoint.limitations,
+        others=checkpoint.other_engines,
+    )
+    served = Served.of([(name, serving)])
     return result.model_copy(
         update={
             "quantize": checkpoint,

@@ -10,6 +10,7 @@ from fp8calib.jobs.arguments import check_arguments
 from fp8calib.jobs.reporter import PythonReporter, Reporter
 from fp8calib.jobs.spelling import spell_for_request, spelled_for_request
 from fp8calib.options.option import list_options
+from fp8calib.results.run_plan import RunPlan
 
 P = ParamSpec("P")
 Request = TypeVar("Request")
@@ -17,13 +18,16 @@ Result = TypeVar("Result")
 
 
 def as_function(
-    name: str, request: Callable[P, Request], run: Callable[[Request, Reporter], Result]
+    name: str,
+    request: Callable[P, Request],
+    run: Callable[[Request, Reporter], Result | RunPlan | None],
 ) -> Callable[P, Result]:
     """Make the public function of a command.
 
     Its arguments are the fields of the request, with their types and defaults, for editors too. Its
     documentation is that of the request and of its fields, and the errors that `run` lists.
-    Arguments of another type are refused, and messages name the arguments, not the options.
+    Arguments of another type are refused, and messages name the arguments, not the options. In one
+    process, and without `dry_run`, which gives a RunPlan, `run` always gives a result.
     """
     kind = cast("type", request)
     declared = list_options(kind)
@@ -47,7 +51,7 @@ def as_function(
             result = run(made, reporter)
             if failure := getattr(result, "failure", ""):  # a command prints it as its error
                 reporter.warn(failure)
-            return result
+            return cast("Result", result)
 
     function.__name__ = function.__qualname__ = name
     helps = {each.name: each.option.about for each in declared}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +22,6 @@ from fp8calib.model.live_model import (
     check_live_model,
 )
 from fp8calib.model.load import (
-    LoadedModel,
     ModelSource,
     as_unquantized,
     build_skeleton,
@@ -30,66 +29,29 @@ from fp8calib.model.load import (
     open_source,
 )
 from fp8calib.model.prepared import PreparedModel, prepare
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.recipe import Recipe
 from fp8calib.requests.shared import Model
 from fp8calib.run.forward.decoder import check_runnable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a model runs, in which dtype, and in how much memory."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    memory: float | None = None
-    """GiB."""
-
-    def check(self) -> None:
-        """Refuse an unknown device map, and one that contradicts the device.
-
-        Raises:
-            UsageError: naming it.
-        """
-        if self.device_map not in (None, "auto"):
-            raise UsageError(f"--device-map {self.device_map}: must be auto")
-        if self.device_map and self.device != "auto":
-            raise UsageError("--device-map auto chooses the devices itself: leave out --device")
-
-    def refuse(self) -> None:
-        """Refuse every choice, because the model is in memory already.
-
-        Raises:
-            UsageError: one was made.
-        """
-        for name in ("device", "dtype", "device_map", "memory"):
-            if getattr(self, name) not in ("auto", None):
-                raise UsageError(
-                    f"{name}: the model is in memory already, where and as it is",
-                    hint=f"leave {name} out, or pass the path of a checkpoint",
-                )
+from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 
 
 class Placed(Protocol):
-    """A request that says where the model runs."""
+    """A request that names a model, and says where it runs; one may have `device_map` too."""
 
+    @property
+    def model(self) -> Model: ...  # noqa: D102
     @property
     def device(self) -> str: ...  # noqa: D102
     @property
     def dtype(self) -> str: ...  # noqa: D102
     @property
     def memory(self) -> float | None: ...  # noqa: D102
-
-
-def place(request: Placed) -> Placement:
-    """Say where the model of a request runs."""
-    return Placement(
-        device=request.device,
-        dtype=request.dtype,
-        device_map=getattr(request, "device_map", None),
-        memory=request.memory,
-    )
+    @property
+    def revision(self) -> str | None: ...  # noqa: D102
+    @property
+    def trust_remote_code(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,30 +64,38 @@ class RunModel:
     checkpoint: Checkpoint
     prepared: PreparedModel
     """Without weights, unless the model is live."""
-    placement: Placement
     device: str
     dtype: str
     dtype_why: str
+    device_map: str | None = None
+    memory: float | None = None
+    """GiB, as limited by the user."""
     is_live: bool = False
     """Whether the caller holds the model in memory."""
 
-    def load(self, progress: Progress) -> LoadedModel:
-        """Give the model whole and in memory.
+    @property
+    def is_placed(self) -> bool:
+        """Whether how it is held in memory is not for us to choose."""
+        return self.is_live or self.device_map is not None
+
+    def load(self, mode: MemoryMode, progress: Progress) -> PreparedModel:
+        """Give the model with its weights, or without them the one that is streamed.
 
         Raises:
             CalibrationError: the memory is too small.
             ModelError: a weight is missing or has another shape.
         """
-        if self.is_live:
-            return self.prepared.model
+        if self.is_live or mode.streaming is not None:
+            return mode.prepared
         progress.stage("loading the model", None)
-        return load_model(
+        model = load_model(
             self.source,
             dtype=DTYPES[self.dtype],
             device=self.device,
-            device_map=self.placement.device_map,
+            device_map=self.device_map,
             checkpoint=self.checkpoint,
         )
+        return replace(self.prepared, model=model, weights=WeightSource(model, self.checkpoint))
 
     def describe_decoded(self) -> Iterator[str]:
         """Describe a model that is quantized already, and is decoded while it is read."""
@@ -136,13 +106,15 @@ class RunModel:
             )
 
 
+def fields_of(model: RunModel) -> dict[str, Any]:
+    """Give the fields of a model to run, to make a job of it."""
+    return {name: getattr(model, name) for name in RunModel.__dataclass_fields__}
+
+
 @contextmanager
 def open_run_model(
-    model: Model,
-    placement: Placement,
+    request: Placed,
     *,
-    revision: str | None,
-    trust_remote_code: bool,
     if_quantized: str,
     recipe: Recipe | None = None,
     can_be_sharded: bool = False,
@@ -161,19 +133,26 @@ def open_run_model(
         RecipeError: a pattern of the recipe matches no module.
     """
     with _plain_torch():
-        if isinstance(model, str | Path):
-            yield from _open_path(
-                str(model),
-                placement,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                if_quantized=if_quantized,
-                recipe=recipe,
-            )
+        if isinstance(request.model, str | Path):
+            yield from _open_path(request, recipe, if_quantized)
         else:
-            placement.refuse()
-            check_live_model(model, can_be_sharded=can_be_sharded)
-            yield from _open_live(model, recipe)
+            _refuse_placement(request)
+            check_live_model(request.model, can_be_sharded=can_be_sharded)
+            yield from _open_live(request.model, recipe)
+
+
+def _refuse_placement(request: Placed) -> None:
+    """Refuse to place a model that is in memory already.
+
+    Raises:
+        UsageError: naming the choice.
+    """
+    for name in ("device", "dtype", "device_map", "memory"):
+        if getattr(request, name, None) not in ("auto", None):
+            raise UsageError(
+                f"{name}: the model is in memory already, where and as it is",
+                hint=f"leave {name} out, or pass the path of a checkpoint",
+            )
 
 
 @contextmanager
@@ -190,35 +169,68 @@ def _plain_torch() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _open_path(
-    model: str,
-    placement: Placement,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    if_quantized: str,
-    recipe: Recipe | None,
-) -> Iterator[RunModel]:
-    placement.check()
-    device = choose_device(placement.device)
-    source = open_source(model, revision=revision, trust_remote_code=trust_remote_code)
+def _open_path(request: Placed, recipe: Recipe | None, if_quantized: str) -> Iterator[RunModel]:
+    device_map = getattr(request, "device_map", None)
+    _check_device_map(device_map, request)
+    device = choose_device(request.device)
+    source = open_source(
+        str(request.model),
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+    )
     with open_model(source.folder, if_quantized=if_quantized) as checkpoint:
         if checkpoint.form:
             source = as_unquantized(source)
-        dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
-        prepared = prepare(build_skeleton(source), checkpoint, recipe)
-        if recipe is None or recipe.observe.needs_forward:
-            check_runnable(prepared.model)
-        yield RunModel(
-            name=model,
-            source=source,
-            checkpoint=checkpoint,
-            prepared=prepared,
-            placement=placement,
-            device=device,
-            dtype=dtype,
-            dtype_why=why,
+        found = prepare_run_model(request, source, checkpoint, recipe, device=device)
+        yield replace(found, device_map=device_map)
+
+
+def _check_device_map(device_map: str | None, request: Placed) -> None:
+    """Refuse an unknown device map, and one that contradicts another option.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if device_map not in (None, "auto"):
+        raise UsageError(f"--device-map {device_map}: must be auto")
+    if device_map and request.device != "auto":
+        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
+    if device_map and request.memory is not None:
+        raise UsageError(
+            "--memory streams a model through one device, but --device-map spreads it over several",
+            hint="leave out one of them",
         )
+
+
+def prepare_run_model(
+    request: Placed,
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    recipe: Recipe | None,
+    *,
+    device: str,
+) -> RunModel:
+    """Describe how the model of an open checkpoint would run, before a weight is read.
+
+    Raises:
+        UsageError: the dtype is unknown.
+        ModelError: the model is not supported, or the checkpoint is not that of its config.
+        RecipeError: a pattern of the recipe matches no module.
+    """
+    dtype, why = choose_dtype(request.dtype, device=device, checkpoint=checkpoint)
+    prepared = prepare(build_skeleton(source), checkpoint, recipe)
+    if recipe is None or recipe.observe.needs_forward:
+        check_runnable(prepared.model)
+    return RunModel(
+        name=str(request.model),
+        source=source,
+        checkpoint=checkpoint,
+        prepared=prepared,
+        device=device,
+        dtype=dtype,
+        dtype_why=why,
+        memory=request.memory,
+    )
 
 
 def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunModel]:
@@ -235,7 +247,6 @@ def _open_live(model: PreTrainedModel, recipe: Recipe | None) -> Iterator[RunMod
             ),
             checkpoint=checkpoint,
             prepared=prepare(model, checkpoint, recipe),
-            placement=Placement(),
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             dtype_why="the model's",

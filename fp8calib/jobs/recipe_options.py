@@ -56,16 +56,6 @@ def open_recipe(name: str) -> Recipe:
     return recipe
 
 
-def override_recipe(name: str, request: object) -> Recipe:
-    """Load a recipe and apply a request to it.
-
-    Raises:
-        RecipeError: the recipe itself is wrong.
-        UsageError: an option has an invalid value.
-    """
-    return apply_request(open_recipe(name), request)
-
-
 def apply_request(made: Recipe, request: object) -> Recipe:
     """Apply to a recipe what a request gives; None means not given.
 

@@ -19,7 +19,6 @@ from fp8calib.jobs.verification.run_job import (
     open_verify_job,
     run_verify_job,
 )
-from fp8calib.machine.process_rank import ProcessRank
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.requests.verify import VerifyRequest
@@ -29,7 +28,7 @@ from fp8calib.verification.report import RuleChoiceResult
 from fp8calib.verification.rule_choice import describe_search, split_text
 
 
-def check_auto(recipe: Recipe, request: CalibrateRequest, process_rank: ProcessRank) -> None:
+def check_auto(recipe: Recipe, request: CalibrateRequest, num_processes: int) -> None:
     """Refuse `--rule auto` where rules cannot be chosen, or are not those of K and V alone.
 
     Raises:
@@ -42,7 +41,7 @@ def check_auto(recipe: Recipe, request: CalibrateRequest, process_rank: ProcessR
         "nothing is written without --out": request.out is None,
         "a shard (--shard) has not all statistics": request.shard is not None,
         f"--engine {request.engine} measures, and loses nothing here": request.engine is not None,
-        "it runs in one process": process_rank.size > 1,
+        "it runs in one process": num_processes > 1,
         f"recipe {recipe.name} scales inputs of linears too": recipe.quantize is not None,
         f"{', '.join(linears)} scales inputs of linears too": bool(linears),
         f"recipe {recipe.name} does not observe K and V": not recipe.observe.kv,

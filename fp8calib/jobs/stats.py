@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 import torch
 
@@ -81,10 +81,7 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         return make_scale_tensors(table, all_ranks=tp != 1)
 
 
-AnyStats = TypeVar("AnyStats", bound=calibration_stats.CalibrationStats)
-
-
-def drop_kv(stats: AnyStats) -> AnyStats:
+def drop_kv(stats: calibration_stats.CalibrationStats) -> calibration_stats.CalibrationStats:
     """Leave out K and V, so that a checkpoint gets no scales of them."""
     kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
     return replace(stats, sites=kept)

@@ -14,11 +14,6 @@ from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LE
 from fp8calib.requests import shared
 
 
-def check_size(text: object) -> None:
-    """Refuse what is neither a size nor a share of the model."""
-    read_size(text)
-
-
 def read_size(text: object) -> float:
     """Read a size in bytes; up to 1 without a unit, a share of the unquantized model."""
     try:
@@ -59,7 +54,7 @@ class PlanRequest:
             "--max-bytes",
             metavar="SIZE",
             reads=str,
-            check=check_size,
+            check=read_size,
             help="Largest size of weights and KV cache, such as 6G; up to 1, a share of the "
             "unquantized model's.",
         ),

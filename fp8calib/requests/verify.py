@@ -32,9 +32,8 @@ def _check_engines(names: str) -> None:
         find_emulated(name)
 
 
-def _check_cache_types(names: str) -> None:
-    for name in _split(names):
-        shared.check_cache_type(name, "all")
+def _check_cache_type(name: str) -> None:
+    shared.check_cache_type(name, "all")
 
 
 def _split_layers(names: str) -> tuple[int, ...]:
@@ -115,7 +114,7 @@ class VerifyRequest:
             metavar="NAME,...|all",
             reads=str,
             collect=_split,
-            check=_check_cache_types,
+            check=_check_cache_type,
             help="Types of the KV cache to compare with FP8, such as "
             "int8_per_token_head,nvfp4; all: every one that the engine offers.",
         ),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from fp8calib.engines.serving import BriefServing, Serving, ServingCommand
-from fp8calib.results.quantize import QuantizeResult
+from fp8calib.engines.serving import Serving
 from fp8calib.results.record import Record
 
 
@@ -44,25 +43,17 @@ class Served(Record):
     other_engines: tuple[FormatBriefServing, ...]
 
     @classmethod
-    def of(cls, found: Iterable[tuple[str, Serving | QuantizeResult]]) -> Served:
+    def of(cls, found: Iterable[tuple[str, Serving]]) -> Served:
         """Collect who serves each format, by its name; what is the same for all ranks once."""
         listed = list(found)
-        commands = ((name, each) for name, item in listed for each in _list_commands(item))
+        commands = ((name, each) for name, item in listed for each in item.commands)
         limitations = ((name, each) for name, item in listed for each in item.limitations)
-        others = ((name, each) for name, item in listed for each in _list_others(item))
+        others = ((name, each) for name, item in listed for each in item.others)
         return cls(
             serving=tuple(FormatServing(**each) for each in _list_once(commands)),
             limitations=tuple(FormatLimitation(**each) for each in _list_once(limitations)),
             other_engines=tuple(FormatBriefServing(**each) for each in _list_once(others)),
         )
-
-
-def _list_commands(item: Serving | QuantizeResult) -> Iterable[ServingCommand]:
-    return item.commands if isinstance(item, Serving) else item.serving
-
-
-def _list_others(item: Serving | QuantizeResult) -> Iterable[BriefServing]:
-    return item.others if isinstance(item, Serving) else item.other_engines
 
 
 def _list_once(named: Iterable[tuple[str, object]]) -> Iterator[dict[str, object]]:

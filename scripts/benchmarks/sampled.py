@@ -13,11 +13,12 @@ import torch
 from fp8calib.data.sequences import batches, build_plan, replace_sequences
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.jobs.models import Placement, open_run_model
+from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import load_model, load_tokenizer
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.candidates import build_unscaled
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.server.estimates import WrittenText, low_variance
@@ -36,10 +37,8 @@ def main() -> None:
     parser.add_argument("--data", default="builtin", help="where texts begin (builtin)")
     options = parser.parse_args()
     progress = CallbackProgress(None)
-    placement = Placement(device="cpu", dtype=options.dtype)
-    with open_run_model(
-        options.model, placement, revision=None, trust_remote_code=False, if_quantized=""
-    ) as found:
+    request = VerifyRequest(options.model, device="cpu", dtype=options.dtype)
+    with open_run_model(request, if_quantized="") as found:
         vocab_size = int(found.source.text_config.vocab_size)
         plan = build_plan(
             (options.data,),

@@ -22,7 +22,6 @@ from fp8calib.jobs.planning.measure import require_loaded
 from fp8calib.jobs.planning.opened import open_plan
 from fp8calib.jobs.planning.recipe import make_planned_scheme
 from fp8calib.jobs.quantization.gptq import run_gptq
-from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
@@ -343,7 +342,7 @@ def test_any_two_schemes_that_are_choices_load_together(
     asked = PlanRequest(path, str(text), max_bytes=0.5, kv_tokens=0, engine=engine, seq_len=32)
     names = ("--recipe", "w8a8-static", "--samples", 4, "--seq-len", 32, "--out", tmp_path / "out")
     succeed("calibrate", path, "--data", text, *names)
-    stats = CalibrationStats.of(load_stats(tmp_path / "out" / "stats.safetensors"))
+    stats = load_stats(tmp_path / "out" / "stats.safetensors")
     with open_plan(asked) as opened:
         groups = GroupMaker(opened, stats).make(opened.model.prepared.model)
         names = dict.fromkeys(c.name for group in groups for c in group.choices[1:])

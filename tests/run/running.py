@@ -44,13 +44,13 @@ class Subject:
         progress: Silent | None = None,
     ) -> CalibrationStats:
         """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
+        data = recipe.data.model_copy(update={"batch_size": batch_size})
         return calibrate(
             self.prepared,
             plan or rows_of(LENGTHS),
             self.source,
             self.checkpoint,
-            recipe=recipe,
-            batch_size=batch_size,
+            recipe=recipe.model_copy(update={"data": data}),
             progress=progress or Silent(),
             streaming=self.streaming,
             share=share or WorkShare(),

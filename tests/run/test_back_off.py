@@ -134,18 +134,11 @@ def test_a_probe_that_does_not_fit_tries_a_half(tmp_path: Path) -> None:
         probes = []
         for sequences in (4, 2):
             handle = limit_memory(subject, ERRORS[0], sequences=sequences, layer=0)
+            tokens = torch.tensor([0, 5])
             with open_streamed(
-                subject.prepared.model,
-                subject.prepared.geometry,
-                subject.prepared.weights,
-                subject.checkpoint,
-                torch.tensor([0, 5]),
-                subject.streaming,
+                subject.prepared, subject.checkpoint, tokens, subject.streaming
             ) as streamed:
-                observer = LayerObserver(
-                    streamed, subject.checkpoint, Observe(), ignored=(), linears=()
-                )
-                probes.append(observer.probe(batch, subject.streaming))
+                probes.append(LayerObserver(streamed, Observe(), linears=()).probe(batch))
             handle.remove()
     whole, halved = probes
     assert halved.state_bytes == whole.state_bytes == 4 * 6 * 32 * 4

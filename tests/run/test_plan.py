@@ -14,6 +14,7 @@ from fp8calib.data.sequences import batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.units import format_duration, format_gib
 from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.prepared import prepare
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.memory_plan.footprint import Workload, loading_bytes, peak_of_layers
@@ -45,14 +46,12 @@ def _subject(folder: Path) -> Iterator[PlanInputs]:
     source = open_source(str(folder))
     model = build_skeleton(source, dtype=torch.float32)
     with Checkpoint.open(folder) as checkpoint:
-        weights = WeightSource(model, checkpoint)
         yield PlanInputs(
-            model=model,
-            geometry=find_geometry(model, weights.single_tensors, checkpoint_dtype="float32")[0],
+            prepared=prepare(model, checkpoint),
             checkpoint=checkpoint,
-            weights=weights,
             work=WORK,
-            itemsize=4,
+            dtype=torch.float32,
+            device="cpu",
             extra={"statistics": 11},
         )
 
@@ -69,7 +68,7 @@ def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Li
 
 def planner(subject: PlanInputs, found: Limits, scratch: Path) -> StreamPlanner:
     device = "cpu" if found.device_bytes is None else "cuda:0"
-    return StreamPlanner(subject, found, dtype=torch.float32, device=device, scratch=scratch)
+    return StreamPlanner(replace(subject, device=device), found, scratch)
 
 
 def test_a_whole_model_counts_every_weight_once(subject: PlanInputs, tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_a_mask_counts_where_transformers_builds_one(subject: PlanInputs, tmp_pa
     padded = replace(subject, work=replace(WORK, is_padded=True))
     found = planner(padded, limits(2**30), tmp_path).plan().peak["micro-batch"]
     assert found == plain + 2 * 20 * 20 * (1 + 4)
-    subject.model.config.attention_chunk_size = 16
+    subject.prepared.model.config.attention_chunk_size = 16
     found = planner(subject, limits(2**30), tmp_path).plan().peak["micro-batch"]
     assert found == plain + 2 * 20 * 20 * (1 + 4)
 

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.recipe import Observe, Recipe
+from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
@@ -43,7 +43,8 @@ def stats_bytes(
     ram_bytes: int = 0,
 ) -> bytes:
     """Calibrate a folder, whole or streamed, and give the bytes of the statistics."""
-    recipe = Recipe(name="test", observe=observe or Observe(weights=True))
+    data = Data(batch_size=batch_size)
+    recipe = Recipe(name="test", observe=observe or Observe(weights=True), data=data)
     source = open_source(str(folder))
     if streamed:
         model = build_skeleton(source, dtype=dtype)
@@ -60,7 +61,6 @@ def stats_bytes(
             source,
             checkpoint,
             recipe=recipe,
-            batch_size=batch_size,
             progress=Silent(),
             streaming=streaming,
         )

@@ -18,7 +18,7 @@ from fp8calib.data.text_hashes import hash_text
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
-from fp8calib.recipe import Observe, Recipe
+from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force
@@ -87,20 +87,13 @@ def run_calibration(
     folder: Path, plan: DataPlan, *, batch_size: int = 1, weights: bool = True
 ) -> tuple[PreparedModel, CalibrationStats]:
     """Open, load and calibrate a folder in fp32, with every observation on unless told."""
-    recipe = Recipe(name="test", observe=Observe(weights=weights))
+    data = Data(batch_size=batch_size)
+    recipe = Recipe(name="test", observe=Observe(weights=weights), data=data)
     source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
         prepared = prepare(model, checkpoint, recipe)
-        stats = calibrate(
-            prepared,
-            plan,
-            source,
-            checkpoint,
-            recipe=recipe,
-            batch_size=batch_size,
-            progress=Silent(),
-        )
+        stats = calibrate(prepared, plan, source, checkpoint, recipe=recipe, progress=Silent())
     return prepared, stats
 
 

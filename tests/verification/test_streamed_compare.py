@@ -19,7 +19,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.recipe import Observe, Recipe
+from fp8calib.recipe import Data, Observe, Recipe
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.select import find_selection
@@ -35,7 +35,7 @@ from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification.by_hand import Subject, emulate_scheme
 
-RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True))
+RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True), data=Data(batch_size=3))
 VLLM = find_emulated("vllm")[1]
 FURTHER = [
     f"further-{name}" for name in ("bamba", "gemma4_text", "granitemoehybrid", "qwen3_5_text")
@@ -98,8 +98,9 @@ def compare(
             dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
         )
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
-        with open_streamed(model, geometry, weights, checkpoint, tokens, streaming) as opened:
-            comparison_ = StreamedComparison(opened, streaming, weights)
+        prepared = prepare(model, checkpoint)
+        with open_streamed(prepared, checkpoint, tokens, streaming) as opened:
+            comparison_ = StreamedComparison(opened)
             told: list[int] = []
             advance = advance_once(comparison_, told.append)
             found = comparison_.run(todo, emulations, reference_hooks=looking, advance=advance)
@@ -113,9 +114,7 @@ def _measure(
     source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     prepared = prepare(model, checkpoint, RECIPE)
-    stats = calibrate(
-        prepared, plan, source, checkpoint, recipe=RECIPE, batch_size=3, progress=Silent()
-    )
+    stats = calibrate(prepared, plan, source, checkpoint, recipe=RECIPE, progress=Silent())
     return stats, prepared.geometry
 
 

@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.data.sequences import (
-    DataPlan,
-)
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.facts.gpus import find_gpu
-from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError, VerificationError
@@ -25,18 +20,20 @@ from fp8calib.fp8.schemes import (
 )
 from fp8calib.jobs.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.jobs.models import RunModel
-from fp8calib.jobs.quantization.planned import open_planned, resolve_plan
-from fp8calib.jobs.quantization.servable import find_fault, require_servable
+from fp8calib.jobs.planning.opened import OpenedPlan
+from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
+from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.run_job import open_verify_job, run_verify_job
 from fp8calib.model.load import LoadedModel
+from fp8calib.recipe import Quantize
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
     Candidate,
@@ -54,18 +51,9 @@ class Measured:
     """The model, its statistics, and the text that is held out."""
 
     task: AutoRequest
-    model: RunModel
+    opened: OpenedPlan
     stats: CalibrationStats
-    calibration: DataPlan
-    held_out: DataPlan
     reporter: Reporter
-
-    @property
-    def numerics(self) -> Numerics:
-        """The arithmetic of the engine."""
-        engine, numerics = find_emulated(self.task.engine)
-        gpu = self.task.gpu
-        return numerics if gpu is None else engine.emulate_on(find_gpu(gpu), numerics)
 
     def read_back(self, path: Path, left: Sequence[int] = ()) -> CandidateResult:
         """Verify a checkpoint that was written, the KV cache of the layers `left` in 16 bits."""
@@ -102,7 +90,7 @@ class Measured:
             kv_cache_dtype=("all",) if with_types else None,
         )
         options = replace(resolve_options(request), measures_noise=with_noise)
-        job = open_verify_job(self.model, options, self.held_out)
+        job = open_verify_job(self.opened.model, options, self.opened.held_out)
         tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
         job = replace(job, make_candidates=make, make_text_scaled=make_text_scaled, tables=tables)
         return run_verify_job(job, choose_verification_mode(job), self.reporter).report
@@ -123,13 +111,13 @@ def list_candidates(
     Raises:
         ModelError: the model cannot be quantized.
     """
-    queries = list_unfit_queries(measured.stats)
-    for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
-        table = compute_kv_scales(measured.stats, E4M3FN, query=name == KV_AND_Q_SCALES)
-        yield build_kv_candidate(name, table, measured.numerics, origin="statistics, amax")
+    stats, numerics = measured.stats, measured.opened.numerics
+    for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if list_unfit_queries(stats) else ())):
+        table = compute_kv_scales(stats, E4M3FN, query=name == KV_AND_Q_SCALES)
+        yield build_kv_candidate(name, table, numerics, origin="statistics, amax")
     for name in schemes:
-        scheme, stats = find_scheme(name), measured.stats
-        yield build_scheme(name, scheme, target, model, measured.numerics, fmt=E4M3FN, stats=stats)
+        scheme = find_scheme(name)
+        yield build_scheme(name, scheme, target, model, numerics, fmt=E4M3FN, stats=stats)
 
 
 def list_text_scaled(
@@ -139,7 +127,7 @@ def list_text_scaled(
     text = keep_text(measured.stats)
     if text is None:
         return {}
-    again = replace(measured, stats=CalibrationStats.of(text))
+    again = replace(measured, stats=text)
     static = [name for name in schemes if SCHEMES[name].has_static_inputs]
     found = list_candidates(again, model, target, schemes=static)
     return {candidate.name: candidate for candidate in found}
@@ -175,32 +163,17 @@ def list_refused(
     task: AutoRequest, model: RunModel, stats: CalibrationStats | None, schemes: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
     """List the schemes that the statistics lack sites for or the engine cannot load, and why."""
-    engine = find_replayed(task.engine).key
+    engine = find_replayed(task.engine)
     gpu = None if task.gpu is None else find_gpu(task.gpu)
     for name in schemes:
         if gpu and (why := find_emulated(task.engine)[0].explain_unmultiplied(SCHEMES[name], gpu)):
             yield name, why
             continue
-        asked = resolve_plan(
-            name,
-            COMPRESSED_TENSORS.name,
-            layer_schemes={},
-            ignore=(),
-            power_of_two_scales=None,
-            shared_scales=True,
-            is_calibrated=stats is not None,
-        )
+        asked = resolve_recipe(Quantize(scheme=name))
         try:
-            with open_planned(
-                str(model.source.folder),
-                asked,
-                stats,
-                revision=None,
-                dequantize=False,
-                allow_unservable=True,
-            ) as planned:
-                require_servable(planned.plan, planned.checkpoint.folder, [engine])
+            _, reports, _ = replay_settings(model.source.folder, asked, stats, [engine])
         except ExportError as error:
-            fault = error.message.partition(f"{engine}: ")[2]
-            why = f"{task.engine} cannot load it: {fault}" if fault else error.message
-            yield name, why
+            yield name, error.message
+            continue
+        if fault := next(filter(None, map(find_load_fault, reports.values())), ""):
+            yield name, f"{task.engine} cannot load it: {fault}"

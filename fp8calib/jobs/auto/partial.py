@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import NEAREST
 from fp8calib.jobs.auto.measure import Measured
 from fp8calib.jobs.planning.measure import GRADIENT_PASSES, open_measured
-from fp8calib.jobs.planning.opened import OpenedPlan, describe_opened
 from fp8calib.jobs.planning.recipe import PlannedScheme, make_planned_scheme
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.recipe import Quantize
@@ -36,7 +36,8 @@ def plan_left(
 
     Without `schemes` the KV cache alone is planned.
     """
-    opened = open_beside(measured, schemes)
+    request = replace(measured.opened.request, scheme=tuple(schemes), kv_tokens=0 if schemes else 1)
+    opened = replace(measured.opened, request=request)
     measurements = Measurements(folder / MEASURED_NAME, opened.tag)
     most = math.log(GATES[measured.task.gate].pass_at)
     with open_measured(opened, measured.stats, measurements, measured.reporter) as plan:
@@ -54,22 +55,6 @@ def plan_left(
             if sum(saved) >= (1 - _MOST_LEFT) * sum(possible) > 0:
                 planned = make_planned_scheme(plan.groups, found.plan, NEAREST)
                 yield planned, _explain(plan.groups, found, planned, is_cache=not schemes)
-
-
-def open_beside(measured: Measured, schemes: Sequence[str]) -> OpenedPlan:
-    """Open a plan for the model that `auto` has opened."""
-    task = measured.task
-    request = PlanRequest(
-        task.model,
-        max_ratio=GATES[task.gate].pass_at,
-        engine=task.engine,
-        gpu=task.gpu,
-        scheme=tuple(schemes),
-        kv_tokens=0 if schemes else 1,
-        points=0,
-        batch_size=task.batch_size,
-    )
-    return describe_opened(request, measured.model, measured.calibration, measured.held_out)
 
 
 def _explain(

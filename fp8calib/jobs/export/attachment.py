@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from fp8calib.dialects.quantized_model import QuantizedModel, has_kv_cache
 from fp8calib.engines.serving import list_servers_without
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
+from fp8calib.requests.export import ExportRequest
+from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.unquantized_tensors import (
@@ -26,26 +28,18 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachmentOptions:
-    """What the command line says about a quantized MODEL."""
+def refuse_options(request: ExportRequest | ExtractRequest) -> None:
+    """Refuse the options for a quantized MODEL, because it is not quantized.
 
-    base: str | None
-    other_weights: bool
-    replaces_scales: bool
-
-    def refuse(self) -> None:
-        """Refuse the options, because MODEL is not quantized.
-
-        Raises:
-            UsageError: one was given.
-        """
-        if self.base is not None or self.other_weights:
-            option = "--other-weights" if self.base is None else "--base"
-            raise UsageError(
-                f"{option}: MODEL is not quantized, so it has to be the calibrated model itself",
-                hint=f"leave out {option}, or name the quantized checkpoint as MODEL",
-            )
+    Raises:
+        UsageError: one was given.
+    """
+    if request.base is not None or request.other_weights:
+        option = "--other-weights" if request.base is None else "--base"
+        raise UsageError(
+            f"{option}: MODEL is not quantized, so it has to be the calibrated model itself",
+            hint=f"leave out {option}, or name the quantized checkpoint as MODEL",
+        )
 
 
 def relate_to_quantized(
@@ -53,7 +47,7 @@ def relate_to_quantized(
     origin: CalibrationOrigin | None,
     checkpoint: Checkpoint,
     geometry: ModelGeometry,
-    options: AttachmentOptions,
+    request: ExportRequest | ExtractRequest,
 ) -> Attachment:
     """Check that scales belong to the model from which a quantized checkpoint was made.
 
@@ -62,7 +56,7 @@ def relate_to_quantized(
         origin: the model they were calibrated on; None where they record none.
         checkpoint: the quantized checkpoint.
         geometry: its shape.
-        options: of the command line.
+        request: has the options for a quantized checkpoint.
 
     Raises:
         ModelError: they do not belong to it, naming the first difference; or `--base` is not the
@@ -72,14 +66,14 @@ def relate_to_quantized(
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     if origin is None:
         return Attachment(
-            model=fingerprint, accepted=_UNKNOWN, replaces_scales=options.replaces_scales
+            model=fingerprint, accepted=_UNKNOWN, replaces_scales=request.replace_scales
         )
     if origin.model == fingerprint:
-        return Attachment(replaces_scales=options.replaces_scales)
+        return Attachment(replaces_scales=request.replace_scales)
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
         raise ModelError(_name_other(name, checkpoint, difference), hint=_OTHER_HINT)
-    hashes = origin.unquantized if options.base is None else _hash_base(options, origin)
+    hashes = origin.unquantized if request.base is None else _hash_base(str(request.base), origin)
     if not hashes:
         raise UsageError(
             f"{name}: no hashes of norms and embeddings are recorded, so whether "
@@ -87,7 +81,7 @@ def relate_to_quantized(
             hint="add --base MODEL with the calibrated (unquantized) model",
         )
     compared = _compare(hashes, checkpoint)
-    if compared.difference and not options.other_weights:
+    if compared.difference and not request.other_weights:
         raise ModelError(
             _name_other(name, checkpoint, compared.difference),
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
@@ -98,7 +92,7 @@ def relate_to_quantized(
         accepted=compared.difference,
         unchecked=compared.uncompared,
         compared=compared.compared,
-        replaces_scales=options.replaces_scales,
+        replaces_scales=request.replace_scales,
     )
 
 
@@ -150,19 +144,18 @@ def _name_other(name: str, checkpoint: Checkpoint, difference: str) -> str:
     return f"{checkpoint.folder} was not made from the calibrated model of {name}: {difference}"
 
 
-def _hash_base(options: AttachmentOptions, origin: CalibrationOrigin) -> dict[str, str]:
+def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
-    assert options.base is not None  # noqa: S101 -- the caller checks it
-    with Checkpoint.open(find_folder(options.base, None), require_config=True) as base:
-        fingerprint = fingerprint_model(base.load_config(), base)
+    with Checkpoint.open(find_folder(base, None), require_config=True) as checkpoint:
+        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         if fingerprint != origin.model:
             raise ModelError(
-                f"--base {options.base}: not the calibrated model, which had "
+                f"--base {base}: not the calibrated model, which had "
                 f"{explain_difference(origin.model, fingerprint)}",
                 hint="name the unquantized model that was calibrated",
             )
-        return hash_unquantized(base)
+        return hash_unquantized(checkpoint)
 
 
 def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:

@@ -15,33 +15,33 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.model_geometry import find_difference
 from fp8calib.jobs.export.attachment import (
-    AttachmentOptions,
     describe_attachment,
+    refuse_options,
     relate_to_quantized,
 )
 from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
-from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.requests.export import ExportRequest
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportTask:
     """What to export."""
 
-    stats_name: str
+    request: ExportRequest
     recipe: Recipe
     model: str | None
-    model_name: str
-    """The model as the user named it."""
-    out: Path
-    with_weights: bool
-    with_vision: bool = False
-    """Whether the scales of the attention of a vision tower are written."""
-    attachment: AttachmentOptions
-    cache_type: str = ""
-    """The type of the KV cache, if it is not FP8."""
+    """The folder or Hub id, also of a model that is in memory."""
+    cache_type: str
+    """The type of the KV cache; empty for FP8."""
+
+    @property
+    def out(self) -> Path:
+        """The output folder."""
+        return Path(self.request.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,39 +69,32 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTar
         UsageError: options are of no use, or contradict the model.
         ModelError: the model cannot be read, or is another one.
     """
-    options = task.attachment
+    request = task.request
     if task.model is None:
-        options.refuse()
+        refuse_options(request)
         yield ExportTarget(source=None, stats=stats)
         return
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     with Checkpoint.open(find_folder(task.model, None), require_config=True) as checkpoint:
-        if task.with_weights and is_int4_source(checkpoint):
+        if request.with_weights and is_int4_source(checkpoint):
             _refuse_overlays(task.recipe.formats, checkpoint)
             yield ExportTarget(source=checkpoint, stats=stats)
             return
-        quantized = None if task.with_weights else find_quantized(checkpoint)
+        quantized = None if request.with_weights else find_quantized(checkpoint)
         if quantized is None:
-            options.refuse()
-            if task.with_weights:
+            refuse_options(request)
+            if request.with_weights:
                 check_unquantized(checkpoint)
             check_stats_model(stats, checkpoint)
-            attachment = Attachment(replaces_scales=options.replaces_scales)
+            attachment = Attachment(replaces_scales=request.replace_scales)
             yield ExportTarget(source=checkpoint, stats=stats, attachment=attachment)
             return
         stats = _adopt_names(stats, checkpoint)
+        name = str(request.stats) if isinstance(request.stats, str | Path) else STATS_NAME
+        attachment = relate_to_quantized(name, stats.origin, checkpoint, stats.geometry, request)
         yield ExportTarget(
-            source=checkpoint,
-            stats=stats,
-            quantized=quantized,
-            attachment=relate_to_quantized(
-                task.stats_name,
-                stats.origin,
-                checkpoint,
-                stats.geometry,
-                options,
-            ),
+            source=checkpoint, stats=stats, quantized=quantized, attachment=attachment
         )
 
 

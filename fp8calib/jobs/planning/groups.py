@@ -10,25 +10,24 @@ from pathlib import Path
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import ExportError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import MX_BLOCK, SCHEMES, find_scheme
 from fp8calib.jobs.planning.opened import OpenedPlan
-from fp8calib.jobs.planning.recipe import PlannedScheme
-from fp8calib.jobs.quantization.planned import open_planned
-from fp8calib.jobs.quantization.servable import find_fault, find_load_fault, replay_plan
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
+from fp8calib.jobs.quantization.servable import find_fault, find_load_fault
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.kv_types.sizes import count_layer_bytes
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.quantization.plan import PlanSettings, QuantizePlan
+from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.recipe import Quantize
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
     build_cache,
     build_checkpoint,
@@ -140,11 +139,11 @@ class GroupMaker:
         ignored = [*self._list_ignored(name), *(path for each in left for path in each.linears)]
         if len(set(ignored)) == sum(len(each.linears) for each in self._members):
             return ""
-        asked = PlannedScheme(
-            quantize=Quantize(scheme=name, ignore=tuple(dict.fromkeys(ignored)))
-        ).settings()
+        asked = resolve_recipe(Quantize(scheme=name, ignore=tuple(dict.fromkeys(ignored))))
         try:
-            plan, reports, unchecked = replay_settings(opened, asked, drop_kv(self._stats))
+            plan, reports, unchecked = replay_settings(
+                opened.folder, asked, drop_kv(self._stats), opened.engines
+            )
         except ExportError as error:
             return error.message
         if unchecked:
@@ -282,26 +281,6 @@ class GroupMaker:
             factor=opened.emulated.scale_factor,
             gpu=opened.gpu,
         ).emulation
-
-
-def replay_settings(
-    opened: OpenedPlan, settings: PlanSettings, stats: CalibrationStats
-) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
-    """Plan a checkpoint, and replay it for all named engines (`replay_plan`).
-
-    Raises:
-        ExportError: the statistics do not fit, or the checkpoint cannot be written so.
-    """
-    with open_planned(
-        str(opened.folder),
-        settings,
-        stats,
-        revision=None,
-        dequantize=False,
-        allow_unservable=True,
-    ) as planned:
-        keys = [engine.key for engine in opened.engines]
-        return planned.plan, *replay_plan(planned.plan, opened.folder, keys)
 
 
 def _list_asked(opened: OpenedPlan) -> Sequence[str]:

@@ -12,14 +12,15 @@ from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import GPTQ, SCHEMES
 from fp8calib.jobs.planning.budget import Sizes
-from fp8calib.jobs.planning.groups import GroupMaker, replay_settings, require_choices
+from fp8calib.jobs.planning.groups import GroupMaker, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
 from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.planning.rounded import ROUNDED_NAME, round_schemes
 from fp8calib.jobs.planning.runs import Measurements, Runs
+from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode, open_reference
 from fp8calib.jobs.verification.options import resolve_options
@@ -27,6 +28,7 @@ from fp8calib.jobs.verification.run_job import open_verify_job
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, Target
 from fp8calib.verification.compare.comparison import advance_by_share
 from fp8calib.verification.compare.streamed import StreamedComparison
@@ -183,7 +185,6 @@ def _find_slopes(measured: MeasuredPlan) -> dict[tuple[int, int], torch.Tensor]:
         reporter.stage("gradients", total, unit="tokens")
         found = estimate(
             measured.comparison.streamed,
-            measured.comparison.streaming,
             chosen,
             groups,
             seed=_SEED,
@@ -204,7 +205,8 @@ def require_loaded(opened: OpenedPlan, planned: PlannedScheme, stats: Calibratio
     if planned.quantize is None:
         return
     used = stats if planned.caches and opened.uses_kv_scales else drop_kv(stats)
-    _, reports, unchecked = replay_settings(opened, planned.settings(), used)
+    asked = resolve_recipe(planned.quantize)
+    _, reports, unchecked = replay_settings(opened.folder, asked, used, opened.engines)
     for engine, report in reports.items():
         if why := find_fault(report):
             raise VerificationError(

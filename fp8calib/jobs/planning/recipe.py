@@ -5,17 +5,14 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.jobs.planning.opened import OpenedPlan
-from fp8calib.jobs.quantization.planned import resolve_plan
 from fp8calib.options.recipe_keys import FORMATS
-from fp8calib.quantization.plan import PlanSettings
 from fp8calib.recipe import Quantize
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import IN_16_BITS, Group
@@ -37,22 +34,8 @@ class PlannedScheme:
     """None where all linears stay in 16 bits."""
     caches: tuple[int, ...] = ()
     """The layers whose KV cache is quantized."""
-    plain_caches: tuple[int, ...] = field(default=())
+    plain_caches: tuple[int, ...] = ()
     """Those whose cache stays in 16 bits."""
-
-    def settings(self) -> PlanSettings:
-        """Resolve it as `quantize` does."""
-        assert self.quantize is not None  # noqa: S101 -- the caller looked
-        return resolve_plan(
-            self.quantize.scheme,
-            COMPRESSED_TENSORS.name,
-            layer_schemes=self.quantize.layer_schemes,
-            ignore=self.quantize.ignore,
-            power_of_two_scales=None,
-            shared_scales=True,
-            is_calibrated=True,
-            rounding=self.quantize.rounding,
-        )
 
 
 def make_planned_scheme(groups: Sequence[Group], plan: Plan, rounding: str) -> PlannedScheme:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.data.sequences import list_other_warnings
 from fp8calib.engines.registry import find_replayed
-from fp8calib.jobs.planning.budget import name_budget
+from fp8calib.jobs.planning.budget import Sizes, find_limit, name_budget
 from fp8calib.jobs.planning.opened import OpenedPlan
+from fp8calib.jobs.planning.recipe import RECIPE_NAME, PlannedScheme, spell_serve
 from fp8calib.jobs.text import warn_of_few
+from fp8calib.machine.command_line import spell_command
 from fp8calib.results.plan import FrontierPoint, GroupChoice, PlannedGroup, PlanResult
 from fp8calib.results.record import BeforeAfter
+from fp8calib.stats.fingerprint import versions
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import Summary, summarize
 from fp8calib.verification.compare.token_scores import TokenScores
@@ -36,19 +40,16 @@ class PlanReport:
 
     opened: OpenedPlan
     groups: Sequence[Group]
+    sizes: Sizes
     found: Found
+    planned: PlannedScheme
     judged: Mapping[str, Plan]
     """The plans that were run on the text that is held out, by name; the chosen one first."""
     scores: Mapping[Plan, tuple[TokenScores, TokenScores]]
     lengths: Sequence[int]
     spent: float
-    limit: float
-    fixed_bytes: int
-    unquantized_bytes: int
     write: str
-    serve: str
-    recipe: str
-    provenance: RunProvenance
+    """The command that writes the checkpoint, or the overlay of a cache."""
 
 
 def make_report(made: PlanReport) -> PlanResult:
@@ -57,7 +58,7 @@ def make_report(made: PlanReport) -> PlanResult:
     request = opened.request
     summaries = {plan: summarize(*both, made.lengths) for plan, both in made.scores.items()}
     summary, searched = summaries[found.plan], found.runs[found.plan]
-    size = made.fixed_bytes + count_bytes(made.groups, found.plan)
+    size = made.sizes.fixed + count_bytes(made.groups, found.plan)
     met, why = _judge(made, summary, size)
     alone = [found.costs[g, c].kld_mean for g, c in enumerate(found.plan) if c]
     engines = {engine.key: find_replayed(engine.key).version for engine in opened.engines}
@@ -82,7 +83,7 @@ def make_report(made: PlanReport) -> PlanResult:
         tokens=summary.tokens,
         sequences=len(opened.held_out.sequences),
         kv_tokens=request.kv_tokens,
-        bytes=BeforeAfter(before=made.unquantized_bytes, after=size),
+        bytes=BeforeAfter(before=made.sizes.unquantized, after=size),
         kld_mean=_kld(summary),
         kld_se=summary.kld_se,
         ppl_ratio=summary.ppl_ratio,
@@ -92,10 +93,16 @@ def make_report(made: PlanReport) -> PlanResult:
         passes=made.spent,
         groups=tuple(_list_groups(made)),
         frontier=tuple(_list_points(made, summaries)),
-        recipe=made.recipe,
+        recipe=RECIPE_NAME,
         write=made.write,
-        serve=made.serve,
-        provenance=made.provenance,
+        serve=spell_serve(opened, made.planned),
+        provenance=RunProvenance(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=spell_command(),
+            model_hash=opened.target.fingerprint,
+            data_hash=opened.held_out.fingerprint,
+            versions=versions(opened.held_out.tokens_by_modality),
+        ),
         warnings=tuple(dict.fromkeys(warnings)),
     )
 
@@ -107,8 +114,9 @@ def _kld(summary: Summary) -> float:
 
 def _judge(made: PlanReport, summary: Summary, size: int) -> tuple[Met, str]:
     """Judge the budget on the text that is held out."""
-    request, limit = made.opened.request, made.limit
-    sizes = f"{format_size(size)} of {format_size(made.unquantized_bytes)}"
+    request = made.opened.request
+    limit = find_limit(request, made.sizes)
+    sizes = f"{format_size(size)} of {format_size(made.sizes.unquantized)}"
     kld = f"KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
     if request.max_bytes is not None:
         is_met = size <= limit
@@ -211,7 +219,7 @@ def _list_points(made: PlanReport, summaries: Mapping[Plan, Summary]) -> Iterato
         points.append(
             FrontierPoint(
                 name=name,
-                size_bytes=made.fixed_bytes + count_bytes(made.groups, plan),
+                size_bytes=made.sizes.fixed + count_bytes(made.groups, plan),
                 kld_mean=_kld(summary),
                 kld_se=summary.kld_se,
                 ppl_ratio=summary.ppl_ratio,

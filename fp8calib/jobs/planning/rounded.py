@@ -7,13 +7,13 @@ from pathlib import Path
 
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.planning.opened import OpenedPlan
-from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.quantization.gptq import open_gptq, run_gptq
-from fp8calib.jobs.quantization.planned import QuantizeTask
+from fp8calib.jobs.quantization.planned import QuantizeTask, resolve_recipe
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.stats import CalibrationStats, drop_kv
+from fp8calib.jobs.stats import drop_kv
 from fp8calib.recipe import Quantize
 from fp8calib.requests.quantize import QuantizeRequest
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 ROUNDED_NAME = "rounded"
 """The folder of these checkpoints, inside that of the plan; a finished plan has none."""
@@ -64,9 +64,7 @@ def round_schemes(
         task = QuantizeTask(
             request=request,
             model=str(asked.model),
-            asked=PlannedScheme(
-                quantize=Quantize(scheme=name, ignore=tuple(left), rounding=GPTQ)
-            ).settings(),
+            asked=resolve_recipe(Quantize(scheme=name, ignore=tuple(left), rounding=GPTQ)),
             stats=drop_kv(stats),
             inputs=(),
             reporter=reporter,

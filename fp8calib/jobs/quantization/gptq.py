@@ -16,9 +16,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
-from fp8calib.jobs.calibration import plan_recipe_text
 from fp8calib.jobs.calibration_result import make_run_plan
-from fp8calib.jobs.models import Placement, place
+from fp8calib.jobs.models import fields_of, prepare_run_model
 from fp8calib.jobs.processes import choose_rank_device
 from fp8calib.jobs.quantization.planned import (
     Planned,
@@ -30,7 +29,6 @@ from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_sc
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.memory import choose_calibration_mode
 from fp8calib.jobs.resumable.rounding import (
     check_rounding_data,
     count_code_bytes,
@@ -38,12 +36,11 @@ from fp8calib.jobs.resumable.rounding import (
     make_rounding_record,
     open_codes,
 )
-from fp8calib.jobs.resumable.run import run_job
+from fp8calib.jobs.resumable.run import choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
+from fp8calib.jobs.text import plan_text
 from fp8calib.machine.devices import choose_device
-from fp8calib.model.dtype import choose_dtype
-from fp8calib.model.load import build_skeleton, find_folder, open_source
-from fp8calib.model.prepared import prepare
+from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
 from fp8calib.quantization.calibrated_scales import (
     check_stats_model,
@@ -62,8 +59,7 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.distributed.group import ProcessGroup
-from fp8calib.run.forward.decoder import check_runnable
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
@@ -83,7 +79,9 @@ class GptqJob:
 
 
 @contextmanager
-def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[GptqJob]:
+def open_gptq(
+    task: QuantizeTask, text: DataPlan | None = None, group: ProcessGroup = LONE
+) -> Iterator[GptqJob]:
     """Open the model and the text, if none is given, and plan the checkpoint.
 
     Raises:
@@ -93,21 +91,23 @@ def open_gptq(task: QuantizeTask, text: DataPlan | None = None) -> Iterator[Gptq
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
     request = task.request
-    placement = place(
-        replace(request, device=choose_rank_device(request.device, task.process_rank))
-    )
-    placement.check()
     folder = find_folder(task.model, request.revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, task.asked)
         recipe, rows = resolve_text(_make_recipe(task), request.data)
-        job = _make_job(task, checkpoint, recipe, placement)
+        job = _make_job(task, checkpoint, recipe, group)
         if text is None:
-            text = plan_recipe_text(job, recipe, rows, tokenizer=request.tokenizer)
+            text = plan_text(
+                job.source,
+                recipe.data,
+                rows=rows,
+                part="calibrate",
+                tokenizer=request.tokenizer,
+            )
         job = replace(job, plan=text)
         check_rounding_data(job.plan)
-        for warning in job.plan.warnings if job.plan else ():
+        for warning in text.warnings:
             task.reporter.warn(warning)
         if task.stats is not None:
             check_stats_model(task.stats, checkpoint)
@@ -137,7 +137,7 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
     )
 
 
-def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> QuantizationOutcome | None:
+def run_gptq(opened: GptqJob) -> QuantizationOutcome | None:
     """Round the weights and write the checkpoint; None in all processes but the first.
 
     Raises:
@@ -147,37 +147,24 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
     """
     task, job, expected = opened.task, opened.job, opened.expected
     started = time.monotonic()
-    if (
-        task.request.resume
-        and (written := find_finished_checkpoint(task.out, expected)) is not None
-    ):
-        task.reporter.say(f"{task.out} is finished already")
+    if task.request.resume and (written := find_finished_checkpoint(task, expected)) is not None:
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
-        return planned.finish(written, task.out, started=started, stats=task.stats)
+        return planned.finish(task, written, started)
     check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
     mode = choose_calibration_mode(job)
     for text in mode.describe():
         task.reporter.say(text)
-    with work_folder(job, make_job_header(job), group) as work:
-        stats, _ = run_job(job, mode, work, group)
-        if group is not None and not group.is_first:
+    with work_folder(job, make_job_header(job)) as work:
+        stats, _ = run_job(job, mode, work)
+        if not job.group.is_first:
             return None
         plan = _plan_checkpoint(job, task.asked, opened.selection, task.stats, stats)
         planned = Planned(checkpoint=job.checkpoint, plan=plan)
         with open_codes(work.path) as codes:
-            written = write_planned(
-                planned,
-                task.out,
-                device="cpu",
-                resume=task.request.resume,
-                force=task.request.force,
-                inputs=task.inputs,
-                progress=task.reporter,
-                rounded=codes,
-            )
+            written = write_planned(task, planned, codes, device="cpu")
             rounded = list_rounded(job, opened.selection, codes)
     shutil.rmtree(job.folder, ignore_errors=True)
-    outcome = planned.finish(written, task.out, started=started, stats=task.stats)
+    outcome = planned.finish(task, written, started)
     return replace(outcome, rounded=rounded)
 
 
@@ -185,7 +172,7 @@ def run_gptq(opened: GptqJob, group: ProcessGroup | None = None) -> Quantization
 
 
 def _make_job(
-    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, placement: Placement
+    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, group: ProcessGroup
 ) -> ResumableJob:
     """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
 
@@ -193,17 +180,15 @@ def _make_job(
         UsageError: there is no class that runs the model.
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
-    request = task.request
-    device = choose_device(placement.device)
-    dtype, why = choose_dtype(placement.dtype, device=device, checkpoint=checkpoint)
+    request = replace(task.request, model=task.model)
+    device = choose_device(choose_rank_device(request.device, group.process_rank))
     try:
         source = open_source(
             task.model,
             revision=request.revision,
             trust_remote_code=request.trust_remote_code,
         )
-        prepared = prepare(build_skeleton(source), checkpoint, recipe)
-        check_runnable(prepared.model)
+        model = prepare_run_model(request, source, checkpoint, recipe, device=device)
     except UnfilledModelError:
         raise  # of no use for any rounding
     except ModelError as error:
@@ -212,22 +197,15 @@ def _make_job(
             hint=f"--rounding {NEAREST} needs neither text nor a class of the model",
         ) from error
     return ResumableJob(
-        name=task.model,
-        placement=placement,
+        **fields_of(model),
         recipe=recipe,
-        source=source,
-        checkpoint=checkpoint,
-        prepared=prepared,
         plan=None,
         out=task.out.with_name(f"{task.out.name}.rounding"),
         resume=request.resume,
         force=request.force,
         expects_duration=request.dry_run,
         reporter=task.reporter,
-        process_rank=task.process_rank,
-        device=device,
-        dtype=dtype,
-        dtype_why=why,
+        group=group,
         quantization=task.asked,
     )
 

@@ -14,8 +14,11 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.dialects.kv.parse_names import find_spelling
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import (
@@ -26,16 +29,14 @@ from fp8calib.fp8.schemes import (
     list_without_calibration,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome
-from fp8calib.jobs.quantization.servable import require_servable
+from fp8calib.jobs.quantization.servable import replay_plan, require_servable
+from fp8calib.jobs.recipe_options import list_given
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
-from fp8calib.machine.process_rank import ALONE, ProcessRank
-from fp8calib.machine.progress import Progress
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
     NO_SCALES,
-    CalibratedScales,
     PlanSettings,
     QuantizePlan,
     make_plan,
@@ -46,12 +47,12 @@ from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
+from fp8calib.recipe import Quantize
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
-from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SAMPLED, _SAMPLED_ROWS = 8, 64
@@ -71,7 +72,6 @@ class QuantizeTask:
     inputs: Sequence[Path]
     """Files that the output must not replace."""
     reporter: Reporter
-    process_rank: ProcessRank = ALONE
 
     @property
     def out(self) -> Path:
@@ -87,76 +87,81 @@ class Planned:
     plan: QuantizePlan
     notes: tuple[str, ...] = ()
     """On its scales."""
-    unchecked: str = ""
-    """Why it is not known whether an engine can load it; empty where it is."""
     kept_codes: WeightCodes | None = None
     """The codes that are not computed again; those of MXFP8 that stays MXFP8."""
 
     def finish(
-        self,
-        written: writing.Written,
-        out: Path,
-        *,
-        started: float,
-        stats: CalibrationStats | None,
+        self, task: QuantizeTask, written: writing.Written, started: float
     ) -> QuantizationOutcome:
         """Put the outcome together; `started` is the value of time.monotonic() at the start."""
         return QuantizationOutcome(
             plan=self.plan,
             written=written,
-            folder=out,
-            out=out,
+            folder=task.out,
+            out=task.out,
             source_bytes=self.checkpoint.total_size_bytes,
             duration_s=time.monotonic() - started,
-            stats=stats,
+            stats=task.stats,
             notes=self.notes,
         )
 
 
-def check_rounding(rounding: str, given: Sequence[str], *, dequantize: bool) -> None:
+def check_rounding(request: QuantizeRequest) -> None:
     """Refuse an unknown rounding, and options that it has no use for.
-
-    `given` are options of the text and of its run.
 
     Raises:
         UsageError: naming the option.
     """
-    if rounding not in (NEAREST, GPTQ):
-        raise UsageError(f"--rounding {rounding}: must be {NEAREST} or {GPTQ}")
-    if rounding == NEAREST and given:
+    others = {
+        "--memory": request.memory is not None,
+        "--dry-run": request.dry_run,
+        "--trust-remote-code": request.trust_remote_code,
+        "--dtype": request.dtype != "auto",
+    }
+    of_text = [*list_given(request), *(name for name, is_given in others.items() if is_given)]
+    if request.rounding not in (NEAREST, GPTQ):
+        raise UsageError(f"--rounding {request.rounding}: must be {NEAREST} or {GPTQ}")
+    if request.rounding == NEAREST and of_text:
         raise UsageError(
-            f"{given[0]}: --rounding {NEAREST} runs no text",
+            f"{of_text[0]}: --rounding {NEAREST} runs no text",
             hint=f"leave it out, or use --rounding {GPTQ}",
         )
-    if rounding == GPTQ and dequantize:
+    if request.rounding == GPTQ and request.dequantize:
         raise UsageError(
             f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
             hint="use the model that this one was made from",
         )
+    if request.rounding == GPTQ and request.towers:
+        raise UsageError(
+            f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
+            hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
+        )
 
 
-def resolve_plan(
-    scheme_name: str,
-    dialect_name: str,
-    *,
-    layer_schemes: Mapping[str, str],
-    ignore: Sequence[str],
-    power_of_two_scales: bool | None,
-    shared_scales: bool,
-    is_calibrated: bool,
-    rounding: str = NEAREST,
-    towers: bool = False,
-) -> PlanSettings:
-    """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
+def resolve_recipe(asked: Quantize) -> PlanSettings:
+    """Resolve what a recipe asks: the checkpoint has the format of compressed-tensors."""
+    return PlanSettings(
+        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
+        dialect=COMPRESSED_TENSORS,
+        ignore=asked.ignore,
+        rounding=asked.rounding,
+    )
 
-    `layer_schemes` are names of schemes, by pattern. With `power_of_two_scales` None,
-    `choose_block_scales` decides.
+
+def resolve_request(request: QuantizeRequest) -> PlanSettings:
+    """Resolve what `quantize` is asked.
+
+    Where scales that are powers of two are neither asked for nor refused, `choose_block_scales`
+    decides.
 
     Raises:
         UsageError: a name is unknown, or the options contradict each other.
     """
-    schemes = make_layer_schemes(scheme_name, layer_schemes, rounding, power_of_two_scales)
-    dialect = find_written(dialect_name, schemes.default)
+    layer_schemes, power_of_two_scales = request.layer_schemes or {}, request.power_of_two_scales
+    schemes = make_layer_schemes(
+        request.scheme, layer_schemes, request.rounding, power_of_two_scales
+    )
+    dialect = find_written(request.dialect, schemes.default)
     if layer_schemes and not dialect.has_groups:
         others = (each.name for each in list_written() if each.has_groups)
         raise UsageError(
@@ -166,13 +171,14 @@ def resolve_plan(
     if power_of_two_scales is not None:
         _require_block_scales(schemes, is_asked=power_of_two_scales)
     if (
-        not shared_scales
+        not request.shared_scales
         and _find_option(schemes, lambda scheme: scheme.weights is Granularity.TENSOR) is None
     ):
         raise UsageError(
             f"--no-shared-scales: --scheme {schemes.default.name} has no scales of whole weights",
             hint="leave it out: no other scales are shared",
         )
+    is_calibrated = request.stats is not None or request.rounding == GPTQ
     static = _find_option(schemes, lambda scheme: scheme.has_static_inputs)
     if static is not None and not is_calibrated:
         raise UsageError(
@@ -184,10 +190,10 @@ def resolve_plan(
     return PlanSettings(
         schemes=schemes,
         dialect=dialect,
-        ignore=tuple(ignore),
-        towers=towers,
-        shares_scales=shared_scales,
-        rounding=rounding,
+        ignore=tuple(request.ignore or ()),
+        towers=request.towers,
+        shares_scales=request.shared_scales,
+        rounding=request.rounding,
     )
 
 
@@ -220,44 +226,63 @@ def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> s
 
 
 @contextmanager
-def open_planned(
-    model: str,
-    asked: PlanSettings,
-    stats: CalibrationStats | None,
-    *,
-    revision: str | None,
-    dequantize: bool,
-    allow_unservable: bool,
-) -> Iterator[Planned]:
+def open_planned(task: QuantizeTask) -> Iterator[Planned]:
     """Open a model and plan its checkpoint, before a weight is read.
 
     Raises:
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
-    folder = _find_folder(model, revision)
+    request, asked = task.request, task.asked
+    folder = _find_folder(task.model, request.revision)
     opened = (
-        open_dequantized(folder) if dequantize else Checkpoint.open(folder, require_config=True)
+        open_dequantized(folder)
+        if request.dequantize
+        else Checkpoint.open(folder, require_config=True)
     )
     with opened as checkpoint:
-        check_unquantized(checkpoint)
-        selection = select_linears(checkpoint, asked)
-        scales = _find_scales(stats, checkpoint, asked, selection)
-        plan = make_plan(checkpoint, asked, selection, scales=scales)
-        unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
-        kept, notes = None, scales.notes
+        plan, notes = _plan_checkpoint(checkpoint, asked, task.stats)
+        if not request.allow_unservable and (note := require_servable(plan, checkpoint.folder)):
+            task.reporter.warn(note)
+        kept = None
         if isinstance(checkpoint, DecodedCheckpoint):
             kept = checkpoint.keep_codes(asked.schemes)
-            others = [each for each in selection.quantized if kept is None or each not in kept]
+            others = [each for each in plan.selection.quantized if kept is None or each not in kept]
             notes = (*notes, *_note_second_rounding(checkpoint, others, asked.schemes))
             notes = (*notes, *_note_changes(checkpoint, plan))
         yield Planned(
             checkpoint=checkpoint,
             plan=plan,
             notes=notes,
-            unchecked=unchecked,
             kept_codes=kept,
         )
+
+
+def _plan_checkpoint(
+    checkpoint: Checkpoint, asked: PlanSettings, stats: CalibrationStats | None
+) -> tuple[QuantizePlan, tuple[str, ...]]:
+    """Plan a checkpoint of an open model; gives notes on its scales too."""
+    check_unquantized(checkpoint)
+    selection = select_linears(checkpoint, asked)
+    scales = NO_SCALES
+    if stats is not None:
+        check_stats_model(stats, checkpoint)
+        scales = find_scales(stats, checkpoint, asked, selection)
+    return make_plan(checkpoint, asked, selection, scales=scales), scales.notes
+
+
+def replay_settings(
+    folder: Path, asked: PlanSettings, stats: CalibrationStats | None, engines: Sequence[Engine]
+) -> tuple[QuantizePlan, Mapping[str, EngineReport], str]:
+    """Plan the checkpoint of a folder, and replay it for engines (`replay_plan`).
+
+    Raises:
+        ModelError: the model cannot be quantized.
+        ExportError: the statistics do not fit, or the checkpoint cannot be written so.
+    """
+    with Checkpoint.open(folder, require_config=True) as checkpoint:
+        plan, _ = _plan_checkpoint(checkpoint, asked, stats)
+        return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
 
 
 def _note_second_rounding(
@@ -312,15 +337,7 @@ def _note_changes(checkpoint: DecodedCheckpoint, plan: QuantizePlan) -> Iterator
 
 
 def write_planned(
-    planned: Planned,
-    out: Path,
-    *,
-    device: str,
-    resume: bool,
-    force: bool,
-    inputs: Sequence[Path],
-    progress: Progress,
-    rounded: WeightCodes | None = None,
+    task: QuantizeTask, planned: Planned, rounded: WeightCodes | None, *, device: str
 ) -> writing.Written:
     """Write the planned checkpoint; codes in `rounded` are not computed again.
 
@@ -328,29 +345,31 @@ def write_planned(
         UsageError: the folder is in use.
         ExportError: the disk cannot hold the output.
     """
-    if resume and (found := find_finished_checkpoint(out, planned.plan)) is not None:
+    request = task.request
+    if request.resume and (found := find_finished_checkpoint(task, planned.plan)) is not None:
         return found
     total = sum(shard.data_bytes for shard in planned.plan.shards)
-    progress.stage("quantizing", total, unit="bytes")
+    task.reporter.stage("quantizing", total, unit="bytes")
     return writing.quantize(
         planned.checkpoint,
         planned.plan,
-        out,
+        task.out,
         device=torch.device("cpu" if device == "auto" else choose_device(device)),
-        advance=progress.advance,
-        resume=resume,
-        force=force,
-        inputs=inputs,
+        advance=task.reporter.advance,
+        resume=request.resume,
+        force=request.force,
+        inputs=task.inputs,
         rounded=rounded,
     )
 
 
-def find_finished_checkpoint(out: Path, plan: QuantizePlan) -> writing.Written | None:
+def find_finished_checkpoint(task: QuantizeTask, plan: QuantizePlan) -> writing.Written | None:
     """Look for the checkpoint of this plan that an earlier run finished."""
-    if not writing.is_finished(out, plan):
+    if not writing.is_finished(task.out, plan):
         return None
-    remove_progress_file(out)
-    return writing.Written(files=writing.list_files(out), all_zero=(), resumed=())
+    remove_progress_file(task.out)
+    task.reporter.say(f"{task.out} is finished already")
+    return writing.Written(files=writing.list_files(task.out), all_zero=(), resumed=())
 
 
 def _find_folder(model: str, revision: str | None) -> Path:
@@ -364,15 +383,3 @@ def _find_folder(model: str, revision: str | None) -> Path:
     from fp8calib.model.load import find_folder  # noqa: PLC0415
 
     return find_folder(model, revision)
-
-
-def _find_scales(
-    stats: CalibrationStats | None,
-    checkpoint: Checkpoint,
-    asked: PlanSettings,
-    selection: Selection,
-) -> CalibratedScales:
-    if stats is None:
-        return NO_SCALES
-    check_stats_model(stats, checkpoint)
-    return find_scales(stats, checkpoint, asked, selection)

@@ -27,7 +27,7 @@ _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
 _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 
 
-def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | None = None) -> str:
+def require_servable(plan: QuantizePlan, source: Path) -> str:
     """Refuse a checkpoint that no engine of the default list can load.
 
     Of a model whose shape `check` does not know, a note says that this was not checked.
@@ -35,7 +35,6 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
     Args:
         plan: the checkpoint.
         source: the model's folder.
-        engines: one of them has to load it; None is the default list.
 
     Returns:
         The note, also where only one engine can load it; empty where there is nothing to note.
@@ -45,7 +44,7 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
             other shapes.
         ExportError: naming why each engine cannot load it.
     """
-    reports, unchecked = replay_plan(plan, source, engines)
+    reports, unchecked = replay_plan(plan, source, list_defaults())
     if unchecked:
         return unchecked
     faults = {engine: find_load_fault(report) for engine, report in reports.items()}
@@ -62,7 +61,7 @@ def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | 
 
 
 def replay_plan(
-    plan: QuantizePlan, source: Path, engines: Sequence[str] | None = None
+    plan: QuantizePlan, source: Path, engines: Sequence[str]
 ) -> tuple[Mapping[str, EngineReport], str]:
     """Report what each engine would do with a checkpoint, or say why that is not known.
 
@@ -95,7 +94,7 @@ def replay_plan(
             return {}, _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
-        reports = check_folder(opened, geometry, engines or list_defaults(), 1).engines
+        reports = check_folder(opened, geometry, engines, 1).engines
     if not all(map(find_load_fault, reports.values())):
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
     return reports, ""

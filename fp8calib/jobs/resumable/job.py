@@ -6,27 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.data.sequences import DataPlan
+from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.inside.vllm_calibration import EngineSettings
-from fp8calib.jobs.calibration import CalibrationJob
+from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.recipe import Recipe
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumableJob(CalibrationJob):
-    """Everything decided before a weight is loaded."""
+class ResumableJob(RunModel):
+    """A model and what is to be observed of it, decided before a weight is loaded."""
 
+    recipe: Recipe
+    """With the caller's changes."""
+    plan: DataPlan | None
+    """None for a recipe that runs no data."""
+    shard: Share | None = None
     out: Path | None
     """None writes nothing."""
-    process_rank: ProcessRank = ALONE
+    group: ProcessGroup = LONE
+    """The processes that divide the text."""
     resume: bool
     force: bool
     engine: EngineSettings | None = None

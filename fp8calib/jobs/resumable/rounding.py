@@ -17,7 +17,6 @@ from fp8calib.quantization.gptq.input_map import map_inputs
 from fp8calib.quantization.gptq.layer_rounding import LayerRounding, RoundingTask
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
-from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.resume.journal import NAME_PREFIX
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
@@ -54,9 +53,7 @@ def find_rounding(job: ResumableJob) -> RoundingTask | None:
     )
 
 
-def open_rounding(
-    job: ResumableJob, folder: Path, group: ProcessGroup | None
-) -> LayerRounding | None:
+def open_rounding(job: ResumableJob, folder: Path) -> LayerRounding | None:
     """Make what rounds the weights of each layer into the working folder of a run.
 
     Raises:
@@ -66,10 +63,10 @@ def open_rounding(
     if task is None:
         return None
     codes = RoundedCodes(folder / _CODES)
-    if group is None or group.is_first:
+    if job.group.is_first:
         require_free_space(folder, count_code_bytes(task.matrices))
         codes.begin(_list_options(task.settings))
-    return LayerRounding(job.checkpoint, task, codes, group=group)
+    return LayerRounding(job.checkpoint, task, codes, group=job.group)
 
 
 def check_same_rounding(job: ResumableJob, folder: Path) -> None:

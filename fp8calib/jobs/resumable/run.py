@@ -1,28 +1,29 @@
-"""Run a resumable calibration: the pass over the text, and what it cost."""
+"""Run a resumable calibration: how it uses memory, the pass over the text, and what it cost."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp8calib.calibration import calibrate
 from fp8calib.data.sequences import DataPlan
-from fp8calib.jobs.calibration import load_prepared
+from fp8calib.jobs.calibration import choose_mode
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import open_rounding
+from fp8calib.jobs.resumable.rounding import find_rounding, make_rounding_probe, open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+_WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,33 +42,63 @@ class RunMeasurements:
     num_ranks: int
 
 
+def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
+    """Choose between holding the whole model in memory and streaming it.
+
+    Raises:
+        UsageError: it fits in neither way.
+    """
+    if job.engine is not None:  # it plans its own memory
+        return MemoryMode(plan=None, prepared=job.prepared)
+    rounding = find_rounding(job)
+    mode = choose_mode(
+        job,
+        job.recipe,
+        job.plan,
+        shard=job.shard,
+        scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
+        group=job.group,
+        extra_bytes={} if rounding is None else {"rounding": rounding.estimate_bytes()},
+        work=None if rounding is None else make_rounding_probe(job, rounding),
+        always_streams=_WHY_STREAMED if rounding else "",
+        expects_duration=job.expects_duration,
+    )
+    if rounding and mode.plan is not None and mode.plan.expected_s is not None:
+        expected_s = mode.plan.expected_s + rounding.estimate_s(torch.device(job.device))
+        mode = replace(mode, plan=replace(mode.plan, expected_s=expected_s))
+    return mode
+
+
+def _nearest_folder(out: Path) -> Path:
+    """Give the nearest existing folder above the output."""
+    return next(folder for folder in out.absolute().parents if folder.is_dir())
+
+
 def run_job(
-    job: ResumableJob,
-    mode: MemoryMode,
-    work: WorkFolder | None,
-    group: ProcessGroup | None,
+    job: ResumableJob, mode: MemoryMode, work: WorkFolder | None
 ) -> tuple[CalibrationStats, RunMeasurements]:
     """Run the calibration of a job, with the rounding of weights if it asks for that.
 
     Without a working folder it cannot be resumed, and rounds nothing.
     """
-    progress, journal = job.reporter, None if work is None else work.journal
+    progress, group = job.reporter, job.group
+    journal = None if work is None else work.journal
     done = NOTHING if journal is None else journal.done
     where = job.device if job.engine is None else job.engine.describe()
     progress.say(f"computing in {job.dtype} on {where} ({job.dtype_why})")
-    if group is not None:
-        progress.say(_describe_group(group))
+    if group.size > 1:
+        threads = torch.get_num_threads()
+        progress.say(f"{group.size} processes share the data, with {threads} threads each")
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
-    rounding = None if work is None else open_rounding(job, work.path, group)
-    with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
+    rounding = None if work is None else open_rounding(job, work.path)
+    with PeakMemory() as memory, group.peer_failures():
         stats = calibrate(
-            load_prepared(job, mode, progress) if job.engine is None else job.prepared,
+            job.load(mode, progress) if job.engine is None else job.prepared,
             job.plan,
             job.source,
             job.checkpoint,
             recipe=job.recipe,
-            batch_size=job.recipe.data.batch_size,
             progress=progress,
             streaming=mode.streaming,
             share=share,
@@ -81,21 +112,14 @@ def run_job(
         back_offs=back_offs,
         resumed=done.num_sequences,
         resumed_tokens=_count_tokens(job.plan, done),
-        num_ranks=1 if group is None else group.size,
+        num_ranks=group.size,
     )
     return stats, measured
 
 
-def _describe_group(group: ProcessGroup) -> str:
-    """Describe how many processes run."""
-    threads = torch.get_num_threads()
-    return f"{group.size} processes share the data, with {threads} threads each"
-
-
 def _gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
     """Gather from all processes where batches became smaller."""
-    own = [asdict(each) for each in share.back_offs]
-    gathered = [own] if share.group is None else share.group.all_gather(own)
+    gathered = share.group.all_gather([asdict(each) for each in share.back_offs])
     return tuple(BackOff(**each) for all_of_one in gathered for each in all_of_one)
 
 

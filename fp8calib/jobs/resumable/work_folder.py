@@ -22,7 +22,7 @@ from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.rounding import check_same_rounding
 from fp8calib.jobs.stats import CalibrationStats as PublicStats
 from fp8calib.results.calibrate import CalibrateResult
-from fp8calib.run.distributed.group import ProcessGroup, RankLostError
+from fp8calib.run.distributed.group import RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
@@ -114,9 +114,7 @@ def _is_of_run(job: ResumableJob, header: StatsHeader, stats: CalibrationStats) 
 
 
 @contextmanager
-def work_folder(
-    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
-) -> Iterator[WorkFolder]:
+def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
     """Open the working folder of a run; it becomes the output folder at the end.
 
     An interruption, a failed peer and a failure to write the output keep it for --resume; any
@@ -127,8 +125,9 @@ def work_folder(
         UsageError: the folder is in use, or --resume finds another calibration in it.
         ModelError: a checkpoint is damaged.
     """
-    if group is not None and not group.is_first:
-        work = _join(job, header, group)
+    group = job.group
+    if not group.is_first:
+        work = _join(job, header)
         with shared_lock(work.path):
             yield work
         return
@@ -149,14 +148,14 @@ def work_folder(
                 "such a run, add --resume to its command line"
             )
         journal = _open_journal(job, header, staging)
-        if group is None and (finished := _find_complete(job, header, staging)) is not None:
+        if group.size == 1 and (finished := _find_complete(job, header, staging)) is not None:
             yield WorkFolder(path=staging, journal=journal, finished=finished)
             return
         remove_outputs(staging)
         if job.resume:
             journal.load()
             job.reporter.say(_describe_start(journal, header))
-        if group is not None:
+        if group.size > 1:
             folder.share()
             group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
@@ -176,11 +175,11 @@ def _find_complete(job: ResumableJob, header: StatsHeader, staging: Path) -> Cal
     return _read_finished(job, header, staging)
 
 
-def _join(job: ResumableJob, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
+def _join(job: ResumableJob, header: StatsHeader) -> WorkFolder:
     """Open the folder that the first process made."""
-    made = group.broadcast(dict)
+    made = job.group.broadcast(dict)
     folder = Path(made["folder"])
-    journal = _open_journal(job, header, folder, rank=group.rank, done=Done.from_json(made))
+    journal = _open_journal(job, header, folder, rank=job.group.rank, done=Done.from_json(made))
     return WorkFolder(path=folder, journal=journal)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,10 +15,9 @@ from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.request import build_request
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
-from fp8calib.model.load import LoadedModel
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.run.memory_plan.footprint import Workload
-from fp8calib.run.memory_plan.limits import find_limits, refuse_device_map
+from fp8calib.run.memory_plan.limits import find_limits
 from fp8calib.run.memory_plan.plan import PlanInputs
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode, choose_memory_mode
 from fp8calib.run.streaming.model import Streaming, open_streamed
@@ -29,27 +28,6 @@ from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.rule_choice import count_passes, split_text
 from fp8calib.verification.sensitivity import choose_batches, split_rounds
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
-
-
-def choose_mode_beside(
-    job: VerifyJob,
-    *,
-    reference: str | None,
-    warn: Callable[[str], None],
-    expects_duration: bool = False,
-) -> MemoryMode | None:
-    """Choose the mode; None where the model does not fit, and the server `reference` replaces it.
-
-    Raises:
-        UsageError: it fits in no way, and there is no such server.
-    """
-    try:
-        return choose_verification_mode(job, expects_duration=expects_duration)
-    except UsageError as error:
-        if reference is None:
-            raise
-        warn(f"nothing is emulated here: {error.message}")
-        return None
 
 
 def choose_verification_mode(
@@ -67,25 +45,20 @@ def choose_verification_mode(
     Raises:
         UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
     """
-    placement, model, weights = job.placement, job.prepared.model, job.prepared.weights
-    if placement.device_map is not None:
-        refuse_device_map(placement.memory)
-    if placement.device_map is not None or job.is_live:
-        return MemoryMode(plan=None, model=model, weights=weights)
+    if job.is_placed:
+        return MemoryMode(plan=None, prepared=job.prepared)
     found = list(batches(job.plan, job.options.request.batch_size))
-    request = build_request(job, model)
+    request = build_request(job, job.prepared.model)
 
-    def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe:
+    def probe(prepared: PreparedModel, streaming: Streaming) -> Probe:
         largest = max(found, key=lambda batch: batch.input_ids.numel())
-        with _open_comparison(job, model, weights, streaming) as comparison:
-            return comparison.probe(largest, list_emulations(build_request(job, model)))
+        with _open_comparison(job, prepared, streaming) as comparison:
+            return comparison.probe(largest, list_emulations(build_request(job, prepared.model)))
 
     return choose_memory_mode(
-        replace(_describe_run(job, model, weights, request, found), extra=extra_bytes or {}),
-        find_limits(job.device, placement.memory),
+        replace(_describe_run(job, request, found), extra=extra_bytes or {}),
+        find_limits(job.device, job.memory),
         source=job.source,
-        dtype=job.dtype,
-        device=job.device,
         scratch=job.options.scratch,
         probe=probe,
         cannot_stream=_explain_unstreamable(job),
@@ -103,63 +76,53 @@ def open_reference(
     job: VerifyJob, mode: MemoryMode, progress: Progress
 ) -> Iterator[tuple[ReferenceModel, Comparison | None]]:
     """Load the model whole, or open it for streaming; None is the comparison of a whole model."""
-    if mode.streaming is None:
-        model = job.load(progress)
-        weights = job.prepared.weights if job.is_live else WeightSource(model, job.checkpoint)
-        yield _make_reference(job, model, weights), None
-    else:
-        with _open_comparison(job, mode.model, mode.weights, mode.streaming) as comparison:
-            yield _make_reference(job, mode.model, mode.weights), comparison
-
-
-def _make_reference(job: VerifyJob, model: LoadedModel, weights: WeightSource) -> ReferenceModel:
-    return ReferenceModel(
+    prepared = job.load(mode, progress)
+    reference = ReferenceModel(
         name=job.name,
-        model=model,
-        geometry=job.target.geometry,
-        originals=weights,
+        model=prepared.model,
+        geometry=prepared.geometry,
+        originals=prepared.weights,
         dtype=job.dtype,
         device=job.device,
     )
+    if mode.streaming is None:
+        yield reference, None
+    else:
+        with _open_comparison(job, prepared, mode.streaming) as comparison:
+            yield reference, comparison
 
 
 @contextmanager
 def _open_comparison(
-    job: VerifyJob, model: LoadedModel, weights: WeightSource, streaming: Streaming
+    job: VerifyJob, prepared: PreparedModel, streaming: Streaming
 ) -> Iterator[StreamedComparison]:
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *job.plan.sequences])
-    geometry = job.target.geometry
-    with open_streamed(model, geometry, weights, job.checkpoint, tokens, streaming) as streamed:
-        yield StreamedComparison(streamed, streaming, weights)
+    with open_streamed(prepared, job.checkpoint, tokens, streaming) as streamed:
+        yield StreamedComparison(streamed)
 
 
 def _describe_run(
-    job: VerifyJob,
-    model: LoadedModel,
-    weights: WeightSource,
-    request: VerificationRequest,
-    found: Sequence[Batch],
+    job: VerifyJob, request: VerificationRequest, found: Sequence[Batch]
 ) -> PlanInputs:
     emulations = list_emulations(request)
     roles = {site.role for each in emulations.values() for site in each.quantizers}
-    itemsize = DTYPES[job.dtype].itemsize
+    dtype = DTYPES[job.dtype]
     return PlanInputs(
-        model=model,
-        geometry=job.target.geometry,
+        prepared=job.prepared,
         checkpoint=job.checkpoint,
-        weights=weights,
         work=replace(
             Workload.of(found),
             num_models=len(emulations) + 1,
             changes_weights=any(each.weights for each in emulations.values()),
             changes_inputs=Role.INPUT in roles,
         ),
-        itemsize=itemsize,
+        dtype=dtype,
+        device=job.device,
         extra={},
         logits_bytes=scoring_bytes(
             torch.device(job.device),
             int(job.source.text_config.vocab_size),
-            itemsize,
+            dtype.itemsize,
             num_tokens=max(batch.input_ids.numel() for batch in found),
         ),
     )

@@ -12,6 +12,7 @@ import torch
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Site
 from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.kv_types.cache_types import (
@@ -25,6 +26,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, parse_rule
 from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
@@ -227,15 +229,7 @@ def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     for opened in job.opened:
         yield _build_candidate(job, opened, model)
     if options.scheme is not None and not job.opened and job.make_candidates is None:
-        yield build_scheme(
-            options.scheme.name,
-            options.scheme,
-            job.target,
-            model,
-            options.numerics,
-            fmt=options.fmt,
-            stats=None,
-        )
+        yield _build_scheme(job, options.scheme, options.scheme.name, model, None)
     # A model without a KV cache has nothing that scale 1.0 could change.
     has_others = bool(job.opened or options.scheme or job.make_candidates)
     if geometry.kv_elements_per_token or not has_others:
@@ -284,15 +278,7 @@ def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
                 f"--scheme {options.scheme.name} needs statistics, and {opened.name} holds none",
                 hint="leave out --scheme to verify the scales of the file",
             )
-        return build_scheme(
-            opened.name,
-            options.scheme,
-            job.target,
-            model,
-            options.numerics,
-            fmt=options.fmt,
-            stats=opened.stats,
-        )
+        return _build_scheme(job, options.scheme, opened.name, model, opened.stats)
     if opened.checkpoint is not None:
         return build_checkpoint(opened, model, job.target, options.numerics)
     table = _read_table(job, opened)
@@ -300,12 +286,27 @@ def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
     return build_kv_candidate(opened.name, table, options.numerics, origin=origin)
 
 
+def _build_scheme(
+    job: VerifyJob, scheme: Scheme, name: str, model: LoadedModel, stats: CalibrationStats | None
+) -> Candidate:
+    numerics, fmt = job.options.numerics, job.options.fmt
+    return build_scheme(name, scheme, job.target, model, numerics, fmt=fmt, stats=stats)
+
+
 def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
     if opened.found is not None:
         _check_format(job, opened.name, opened.found)
         return opened.found.table
-    assert opened.stats is not None  # noqa: S101 -- a candidate has one of the two
-    return compute_kv_scales(opened.stats, job.options.fmt, query=opened.with_query)
+    return _compute_table(job, opened)
+
+
+def _compute_table(
+    job: VerifyJob, opened: OpenedCandidate, *, rule: Rule = AMAX, per_head: bool = False
+) -> ScaleTable:
+    """Compute the KV scales of a candidate with statistics."""
+    assert opened.stats is not None  # noqa: S101 -- the caller looked
+    fmt, query = job.options.fmt, opened.with_query
+    return compute_kv_scales(opened.stats, fmt, rule=rule, per_head=per_head, query=query)
 
 
 def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
@@ -355,19 +356,14 @@ def list_searched(options: VerifyOptions) -> list[str]:
 
 def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
     """Build what `--rules auto` chooses among."""
-    numerics, stats = job.options.numerics, opened.stats
-    assert stats is not None  # noqa: S101 -- checked by the caller
+    numerics = job.options.numerics
 
-    def quantize(*, rule: Rule = AMAX, per_head: bool = False) -> dict[Site, Quantizer]:
-        table = compute_kv_scales(
-            stats, job.options.fmt, rule=rule, per_head=per_head, query=opened.with_query
-        )
-        return emulate_kv(table, numerics)
+    def quantize(name: str) -> dict[Site, Quantizer]:
+        per_head = name == PER_HEAD
+        rule = AMAX if per_head else parse_rule(name)
+        return emulate_kv(_compute_table(job, opened, rule=rule, per_head=per_head), numerics)
 
-    options = {
-        name: quantize(per_head=True) if name == PER_HEAD else quantize(rule=parse_rule(name))
-        for name in list_searched(job.options)
-    }
+    options = {name: quantize(name) for name in list_searched(job.options)}
     return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
 
 
@@ -391,11 +387,8 @@ def _build_text_scaled(job: VerifyJob, model: LoadedModel) -> Iterator[tuple[str
 
 
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
-    assert opened.stats is not None  # noqa: S101 -- checked by the caller
     for rule in job.options.rules:
-        query = opened.with_query
-        table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule, query=query)
-        name = str(rule)
+        table, name = _compute_table(job, opened, rule=rule), str(rule)
         found = build_kv_candidate(name, table, job.options.numerics, origin=name)
         yield name, leave_cache(found, job.options.plain_caches, job.target.geometry)
 
@@ -417,7 +410,7 @@ def _build_per_head(job: VerifyJob, first: OpenedCandidate | None) -> Mapping[Si
         if not table.per_head:
             return {}
     else:
-        table = compute_kv_scales(first.stats, options.fmt, per_head=True, query=first.with_query)
+        table = _compute_table(job, first, per_head=True)
     found = emulate_kv(table, options.numerics)
     return drop_layers(found, options.plain_caches, job.target.geometry)
 

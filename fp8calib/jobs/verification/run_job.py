@@ -15,8 +15,7 @@ from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
-from fp8calib.jobs.calibration import fields_of
-from fp8calib.jobs.models import RunModel
+from fp8calib.jobs.models import RunModel, fields_of
 from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.job import TaskJob, VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
@@ -288,17 +287,21 @@ def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:
         yield f"{name}: not parameters of the model, so not loaded: {', '.join(leftovers)}"
 
 
-def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
+def _find_overlaps(
+    plan: DataPlan, opened: tuple[OpenedCandidate, ...]
+) -> Iterator[tuple[str, float]]:
+    """Find the candidates that were calibrated on this text, and the share of it."""
     text = plan.text.distinctive()
     for candidate in opened:
         measured = candidate.origin
-        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
-        if share:
-            about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
-            yield (
-                f"{candidate.name}: {about} of this text was used for calibration, so its "
-                "figures are too good"
-            )
+        if measured is not None and (share := estimate_overlap(text, measured.text)):
+            yield candidate.name, share
+
+
+def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
+    for name, share in _find_overlaps(plan, opened):
+        about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
+        yield f"{name}: {about} of this text was used for calibration, so its figures are too good"
 
 
 def _check_auto(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> None:
@@ -312,14 +315,11 @@ def _check_auto(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> None:
             f"--rules auto: {len(plan.sequences)} sequences are too few: some choose, others judge",
             hint="use more text, or a shorter --seq-len",
         )
-    text = plan.text.distinctive()
-    for candidate in opened:
-        measured = candidate.origin
-        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
+    for name, share in _find_overlaps(plan, opened):
         if share >= _SMALLEST_SHARE:
             raise UsageError(
-                f"--rules auto: about {share:.0%} of this text made the statistics of "
-                f"{candidate.name}, which then seem better than they are",
+                f"--rules auto: about {share:.0%} of this text made the statistics of {name}, "
+                "which then seem better than they are",
                 hint="use other text",
             )
 

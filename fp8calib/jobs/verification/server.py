@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,33 +55,73 @@ class _Servers:
     vocab_size: int
     request: VerifyRequest
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What could not be checked."""
-        both = (self.server, self.reference)
-        return tuple(one.server.note for one in both if one is not None and one.server.note)
+    def ask(
+        self, plan: DataPlan, model: LoadedModel | None, progress: Progress
+    ) -> tuple[DataPlan, ServerAnswers]:
+        """Let the servers score the text, and --server its first sequences again.
 
-    def require_two(self) -> None:
-        """Refuse a reference that is the server itself.
+        With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
 
         Raises:
-            UsageError: naming the URL.
+            ServerError: a server fails.
+            VerificationError: the model gives NaN or inf.
         """
-        one, other = self.server, self.reference
-        if other is None or one.options.endpoint.url != other.options.endpoint.url:
-            return
-        if one.server.model == other.server.model:
-            raise UsageError(
-                f"--reference-server: {one.options.endpoint.url} is --server itself",
-                hint="name a server of the unquantized model, or --reference-server-model",
+        plan = self._write_sampled(plan, model, progress)
+
+        def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
+            text = self._make_text(sequences)
+            return score(one.options, one.server, text, progress, stage=stage)
+
+        def ask_decoding() -> DecodingAnswers:
+            """Let --server write, then score what it wrote, each twice for the first sequences."""
+            one, text = self.server, plan.sequences
+            few = self._make_text(text[:SEQUENCES])
+            decoded = decode(
+                one.options,
+                one.server,
+                self._make_text(text),
+                progress,
+                stage="letting the server write",
+            )
+            again = decode(one.options, one.server, few, progress, stage="letting it write again")
+            written = tuple(each.ids for each in decoded)
+            return DecodingAnswers(
+                decoded=decoded,
+                again=again,
+                scores=ask(one, written, "asking about what it wrote"),
+                scores_again=ask(one, written[:SEQUENCES], "asking about what it wrote again"),
             )
 
-    def make_text(self, sequences: tuple[torch.Tensor, ...]) -> ServerText:
-        """Make what is sent to a server."""
-        return ServerText(
-            sequences=sequences,
-            vocab_size=self.vocab_size,
+        every = plan.sequences
+        return plan, ServerAnswers(
+            scores=ask(self.server, every, "asking the server"),
+            again=ask(self.server, every[:SEQUENCES], "asking the server again"),
+            reference=None
+            if self.reference is None
+            else ask(self.reference, every, "asking the unquantized server"),
+            decoding=ask_decoding() if self.request.decode else None,
+            num_given=count_given(every) if self.request.sampled else None,
+            repeated=sum(
+                one.options.count.repeated
+                for one in (self.server, self.reference)
+                if one is not None
+            ),
         )
+
+    def _write_sampled(
+        self, plan: DataPlan, model: LoadedModel | None, progress: Progress
+    ) -> DataPlan:
+        if not self.request.sampled:
+            return plan
+        if (one := self.reference) is not None:
+            text = self._make_text(plan.sequences)
+            return replace_sequences(plan, write(one.options, one.server, text, progress))
+        assert model is not None  # noqa: S101 -- the plan holds it whole
+        return replace_sequences(plan, write_text(model, plan.sequences, progress))
+
+    def _make_text(self, sequences: tuple[torch.Tensor, ...]) -> ServerText:
+        """Make what is sent to a server."""
+        return ServerText(sequences=sequences, vocab_size=self.vocab_size)
 
 
 def connect_all(
@@ -93,7 +132,7 @@ def connect_all(
     `say` gets notes on the connection while it is used.
 
     Raises:
-        UsageError: a URL or the kind is invalid.
+        UsageError: a URL or the kind is invalid, or both servers are one.
         ServerError: a server fails.
         ModelError: it has another model.
     """
@@ -116,81 +155,23 @@ def connect_all(
         )
         return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
 
-    reference, name = request.reference_server, request.reference_server_model
-    job = _Servers(
-        server=open_one(
-            "--server", request.server, _SERVER_KEY, request.server_model, request.server_kind
-        ),
-        reference=None
-        if reference is None
-        else open_one("--reference-server", reference, _REFERENCE_KEY, name, None),
-        vocab_size=int(source.text_config.vocab_size),
-        request=request,
+    url, name = request.reference_server, request.reference_server_model
+    server = open_one(
+        "--server", request.server, _SERVER_KEY, request.server_model, request.server_kind
     )
-    job.require_two()
-    return partial(_ask_servers, job), replace(plan, warnings=(*plan.warnings, *job.notes))
-
-
-def _write_sampled(
-    job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
-) -> DataPlan:
-    if not job.request.sampled:
-        return plan
-    if job.reference is not None:
-        one = job.reference
-        text = job.make_text(plan.sequences)
-        written = write(one.options, one.server, text, progress)
-        return replace_sequences(plan, written)
-    assert model is not None  # noqa: S101 -- the plan holds it whole
-    return replace_sequences(plan, write_text(model, plan.sequences, progress))
-
-
-def _ask_servers(
-    job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
-) -> tuple[DataPlan, ServerAnswers]:
-    """Let the servers score the text, and --server its first sequences again.
-
-    With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
-
-    Raises:
-        ServerError: a server fails.
-        VerificationError: the model gives NaN or inf.
-    """
-    plan = _write_sampled(job, plan, model, progress)
-
-    def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
-        text = job.make_text(sequences)
-        return score(one.options, one.server, text, progress, stage=stage)
-
-    def ask_decoding() -> DecodingAnswers:
-        """Let --server write, then score what it wrote, each twice for the first sequences."""
-        one, text = job.server, plan.sequences
-        few = job.make_text(text[:SEQUENCES])
-        decoded = decode(
-            one.options, one.server, job.make_text(text), progress, stage="letting the server write"
-        )
-        again = decode(one.options, one.server, few, progress, stage="letting it write again")
-        written = tuple(each.ids for each in decoded)
-        return DecodingAnswers(
-            decoded=decoded,
-            again=again,
-            scores=ask(one, written, "asking about what it wrote"),
-            scores_again=ask(one, written[:SEQUENCES], "asking about what it wrote again"),
-        )
-
-    every = plan.sequences
-    return plan, ServerAnswers(
-        scores=ask(job.server, every, "asking the server"),
-        again=ask(job.server, every[:SEQUENCES], "asking the server again"),
-        reference=None
-        if job.reference is None
-        else ask(job.reference, every, "asking the unquantized server"),
-        decoding=ask_decoding() if job.request.decode else None,
-        num_given=count_given(every) if job.request.sampled else None,
-        repeated=sum(
-            one.options.count.repeated for one in (job.server, job.reference) if one is not None
-        ),
+    reference = (
+        None if url is None else open_one("--reference-server", url, _REFERENCE_KEY, name, None)
     )
+    both = [server] if reference is None else [server, reference]
+    if len({(one.options.endpoint.url, one.server.model) for one in both}) < len(both):
+        raise UsageError(
+            f"--reference-server: {server.options.endpoint.url} is --server itself",
+            hint="name a server of the unquantized model, or --reference-server-model",
+        )
+    vocab_size = int(source.text_config.vocab_size)
+    servers = _Servers(server=server, reference=reference, vocab_size=vocab_size, request=request)
+    notes = (one.server.note for one in both if one.server.note)
+    return servers.ask, replace(plan, warnings=(*plan.warnings, *notes))
 
 
 def run_alone(job: VerifyJob, evidence: ServerEvidence, progress: Progress) -> VerificationResult:

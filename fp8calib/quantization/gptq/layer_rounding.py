@@ -30,7 +30,7 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.quantization.weight_scales import WeightScales, spread_scales
-from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.selection.matrices import Matrix
 
 MIN_TOKENS = 256
@@ -103,16 +103,14 @@ class LayerRounding(HessianCollector):
         task: RoundingTask,
         codes: RoundedCodes,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup = LONE,
     ) -> None:
         inputs = task.inputs.inputs
         by_layer: dict[int, list[Matrix]] = defaultdict(list)
         for matrix in task.matrices:
             if matrix.module in inputs:
                 by_layer[inputs[matrix.module].layer].append(matrix)
-        done = [index for index in by_layer if codes.has_layer(index)]
-        if group is not None:
-            done = group.broadcast(lambda: done)
+        done = group.broadcast(lambda: [index for index in by_layer if codes.has_layer(index)])
         self._todo = {index: found for index, found in by_layer.items() if index not in done}
         super().__init__({inputs[m.module].runner for found in self._todo.values() for m in found})
         self._checkpoint = checkpoint
@@ -127,13 +125,12 @@ class LayerRounding(HessianCollector):
         matrices = self._todo.get(layer.index)
         if matrices is None:
             return
-        if self._group is not None:
+        if self._group.size > 1:
             hessians = _sum_ranks(hessians, self._group)
-        if self._group is None or self._group.is_first:
+        if self._group.is_first:
             with ThreadPoolExecutor(1) as pool:
                 self._round_layer(layer.index, matrices, hessians, pool)
-        if self._group is not None:
-            self._group.broadcast(lambda: True)  # no process saves a state after an unwritten layer
+        self._group.broadcast(lambda: True)  # no process saves a state after an unwritten layer
 
     def forget(self) -> None:
         """Drop the Hessians of the open layer; finished layers stay."""

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
-from fp8calib.machine.process_rank import ProcessRank
+from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.run.distributed.heartbeat import POLL_S, FailureDetector, PeerFailure
 from fp8calib.run.distributed.rendezvous import (
     START_HINT,
@@ -56,15 +56,16 @@ class _PeerError(Fp8CalibError):
 
 
 class ProcessGroup:
-    """The processes of a run; made by `open_process_group`."""
+    """The processes of a run: this one alone, unless `open_process_group` connects it to others.
 
-    def __init__(self, process_rank: ProcessRank, store: Any, detector: FailureDetector) -> None:
+    What a process alone would get from others is its own.
+    """
+
+    def __init__(self, process_rank: ProcessRank = ALONE) -> None:
+        self.process_rank = process_rank
         self.rank = process_rank.rank
         self.size = process_rank.size
         self.is_first = process_rank.is_first
-        self._store = store
-        self._detector = detector
-        self._num_values = 0
 
     def share_of(self, items: Sequence[Item]) -> Sequence[Item]:
         """Give this process's share of a list that is the same in all processes."""
@@ -72,21 +73,11 @@ class ProcessGroup:
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Make a JSON value in the first process and give it to all."""
-        key = self._next_key()
-        with self.peer_failures():
-            if self.is_first:
-                self._store.set(key, json.dumps(make()))
-            wait_for_keys(self._store, key)
-            return json.loads(self._store.get(key))
+        return make()
 
     def all_gather(self, own: Any) -> list[Any]:
         """Give every process the JSON values of all, by rank."""
-        key = self._next_key()
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
-        with self.peer_failures():
-            self._store.set(keys[self.rank], json.dumps(own))
-            wait_for_keys(self._store, *keys)
-            return [json.loads(self._store.get(each)) for each in keys]
+        return [own]
 
     def reduce(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
         """Join the statistics of all processes.
@@ -97,6 +88,58 @@ class ProcessGroup:
         Raises:
             RankLostError: a process died.
         """
+        return dict(sites)
+
+    def sum_tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sum named fp32 tensors over all processes; each may lack some.
+
+        Sums round: their last bits depend on the number of processes.
+
+        Raises:
+            RankLostError: a process died.
+        """
+        return dict(own)
+
+    @contextmanager
+    def peer_failures(self) -> Iterator[None]:
+        """Re-raise errors caused by a failed peer, naming the peer.
+
+        Raises:
+            RankLostError: a process died.
+            Fp8CalibError: another process failed; the error is of the same kind.
+        """
+        yield
+
+
+LONE = ProcessGroup()
+
+
+class _ConnectedGroup(ProcessGroup):
+    """Several processes, which share a store."""
+
+    def __init__(self, process_rank: ProcessRank, store: Any, detector: FailureDetector) -> None:
+        super().__init__(process_rank)
+        self._store = store
+        self._detector = detector
+        self._num_values = 0
+
+    def broadcast(self, make: Callable[[], Any]) -> Any:
+        key = self._next_key()
+        with self.peer_failures():
+            if self.is_first:
+                self._store.set(key, json.dumps(make()))
+            wait_for_keys(self._store, key)
+            return json.loads(self._store.get(key))
+
+    def all_gather(self, own: Any) -> list[Any]:
+        key = self._next_key()
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        with self.peer_failures():
+            self._store.set(keys[self.rank], json.dumps(own))
+            wait_for_keys(self._store, *keys)
+            return [json.loads(self._store.get(each)) for each in keys]
+
+    def reduce(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
         own = dict(_tensors(sites))
         shapes = self._gather_shapes(own)
         joined: dict[str, torch.Tensor] = {}
@@ -112,13 +155,6 @@ class ProcessGroup:
         return _rebuild(joined) if self.is_first else {}
 
     def sum_tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sum named fp32 tensors over all processes; each may lack some.
-
-        Sums round: their last bits depend on the number of processes.
-
-        Raises:
-            RankLostError: a process died.
-        """
         shapes = self._gather_shapes(own)
         summed: dict[str, torch.Tensor] = {}
         for name in sorted(shapes):
@@ -136,12 +172,6 @@ class ProcessGroup:
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
-        """Re-raise errors caused by a failed peer, naming the peer.
-
-        Raises:
-            RankLostError: a process died.
-            Fp8CalibError: another process failed; the error is of the same kind.
-        """
         try:
             yield
         except KeyboardInterrupt:
@@ -169,8 +199,8 @@ class ProcessGroup:
 
 
 @contextmanager
-def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | None]:
-    """Connect to the other processes; None if this process runs alone.
+def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup]:
+    """Connect to the other processes, if there are any.
 
     An error of one process ends all of them. The first one raises it and names its rank.
 
@@ -179,7 +209,7 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | Non
         CalibrationError: the other processes cannot be reached.
     """
     if process_rank.size == 1:
-        yield None
+        yield LONE
         return
     torch.set_num_threads(choose_threads(process_rank, os.environ))
     base = connect_store(process_rank)
@@ -189,7 +219,7 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | Non
         store, process_rank.rank, peers, lambda failure: _abort(failure, process_rank)
     )
     detector.start()
-    group = ProcessGroup(process_rank, store, detector)
+    group = _ConnectedGroup(process_rank, store, detector)
     try:
         with group.peer_failures():
             rendezvous(process_rank, store)

@@ -6,9 +6,10 @@ positions), which is then called with the arguments that the model gave to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import Parameter, signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,9 +26,6 @@ _OUT_OF_MEMORY_MESSAGES = (
     "could not create a memory object",
     "could not execute a primitive",
 )
-
-
-_Output = TypeVar("_Output")
 
 
 class OutOfMemoryInForward(CalibrationError):  # noqa: N818 -- a state that smaller batches avoid
@@ -107,8 +105,7 @@ class Decoder:
         """
         for module in self._growing:
             _forget_lengths(module)
-
-        def run() -> torch.Tensor:
+        with torch.set_grad_enabled(traces), self._explained(batch):
             if batch.media is None:
                 output = self._called(**self._text_inputs(batch), **{self._cache_argument: cache})
             elif self._called is not self._decoder:  # FSDP2
@@ -120,9 +117,6 @@ class Decoder:
             hidden: torch.Tensor = output[0]
             return hidden
 
-        with torch.set_grad_enabled(traces):
-            return self._explain(batch, run)
-
     def prepare(self, batch: Batch, cache: Any = None) -> DecoderCall:
         """Run what comes before the decoder on a row with media; without a cache, with a new one.
 
@@ -131,12 +125,14 @@ class Decoder:
             CalibrationError: the forward pass failed.
         """
         used = DynamicCache(config=self.config) if cache is None else cache
-        return self._explain(batch, lambda: self._prepare(batch, used))
+        with self._explained(batch):
+            return self._prepare(batch, used)
 
-    def _explain(self, batch: Batch, run: Callable[[], _Output]) -> _Output:
-        """Run a forward pass, and explain its error."""
+    @contextmanager
+    def _explained(self, batch: Batch) -> Iterator[None]:
+        """Explain the error of a forward pass."""
         try:
-            return run()
+            yield
         except Fp8CalibError:
             raise
         except Exception as error:

@@ -60,16 +60,3 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
         device_bytes=device_bytes,
         sharers=sharers,
     )
-
-
-def refuse_device_map(memory_gib: float | None) -> None:
-    """Refuse --memory beside --device-map.
-
-    Raises:
-        UsageError: they contradict each other.
-    """
-    if memory_gib is not None:
-        raise UsageError(
-            "--memory streams a model through one device, but --device-map spreads it over several",
-            hint="leave out one of them",
-        )

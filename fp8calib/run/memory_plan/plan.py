@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.units import format_duration, format_gib
-from fp8calib.model.load import LoadedModel
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.run.memory_plan.footprint import (
     SLACK_BYTES,
     Workload,
@@ -26,17 +26,21 @@ from fp8calib.run.memory_plan.limits import Limits
 class PlanInputs:
     """What a plan is computed from: a model without weights, and its workload."""
 
-    model: LoadedModel
-    geometry: ModelGeometry
+    prepared: PreparedModel
     checkpoint: Checkpoint
-    weights: WeightSource
     work: Workload
-    itemsize: int
-    """Bytes per number of the dtype the model computes in."""
+    dtype: torch.dtype
+    """The one that the model computes in."""
+    device: str
     extra: Mapping[str, int]
     """Further bytes of a run, whole or streamed, by what needs them (for example statistics)."""
     logits_bytes: int = 0
     """Bytes for logits, computed when no layer is in use; 0 where no logits are computed."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        return self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,7 @@ def plan_whole(subject: PlanInputs, limits: Limits, scratch: Path) -> MemoryPlan
     return MemoryPlan(
         streams=False,
         why=f"the model is held whole: it needs {numbers}",
-        num_layers=len(subject.geometry.layers),
+        num_layers=len(subject.prepared.geometry.layers),
         read_bytes=subject.checkpoint.total_size_bytes,
         peak=own if on_gpu else {**own, **needs},
         limit_bytes=limits.host_bytes,
@@ -131,23 +135,23 @@ def compare_whole(subject: PlanInputs, limits: Limits) -> tuple[bool, str]:
 
 def _whole_parts(subject: PlanInputs) -> dict[str, int]:
     """Compute the bytes of a run with the whole model in memory, without the process itself."""
-    inside = working_parts(subject, head=True)
-    loading = loading_bytes(subject.geometry, subject.weights, subject.itemsize)
+    prepared, inside = subject.prepared, working_parts(subject, head=True)
+    loading = loading_bytes(prepared.geometry, prepared.weights, subject.itemsize)
     # Loading ends before the first batch: only what it needs beyond the batches counts.
     above = max(loading - sum(inside.values()), 0)
-    weights = weights_bytes(subject.model, subject.itemsize)
+    weights = weights_bytes(prepared.model, subject.itemsize)
     return {"weights": weights, **inside, **({"loading": above} if above else {})}
 
 
 def working_parts(subject: PlanInputs, *, head: bool) -> dict[str, int]:
     """Compute the bytes of a run besides weights and hidden states."""
-    work = subject.work
+    prepared, work = subject.prepared, subject.work
     parts = {
-        "micro-batch": batch_bytes(subject.model, subject.geometry, work, subject.itemsize),
+        "micro-batch": batch_bytes(prepared.model, prepared.geometry, work, subject.itemsize),
         **subject.extra,
     }
     if work.changes_weights:
-        parts["changed weights"] = change_bytes(subject.geometry)
+        parts["changed weights"] = change_bytes(prepared.geometry)
     if head and subject.logits_bytes:
         parts["logits"] = subject.logits_bytes
     return parts

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fp8calib.errors import UsageError
 from fp8calib.machine.pinned import BUFFER_BYTES, NUM_BUFFERS
 from fp8calib.machine.units import GIB, format_gib
@@ -40,30 +38,28 @@ _ROUNDED_BYTES = 2**25
 class StreamPlanner:
     """Plans to stream a model, with or without the measurements of a probe."""
 
-    def __init__(
-        self,
-        subject: PlanInputs,
-        limits: Limits,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        scratch: Path,
-    ) -> None:
-        """Measure the layers by their shapes; the model is built without weights, in `dtype`.
+    def __init__(self, subject: PlanInputs, limits: Limits, scratch: Path) -> None:
+        """Measure the layers by their shapes; the model is built without weights, in its dtype.
 
         Raises:
             ModelError: a weight is missing or has another shape.
         """
+        model, geometry = subject.prepared.model, subject.prepared.geometry
         loader = PartLoader(
-            subject.model, subject.weights, subject.checkpoint, dtype=dtype, device=device
+            model,
+            subject.prepared.weights,
+            subject.checkpoint,
+            dtype=subject.dtype,
+            device=subject.device,
         )
-        outside = part_outside_layers(subject.geometry, loader)
-        self._layers = [loader.measure(part) for part in layer_parts(subject.geometry, loader)]
+        outside = part_outside_layers(geometry, loader)
+        self._layers = [loader.measure(part) for part in layer_parts(geometry, loader)]
         self._outside_bytes = loader.measure(outside).placed
         # The towers are dropped before the first layer is read.
         towers = loader.measure(part_of_towers(loader)) if subject.work.num_media_tokens else None
         self._towers = 0 if towers is None else max(towers.stored, towers.placed) + towers.step
         self._subject = subject
+        self._model, self._geometry = model, geometry
         self._limits = limits
         self._scratch = scratch
         # Before a probe: it replaces embeddings by some of their rows, and the model gets smaller.
@@ -155,23 +151,23 @@ class StreamPlanner:
         at_layers = layers + sum(inside.values())
         # The head runs after the last layer is dropped: only what it needs beyond a layer counts.
         logits = subject.logits_bytes
-        head_needs = head_bytes(subject.model, subject.itemsize) + logits if logits else 0
+        head_needs = head_bytes(self._model, subject.itemsize) + logits if logits else 0
         head = max(head_needs - at_layers, 0)
         return {**beside, "layers": layers, **inside, **({"head": head} if head else {})}
 
     def _embedding_bytes(self) -> int:
         subject = self._subject
-        width = subject.model.config.get_text_config(decoder=True).hidden_size
+        width = self._model.config.get_text_config(decoder=True).hidden_size
         return int(subject.work.num_distinct * width * subject.itemsize)
 
     def _read_bytes(self, walks: int) -> int:
         layers = sum(layer.stored for layer in self._layers)
-        head = head_bytes(self._subject.model, self._subject.itemsize)
+        head = head_bytes(self._model, self._subject.itemsize)
         once = self._embedding_bytes() + self._outside_bytes
         return walks * (layers + (head if self._subject.logits_bytes else 0)) + once
 
     def _hidden_bytes(self, probe: Probe | None) -> int:
-        model, work, itemsize = self._subject.model, self._subject.work, self._subject.itemsize
+        model, work, itemsize = self._model, self._subject.work, self._subject.itemsize
         media = media_bytes(model, work, itemsize)
         if probe is None:
             return media + hidden_bytes(model, work, itemsize)
@@ -182,11 +178,11 @@ class StreamPlanner:
     def _expect_s(self, probe: Probe, share: float) -> float:
         """Expect a walk through all layers, and through the head where logits are needed."""
         subject, work = self._subject, self._subject.work
-        flops = layer_flops(subject.model, subject.geometry, work.columns)
+        flops = layer_flops(self._model, self._geometry, work.columns)
         num_batches = share * work.num_tokens / max(work.rows * work.columns, 1)
         expected = expect_duration(probe, self._layers, flops, num_batches)
         if subject.logits_bytes:
-            head = 2 * head_bytes(subject.model, 1)
+            head = 2 * head_bytes(self._model, 1)
             expected += probe.run_s * num_batches * head / max(flops[0], 1)
         return expected
 

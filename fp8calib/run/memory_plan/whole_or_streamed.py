@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.errors import UsageError
-from fp8calib.model.dtype import DTYPES
-from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
+from fp8calib.model.load import ModelSource, build_skeleton
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.memory_plan.limits import Limits
 from fp8calib.run.memory_plan.plan import MemoryPlan, PlanInputs, plan_whole
@@ -17,7 +17,7 @@ from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
 
-ProbeModel = Callable[[LoadedModel, WeightSource, Streaming], Probe | None]
+ProbeModel = Callable[[PreparedModel, Streaming], Probe | None]
 """Measures the first layer of a model that is streamed; None where nothing runs through it."""
 
 
@@ -26,10 +26,10 @@ class MemoryMode:
     """How a model is held in memory while it runs."""
 
     plan: MemoryPlan | None
-    """None with --device-map, which plans nothing."""
-    model: LoadedModel
-    """The model without weights; a streamed one has the dtype that it computes in."""
-    weights: WeightSource
+    """None where nothing is planned: the model is in memory, or something else places it."""
+    prepared: PreparedModel
+    """The model, without weights unless it is in memory; a streamed one has the dtype that it
+    computes in."""
     streaming: Streaming | None = None
     """None: the model is loaded whole."""
 
@@ -48,8 +48,6 @@ def choose_memory_mode(
     limits: Limits,
     *,
     source: ModelSource,
-    dtype: str,
-    device: str,
     scratch: Path,
     probe: ProbeModel,
     cannot_stream: UsageError | None = None,
@@ -71,34 +69,29 @@ def choose_memory_mode(
     """
     whole = None if always_streams else plan_whole(subject, limits, scratch)
     if whole is not None and not expects_duration:
-        return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
+        return MemoryMode(plan=whole, prepared=subject.prepared)
     if whole is None and cannot_stream is not None:
         raise cannot_stream
-    model = build_skeleton(source, dtype=DTYPES[dtype])
+    model = build_skeleton(source, dtype=subject.dtype)
     weights = WeightSource(model, subject.checkpoint)
-    planner = StreamPlanner(
-        replace(subject, model=model, weights=weights),
-        limits,
-        dtype=DTYPES[dtype],
-        device=device,
-        scratch=scratch,
-    )
+    prepared = replace(subject.prepared, model=model, weights=weights)
+    planner = StreamPlanner(replace(subject, prepared=prepared), limits, scratch)
 
     def stream(plan: MemoryPlan) -> Streaming:
         return Streaming(
-            dtype=DTYPES[dtype],
-            device=device,
+            dtype=subject.dtype,
+            device=subject.device,
             hidden_ram_bytes=plan.hidden_ram_bytes,
             scratch=plan.scratch,
             copies_ahead=plan.copies_ahead,
         )
 
-    measured = probe(model, weights, stream(planner.plan()))
+    measured = probe(prepared, stream(planner.plan()))
     if whole is not None:
         expected_s = None if measured is None else planner.expect(measured, further_walks)
         whole = replace(whole, expected_s=expected_s)
-        return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
+        return MemoryMode(plan=whole, prepared=subject.prepared)
     plan = planner.plan(measured, total_bytes=total_bytes, further_walks=further_walks)
     if always_streams:
         plan = replace(plan, why=always_streams)
-    return MemoryMode(plan=plan, model=model, weights=weights, streaming=stream(plan))
+    return MemoryMode(plan=plan, prepared=prepared, streaming=stream(plan))

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8calib.data.sequences import Batch, DataPlan
-from fp8calib.data.shares import Item, Share, drop_finished, select_batches
+from fp8calib.data.shares import Share, drop_finished, select_batches
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
-from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.resume.journal import NOTHING, Done, Journal
 from fp8calib.stats.merge import merge_sites
@@ -24,7 +24,7 @@ class WorkShare:
     """The shard of the data and of the weights that `--shard` chose."""
     journal: Journal | None = None
     """Checkpoints of this run, and what earlier runs have done."""
-    group: ProcessGroup | None = None
+    group: ProcessGroup = LONE
     """The processes that divide the shard among them."""
     back_offs: list[BackOff] = field(default_factory=list)
     """Filled by the run: where batches became smaller because memory ran out."""
@@ -37,25 +37,23 @@ class WorkShare:
     @property
     def is_first(self) -> bool:
         """Whether this process joins the statistics of all."""
-        return self.group is None or self.group.is_first
+        return self.group.is_first
 
     def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
         """Give the batches this process has still to run."""
         remaining = drop_finished(select_batches(plan, batch_size, self.shard), self.done.sequences)
-        return list(self._own(remaining))
+        return list(self.group.share_of(remaining))
 
     def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:
         """Give the linears whose weights this process has still to read: one process reads each."""
         mine = linears if self.shard is None else self.shard.take(linears)
-        return self._own([each for each in mine if each.module not in self.done.weights])
-
-    def _own(self, items: Sequence[Item]) -> Sequence[Item]:
-        return items if self.group is None else self.group.share_of(items)
+        unread = [each for each in mine if each.module not in self.done.weights]
+        return self.group.share_of(unread)
 
     def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
         """Join the statistics of all processes and of earlier runs."""
-        found = sites if self.group is None else self.group.reduce(sites)
-        return merge_sites([found, {} if self.journal is None else self.journal.sites])
+        earlier = {} if self.journal is None else self.journal.sites
+        return merge_sites([self.group.reduce(sites), earlier])
 
     @property
     def reads_other_weights(self) -> bool:

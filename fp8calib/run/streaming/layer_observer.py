@@ -1,15 +1,20 @@
-"""Gather the statistics of weights and activations while a model is streamed."""
+"""Gather the statistics of a model that does not fit into memory, one decoder layer at a time.
+
+Each layer's weights are read once, while the layer before runs; all batches run through the layer,
+and its weights are dropped. Every site sees the same batches in the same order as in
+`fp8calib.run.forward.whole`, so the statistics are the same, bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import Batch
+from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
@@ -18,13 +23,14 @@ from fp8calib.observe.calibration_hooks import InputListener, open_calibration_h
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.back_off import BackOff
-from fp8calib.run.forward.decoder import OutOfMemoryInForward
-from fp8calib.run.forward.observed_batches import BatchObserver, cut_into
+from fp8calib.run.forward.decoder import DecoderCall, OutOfMemoryInForward
+from fp8calib.run.forward.observed_batches import BatchObserver, cut_into, nonfinite_error
 from fp8calib.run.resume.journal import Journal
+from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
-from fp8calib.run.streaming.model import StreamedLayer, StreamedModel, Streaming
-from fp8calib.run.streaming.probe import Probe
-from fp8calib.run.streaming.runner import StreamedRunner
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
+from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
+from fp8calib.run.streaming.probe import Probe, ignore, probe_layer
 from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats
 
@@ -39,48 +45,58 @@ class LayerWork(InputListener, Protocol):
         """Drop all inputs that were received: the run starts again."""
 
 
+class _NonfiniteError(Exception):
+    """A site of layer `index` has NaN or inf in one of a group of batches."""
+
+    def __init__(self, site: Site, group: Sequence[Batch], index: int) -> None:
+        super().__init__()
+        self.site = site
+        self.group = group
+        self.index = index
+
+
 class LayerObserver:
-    """Gathers the statistics of a streamed model."""
+    """Gathers the statistics of a streamed model; its lm_head never runs."""
 
     def __init__(
         self,
         streamed: StreamedModel,
-        checkpoint: Checkpoint,
         observe: Observe,
         *,
-        ignored: Collection[str],
-        towers: Collection[Linear] = (),
         linears: Sequence[Linear],
         work: LayerWork | None = None,
     ) -> None:
-        """Observe the weights of `linears`; other weights are only checked for NaN.
-
-        Of `towers` the inputs are observed, and the attention around them.
-        """
+        """Observe the weights of `linears`; other weights are only checked for NaN."""
         self._linears = {linear.module for linear in linears}
         self._streamed = streamed
-        self._checkpoint = checkpoint
         self._observe = observe
-        self._ignored = ignored
-        self._towers = towers
         self._work = work
         self._weights: dict[Site, SiteStats] = {}
         self._observed: set[str] = set()
-        self.recorder = Recorder()
+        self._recorder = Recorder()
 
-    def probe(self, batch: Batch, streaming: Streaming) -> Probe:
+    def probe(self, batch: Batch) -> Probe:
         """Measure the first layer on one micro-batch; its observations are kept.
 
         A micro-batch that does not fit into memory is halved, and the measurements doubled.
         """
         try:
-            with self._runner(streaming) as runner:
-                return runner.probe(batch, on_layer_read=self._observe_layer)
+            with ExitStack() as stack:
+                observer = stack.enter_context(self._hooked())
+                store = stack.enter_context(self._streamed.open_hidden_states())
+                steps = stack.enter_context(self._streamed.steps(observer.decoder, [batch], store))
+                layers = stack.enter_context(self._streamed.layers(until=1))
+
+                def run() -> LayerState:
+                    with observer.observed(batch) as cache:
+                        return steps.run_layer(0, batch, cache, None)
+
+                return probe_layer(self._streamed, layers, run, on_layer_read=self._observe_layer)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
             if not size:
                 raise
-        half = self.probe(cut_into(batch, size)[0], streaming)
+        half = self.probe(cut_into(batch, size)[0])
         parts = len(batch.lengths) / size
         return replace(
             half, run_s=half.run_s * parts, state_bytes=math.ceil(half.state_bytes * parts)
@@ -102,13 +118,18 @@ class LayerObserver:
     def observe(
         self,
         batches: Sequence[Batch],
-        streaming: Streaming,
         advance: Callable[[int], None],
         journal: Journal | None = None,
         *,
         on_back_off: Callable[[BackOff], None],
     ) -> dict[Site, SiteStats]:
         """Run batches through the model; when one does not fit into memory, restart with halves.
+
+        Args:
+            batches: the micro-batches.
+            advance: called with the number of tokens of each batch, in each layer.
+            journal: saves the state after layers, and loads the state that an earlier run saved.
+            on_back_off: called when batches become smaller.
 
         Raises:
             ModelError: a weight is NaN or inf.
@@ -125,73 +146,136 @@ class LayerObserver:
 
         while True:
             try:
-                return self._observe_once(batches, streaming, count, journal)
+                return self._observe_once(batches, count, journal)
             except OutOfMemoryInForward:
                 size //= 2
                 if not size:
                     raise
             return_memory_of(self._streamed.device)
             count(-counted)
-            self._forget()
+            self._recorder.forget()
+            if self._work is not None:
+                self._work.forget()
             on_back_off(BackOff(first=batches[0].first, batch_size=size))
             batches = [part for batch in batches for part in cut_into(batch, size)]
 
     def _observe_once(
-        self,
-        batches: Sequence[Batch],
-        streaming: Streaming,
-        advance: Callable[[int], None],
-        journal: Journal | None,
+        self, batches: Sequence[Batch], advance: Callable[[int], None], journal: Journal | None
     ) -> dict[Site, SiteStats]:
         kept = None if journal is None else LayerJournal(journal, batches)
-        with self._runner(streaming) as runner:
-            runner.run(
-                batches,
-                advance,
-                on_layer_read=self._observe_layer,
-                on_layer_run=self._finish_layer,
-                journal=kept,
-            )
+        with self._hooked() as observer:
+            try:
+                self._walk(observer, batches, advance, journal=kept)
+            except _NonfiniteError as error:
+                raise self._locate(observer, error) from None
         earlier = {} if kept is None else kept.sites
-        return merge_sites([self._finish(), earlier, self.recorder.stats()])
+        return merge_sites([self._finish(), earlier, self._recorder.stats()])
 
     @contextmanager
-    def _runner(self, streaming: Streaming) -> Iterator[StreamedRunner]:
-        streamed = self._streamed
+    def _hooked(self) -> Iterator[BatchObserver]:
+        prepared = self._streamed.prepared
         with open_calibration_hooks(
-            streamed.model,
-            streamed.geometry,
-            self.recorder,
+            prepared.model,
+            prepared.geometry,
+            self._recorder,
             self._observe,
-            ignored=self._ignored,
-            towers=self._towers,
+            ignored=prepared.ignored,
+            towers=prepared.towers,
             listener=self._work,
         ) as new_cache:
-            observer = BatchObserver(streamed.model, self.recorder, new_cache)
-            yield StreamedRunner(streamed, streaming, observer)
+            yield BatchObserver(prepared.model, self._recorder, new_cache)
+
+    def _walk(
+        self,
+        observer: BatchObserver,
+        batches: Sequence[Batch],
+        advance: Callable[[int], None],
+        *,
+        journal: LayerJournal | None = None,
+        until: int | None = None,
+    ) -> None:
+        """Run all batches through every layer in turn; with `until`, only to find NaN again."""
+        streamed = self._streamed
+        with ExitStack() as stack:
+            store = stack.enter_context(streamed.open_hidden_states())
+            first = 0 if journal is None else journal.load(store)
+
+            def prepare(batch: Batch) -> DecoderCall:
+                with observer.observed(batch) as cache:
+                    return observer.decoder.prepare(batch, cache)
+
+            # A run that goes on has the statistics of its towers.
+            see = None if first else prepare
+            steps = stack.enter_context(streamed.steps(observer.decoder, batches, store, see))
+            advance(first * sum(batch.num_tokens for batch in batches))
+            for layer in stack.enter_context(streamed.layers(until=until)):
+                if until is None:
+                    self._observe_layer(layer)
+                if layer.layer.index < first:
+                    streamed.begin_next()
+                    continue
+                with streamed.placed(layer):
+                    self._run_layer(observer, steps, store, layer, batches, advance)
+                    if until is None and self._work is not None:
+                        self._work.finish_layer(layer.layer)
+                if journal is not None and self._has_next(layer):
+                    journal.save_if_due(layer.layer.index, store, self._recorder.stats())
+
+    def _run_layer(
+        self,
+        observer: BatchObserver,
+        steps: LayerSteps,
+        store: HiddenStateStore,
+        layer: StreamedLayer,
+        batches: Sequence[Batch],
+        advance: Callable[[int], None],
+    ) -> None:
+        index, unchecked = layer.layer.index, []
+        for number, batch in enumerate(batches):
+            before = store.get(number, observer.decoder.device) if index else None
+            with observer.observed(batch) as cache:
+                after = steps.run_layer(index, batch, cache, before, checks=number == 0)
+            if self._has_next(layer):
+                store.put(number, after)
+            unchecked.append(batch)
+            advance(batch.num_tokens)
+            if observer.is_check_due(unchecked) or number == len(batches) - 1:
+                if (site := self._recorder.check_finite()) is not None:
+                    raise _NonfiniteError(site, unchecked, index)
+                unchecked = []
+
+    def _has_next(self, layer: StreamedLayer) -> bool:
+        return layer.layer.index < len(self._streamed.geometry.layers) - 1
+
+    def _locate(self, observer: BatchObserver, found: _NonfiniteError) -> CalibrationError:
+        """Run the layers down to the failed one again, for each sequence alone."""
+        if len(found.group) == 1 and len(found.group[0].lengths) == 1:
+            return nonfinite_error(found.site, found.group[0].first, observer.decoder.dtype)
+
+        def find_site(sequence: Batch) -> Site | None:
+            try:
+                self._walk(observer, [sequence], ignore, until=found.index + 1)
+            except _NonfiniteError as error:
+                return error.site
+            return None
+
+        return observer.locate_nonfinite(found.group, find_site)
 
     def _observe_layer(self, layer: StreamedLayer) -> None:
         if not self._observe.weights:
             return
+        ignored = self._streamed.prepared.ignored
         linears = [each for each in layer.layer.linears if each.module in self._linears]
         self._weights |= observe_weights(
-            self._streamed.model, linears, layer.weights, ignored=self._ignored
+            self._streamed.model, linears, layer.weights, ignored=ignored
         )
         read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
         self._observed.update(layer.part.tensors)
 
-    def _finish_layer(self, layer: StreamedLayer) -> None:
-        if self._work is not None:
-            self._work.finish_layer(layer.layer)
-
-    def _forget(self) -> None:
-        self.recorder.forget()
-        if self._work is not None:
-            self._work.forget()
-
     def _finish(self) -> dict[Site, SiteStats]:
         if self._observe.weights:
-            others = [name for name in self._checkpoint.tensors if name not in self._observed]
-            check_other_weights(self._checkpoint, others)
+            checkpoint = self._streamed.checkpoint
+            others = [name for name in checkpoint.tensors if name not in self._observed]
+            check_other_weights(checkpoint, others)
         return self._weights

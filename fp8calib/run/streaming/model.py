@@ -20,6 +20,7 @@ from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.machine.pinned import StartedCopy
+from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.decoder import Decoder, DecoderCall
@@ -60,30 +61,40 @@ class StreamedModel:
     """A model whose layers are loaded and dropped in turn; made by `open_streamed`.
 
     Attributes:
-        model: the model, with weights only in the parts that are loaded.
-        geometry: its geometry.
+        prepared: the model, with weights only in the parts that are loaded.
+        checkpoint: where they are read.
         device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
     """
 
-    def __init__(
-        self, geometry: ModelGeometry, loader: PartLoader, *, copies_ahead: bool = False
-    ) -> None:
-        self.model = loader.model
-        self.geometry = geometry
-        self.device = torch.device(loader.device)
+    def __init__(self, prepared: PreparedModel, loader: PartLoader, streaming: Streaming) -> None:
+        self.prepared = prepared
+        self.checkpoint = loader.checkpoint
+        self.device = torch.device(streaming.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
         self.begin_next: Callable[[], None] = lambda: None
         """Begin to read the next layer, if the current one will not be placed."""
         self._begin_placed: Callable[[], None] = lambda: None
         """Begin to read the next layer, and to copy it to the GPU if that has room."""
+        self._streaming = streaming
         self._loader = loader
-        self._copies_ahead = copies_ahead
-        self._parts = layer_parts(geometry, loader)
+        self._parts = layer_parts(prepared.geometry, loader)
 
-    def layer_modules(self) -> list[nn.Module]:
-        """Give the modules of the decoder layers."""
-        return [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself."""
+        return self.prepared.model
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Its geometry."""
+        return self.prepared.geometry
+
+    def open_hidden_states(self) -> HiddenStateStore:
+        """Open the store of the hidden states between two layers."""
+        return HiddenStateStore(
+            ram_limit_bytes=self._streaming.hidden_ram_bytes, folder=self._streaming.scratch
+        )
 
     @contextmanager
     def layers(
@@ -111,7 +122,7 @@ class StreamedModel:
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
             self.begin_next = begin_next
-            self._begin_placed = partial(begin_next, copies=self._copies_ahead)
+            self._begin_placed = partial(begin_next, copies=self._streaming.copies_ahead)
             yield finished()
 
     def _read(self, layer: Layer, part: ModelPart, *, copies: bool) -> StreamedLayer:
@@ -165,7 +176,8 @@ class StreamedModel:
                     found = store_calls(decoder, store, batches, prepare or decoder.prepare)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = found
-            yield stack.enter_context(open_steps(decoder, self.layer_modules()))
+            modules = [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
+            yield stack.enter_context(open_steps(decoder, modules))
 
     @contextmanager
     def placed_towers(self) -> Iterator[None]:
@@ -205,12 +217,7 @@ class StreamedModel:
 
 @contextmanager
 def open_streamed(
-    model: PreTrainedModel,
-    geometry: ModelGeometry,
-    weights: WeightSource,
-    checkpoint: Checkpoint,
-    tokens: torch.Tensor,
-    streaming: Streaming,
+    prepared: PreparedModel, checkpoint: Checkpoint, tokens: torch.Tensor, streaming: Streaming
 ) -> Iterator[StreamedModel]:
     """Prepare a model that was built without weights for streaming.
 
@@ -221,10 +228,11 @@ def open_streamed(
     """
     keep_freed_memory()
     dtype, device = streaming.dtype, streaming.device
+    model, weights = prepared.model, prepared.weights
     loader = PartLoader(model, weights, checkpoint, dtype=dtype, device=device)
     _compute_buffers(loader)
-    streamed = StreamedModel(geometry, loader, copies_ahead=streaming.copies_ahead)
-    outside = part_outside_layers(geometry, loader)
+    streamed = StreamedModel(prepared, loader, streaming)
+    outside = part_outside_layers(prepared.geometry, loader)
     with open_embeddings(
         model, weights, checkpoint, tokens, dtype=dtype, device=device
     ) as streamed.embeddings:
@@ -285,11 +293,6 @@ def store_calls(
         return call
 
     return find
-
-
-def open_hidden_states(streaming: Streaming) -> HiddenStateStore:
-    """Open the store of hidden states of a streamed run."""
-    return HiddenStateStore(ram_limit_bytes=streaming.hidden_ram_bytes, folder=streaming.scratch)
 
 
 def _compute_buffers(loader: PartLoader) -> None:

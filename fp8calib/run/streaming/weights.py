@@ -109,7 +109,7 @@ class PartLoader:
         self.weights = weights
         self.device = device
         self._copier = PinnedCopier(torch.device(device))
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._known = model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
         self._tied = tied_names(model)
@@ -133,14 +133,14 @@ class PartLoader:
         ]
         wanted = {name: found for name in names if (found := self._find(name)) is not None}
         if missing := sorted(set(names) - set(wanted)):
-            raise missing_error(self._checkpoint.folder, missing)
+            raise missing_error(self.checkpoint.folder, missing)
         keys = {self._maker[parameter] for parameter in wanted.values()}
         taken = self.weights.tensor_names(keys)
         single = self.weights.single_tensors
         for name, parameter in wanted.items():
             if parameter in single:
-                self._require_shape(name, self._checkpoint.tensors[single[parameter]].shape)
-        tensors = tuple(name for name in self._checkpoint.tensors if name in taken)
+                self._require_shape(name, self.checkpoint.tensors[single[parameter]].shape)
+        tensors = tuple(name for name in self.checkpoint.tensors if name in taken)
         return ModelPart(wanted=wanted, tensors=tensors)
 
     def measure(self, part: ModelPart) -> PartSize:
@@ -151,7 +151,7 @@ class PartLoader:
             size_bytes = self._known[name].numel() * self._target(name).itemsize
             placed += size_bytes
             steps[key] = steps.get(key, 0) + size_bytes * self._copies(name, key)
-        stored = sum(self._checkpoint.tensors[name].size_bytes for name in part.tensors)
+        stored = sum(self.checkpoint.tensors[name].size_bytes for name in part.tensors)
         return PartSize(stored=stored, placed=placed, step=max(steps.values(), default=0))
 
     def _copies(self, name: str, key: str) -> int:
@@ -159,11 +159,11 @@ class PartLoader:
         names = self.weights.tensor_names([key])
         if len(names) > 1:
             return 2
-        return int(any(self._checkpoint.dtype(stored) != self._target(name) for stored in names))
+        return int(any(self.checkpoint.dtype(stored) != self._target(name) for stored in names))
 
     def read(self, part: ModelPart) -> HeldTensors:
         """Read the tensors of a part as stored."""
-        return HeldTensors(self._checkpoint, part.tensors)
+        return HeldTensors(self.checkpoint, part.tensors)
 
     def place(self, part: ModelPart, held: HeldTensors, *, keep: bool = False) -> None:
         """Load a part into the model; held tensors are dropped once used, unless `keep` is set.
@@ -210,7 +210,7 @@ class PartLoader:
     def _require_shape(self, name: str, found: Sequence[int]) -> None:
         expected = self._known[name].shape
         if tuple(found) != tuple(expected):
-            raise mismatch_error(self._checkpoint.folder, name, found, expected)
+            raise mismatch_error(self.checkpoint.folder, name, found, expected)
 
     def _target(self, name: str) -> torch.dtype:
         return self._dtype_of(name, self._known[name].dtype)

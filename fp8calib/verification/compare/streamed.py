@@ -26,8 +26,6 @@ from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
 from fp8calib.run.streaming.model import (
     StreamedLayer,
     StreamedModel,
-    Streaming,
-    open_hidden_states,
     store_calls,
 )
 from fp8calib.run.streaming.probe import Probe, probe_layer
@@ -42,7 +40,7 @@ from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
-from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,12 +72,9 @@ class _Lane:
 class StreamedComparison:
     """Runs batches through all models, layer by layer."""
 
-    def __init__(
-        self, streamed: StreamedModel, streaming: Streaming, originals: ParameterReader
-    ) -> None:
+    def __init__(self, streamed: StreamedModel) -> None:
         self.streamed = streamed
-        self.streaming = streaming
-        self._originals = originals
+        self._originals = streamed.prepared.weights
         self._model = streamed.model
         self._decoder = Decoder(streamed.model)
         self._attentions = own_attentions(streamed.geometry)
@@ -102,7 +97,7 @@ class StreamedComparison:
         todo = list(batches)
         lanes = self._make_lanes(emulations, reference_hooks or EmulationHooks({}))
         scores = ScoreCollector(self._model, emulations, watched)
-        with open_hidden_states(self.streaming) as store:
+        with self.streamed.open_hidden_states() as store:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)
         return scores.finish(
@@ -119,7 +114,7 @@ class StreamedComparison:
                     pass
 
         with ExitStack() as stack:
-            store = stack.enter_context(open_hidden_states(self.streaming))
+            store = stack.enter_context(self.streamed.open_hidden_states())
             steps = stack.enter_context(self._steps([batch], lanes, store))
             layers = stack.enter_context(self.streamed.layers(until=1))
 

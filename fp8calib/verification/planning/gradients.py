@@ -28,7 +28,7 @@ from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import LmHead, open_lm_head
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
-from fp8calib.run.streaming.model import StreamedModel, Streaming, open_hidden_states
+from fp8calib.run.streaming.model import StreamedModel
 from fp8calib.verification.compare.comparison import Advance
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -100,7 +100,6 @@ def can_estimate(group: Group) -> bool:
 
 def estimate(
     streamed: StreamedModel,
-    streaming: Streaming,
     batches: Sequence[Batch],
     groups: Sequence[Group],
     *,
@@ -113,7 +112,7 @@ def estimate(
     each other.
     """
     walk = _Walk(streamed, batches, groups, seed=seed, advance=advance)
-    with open_hidden_states(streaming) as store, ExitStack() as stack:
+    with streamed.open_hidden_states() as store, ExitStack() as stack:
         steps = stack.enter_context(streamed.steps(walk.decoder, batches, store))
         walk.run_forward(steps, store)
         walk.start_back(steps, store)

@@ -73,7 +73,7 @@ def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -
             prepared=ready,
             batches=batches,
             plan=plan,
-            calibrate=partial(run, batch_size=1, progress=CallbackProgress(None)),
+            calibrate=partial(run, progress=CallbackProgress(None)),
         )
 
 

@@ -44,9 +44,7 @@ def main(folder: str, rows: str, samples: int, dtype: str, rounds: int) -> None:
 
         def run(plan: DataPlan) -> object:
             progress = CallbackProgress(None)
-            return calibrate(
-                ready, plan, source, checkpoint, recipe=recipe, batch_size=1, progress=progress
-            )
+            return calibrate(ready, plan, source, checkpoint, recipe=recipe, progress=progress)
 
         planned = plan()
         kept = _keep_processed(planned, processed)
