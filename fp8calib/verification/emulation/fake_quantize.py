@@ -33,6 +33,8 @@ class FakeQuantized(NamedTuple):
     largest value of the format."""
     amax: torch.Tensor | None = None
     """Largest magnitude of x, fp32; None where it was not computed."""
+    scale: torch.Tensor | None = None
+    """The scale of each element, as `Quantizer.scale_for`; None where a cache type has its own."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FakeQuantized:
         """Apply `change`, which selects elements, to both tensors."""
@@ -127,7 +129,7 @@ class Quantizer:
         if before is not None:
             scaled = before.clamp(-self.fmt.max, self.fmt.max)
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=False)
-        return FakeQuantized(values.mul_(scale), before, amax)
+        return FakeQuantized(values.mul_(scale), before, amax, scale)
 
     def _covers_all(self) -> bool:
         """Tell whether scales come from the values themselves, none of which exceeds them."""
