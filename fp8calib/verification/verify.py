@@ -16,11 +16,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import (
-    Comparison,
-    ComparisonResult,
-    advance_by_share,
-)
+from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
     bounded_exp,
@@ -30,6 +26,7 @@ from fp8calib.verification.compare.summary import (
     summarize,
     summarize_positions,
 )
+from fp8calib.verification.compare.text_runs import TextRuns
 from fp8calib.verification.compare.token_scores import TokenScores, select_lengths
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
@@ -76,11 +73,11 @@ from fp8calib.verification.report import (
     VerifyReport,
     describe_media,
 )
-from fp8calib.verification.rule_choice import RuleSearch, choose_rules
-from fp8calib.verification.sensitivity import measure_sensitivity
+from fp8calib.verification.rule_choice import RuleSearch, choose_rules, split_text
+from fp8calib.verification.sensitivity import SEQUENCES, choose_batches, measure_sensitivity
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
-from fp8calib.verification.server.hypotheses import EmulatedFault
+from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.row import add_server
 
 
@@ -128,7 +125,7 @@ class VerificationRequest:
     has_all_types: bool = False
     """Whether all types of the KV cache are compared."""
     gpu: str = ""
-    faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
+    faults: Mapping[str, Fault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
     rule_search: RuleSearch | None = None
@@ -176,54 +173,44 @@ def verify(
     measurements = MeasurementHooks(_list_scale_kinds(request), set(_list_scalable(request)))
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
-    emulations = list_emulations(request)
-    layers = comparison.num_layers
-    tokens = plan.num_tokens * max(layers, 1)
-    cuts = 0 if layers else sum(1 for _ in batches(plan, batch_size))
-    progress.stage("verifying", tokens, unit="tokens", layers=layers, batches=cuts)
-    compared = comparison.run(
-        batches(plan, batch_size),
-        emulations,
+
+    def open_runs(text: DataPlan, size: int = batch_size) -> TextRuns:
+        return TextRuns(comparison, list(batches(text, size)), progress)
+
+    runs = open_runs(plan)
+    compared = runs.run_stage(
+        "verifying",
+        list_emulations(request),
         reference_hooks=measurements,
         watched=None if server is None else server.watched,
-        advance=advance_by_share(len(emulations) + 1, progress.advance),
     )
     _require_quantized(request.candidates, compared)
     fits = _measure_fits(request, measurements, reference.geometry)
-    fitted = _run_fitted(
-        comparison, request, compared, fits, plan, batch_size=batch_size, progress=progress
-    )
-    runner = FaultRunner(
-        comparison=comparison,
-        geometry=reference.geometry,
-        candidates=request.candidates,
-        plan=plan,
-        batch_size=batch_size,
-    )
+    fitted = _run_fitted(runs, request, compared, fits)
     assessment = None
     if server is not None:
-        assessment = assess(server, _gather(request, compared, runner), progress)
+        runner = FaultRunner(
+            comparison=comparison,
+            geometry=reference.geometry,
+            candidates=request.candidates,
+            plan=plan,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        assessment = assess(server, _gather(request, compared, runner))
     sensitivity = None
     if request.sensitivity_of is not None:
         sensitivity = measure_sensitivity(
-            comparison,
+            TextRuns(comparison, choose_batches(plan, batch_size), progress),
             reference.geometry,
             request.sensitivity_of,
-            plan,
             request.numerics,
-            batch_size=batch_size,
-            progress=progress,
+            sequences=min(SEQUENCES, len(plan.sequences)),
         )
     rule_choice = None
     if request.rule_search is not None:
-        rule_choice = choose_rules(
-            comparison,
-            reference.geometry,
-            request.rule_search,
-            plan,
-            batch_size=batch_size,
-            progress=progress,
-        )
+        texts = map(open_runs, split_text(plan))
+        rule_choice = choose_rules(reference.geometry, request.rule_search, *texts)
     report = _build_report(
         reference,
         request,
@@ -234,7 +221,8 @@ def verify(
     )
     noise = None
     if request.measures_noise:
-        noise = _measure_noise(comparison, compared, plan, batch_size, progress)
+        few = take_sequences(plan, 0, _NOISE_SEQUENCES)
+        noise = _measure_noise(open_runs(few, 1 if batch_size > 1 else _NOISE_BATCH), compared)
     report = report.model_copy(update={"rule_choice": rule_choice, "noise": noise})
     logprobs = {
         "reference": compared.reference.logprobs,
@@ -251,20 +239,9 @@ _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 """Batches end with a quarter of the text, so there are four times as many sequences."""
 
 
-def _measure_noise(
-    comparison: Comparison,
-    compared: ComparisonResult,
-    plan: DataPlan,
-    batch_size: int,
-    progress: Progress,
-) -> NoiseResult:
-    """Run the first sequences again in batches of another size, and compare the scores."""
-    few = take_sequences(plan, 0, _NOISE_SEQUENCES)
-    tokens = few.num_tokens * max(comparison.num_layers, 1)
-    progress.stage("noise floor", tokens, unit="tokens", layers=comparison.num_layers)
-    size = 1 if batch_size > 1 else _NOISE_BATCH
-    again = comparison.run(batches(few, size), {}, advance=advance_by_share(1, progress.advance))
-    found = again.reference.logprobs.double()
+def _measure_noise(runs: TextRuns, compared: ComparisonResult) -> NoiseResult:
+    """Run the first sequences again, in batches of another size, and compare the scores."""
+    found = runs.run_stage("noise floor", {}).reference.logprobs.double()
     changes = found - compared.reference.logprobs[: len(found)].double()
     return NoiseResult(tokens=len(found), kld=float(changes.square().mean()) / 2)
 
@@ -366,14 +343,7 @@ def _measure_fits(
 
 
 def _run_fitted(
-    comparison: Comparison,
-    request: VerificationRequest,
-    compared: ComparisonResult,
-    fits: Fits,
-    plan: DataPlan,
-    *,
-    batch_size: int,
-    progress: Progress,
+    runs: TextRuns, request: VerificationRequest, compared: ComparisonResult, fits: Fits
 ) -> TokenScores | None:
     """Score the model with fitted scales, where scale 1.0 loses and no candidate's scales fit.
 
@@ -389,14 +359,8 @@ def _run_fitted(
         return None
     if (fitting := find_fitting(cached, fits)) is not None:
         return compared.candidates[fitting]
-    tokens = plan.num_tokens * max(comparison.num_layers, 1)
-    progress.stage("scales that fit", tokens, unit="tokens", layers=comparison.num_layers)
-    found = comparison.run(
-        batches(plan, batch_size),
-        {_FITTED_NAME: Emulation(quantizers=unscaled.fitted)},
-        advance=advance_by_share(2, progress.advance),
-    )
-    return found.candidates[_FITTED_NAME]
+    fitted = {_FITTED_NAME: Emulation(quantizers=unscaled.fitted)}
+    return runs.run_stage(_FITTED_NAME, fitted).candidates[_FITTED_NAME]
 
 
 def _build_report(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.machine.progress import Progress
 from fp8calib.verification.compare.summary import (
     Summary,
     bounded_exp,
@@ -94,13 +93,11 @@ class Assessment:
     summary: Summary
     result: ServerResult
     logprobs: torch.Tensor
-    changes: torch.Tensor
-    """Its changes of each token: fp64 [N]."""
     reference: torch.Tensor
     """The log-probabilities that it is compared with: fp32 [N]."""
 
 
-def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress) -> Assessment:
+def assess(answers: ServerAnswers, evidence: ServerEvidence) -> Assessment:
     """Compare a server with the unquantized model, here or in a server, and with candidates."""
     lengths = list(map(len, evidence.sequences))
     scores = answers.scores
@@ -117,13 +114,12 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress)
         kld_mean=None if estimates.low is None else estimates.low.value,
         kld_se=None if estimates.low is None else estimates.low.se,
     )
-    found, faults = _diagnose(answers, evidence, changes, lengths, progress)
+    found, faults = _diagnose(answers, evidence, changes, lengths)
     context = Context(
         faults=faults,
         has_scales=evidence.has_scales,
         has_reference=answers.reference is not None,
         ppl_ratio=summary.ppl_ratio,
-        correlation=found.correlation,
         kld=estimates.describe(),
     )
     result = ServerResult(
@@ -154,7 +150,6 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress)
         summary=summary,
         result=result,
         logprobs=scores.logprobs,
-        changes=changes,
         reference=reference,
     )
 
@@ -262,17 +257,15 @@ def _diagnose(
     evidence: ServerEvidence,
     changes: torch.Tensor,
     lengths: Sequence[int],
-    progress: Progress,
-) -> tuple[Diagnosis, dict[str, Fault]]:
-    """Find what explains the server; give the faults that were tried, by name."""
-    faults = dict(evidence.faults)
+) -> tuple[Diagnosis, Mapping[str, Fault]]:
+    """Find what explains the server; give the faults that may be named, by name."""
     given = Changes(
         server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
     found = diagnose(given)
     layers = evidence.layer_faults
     if layers is None or not layers.bases or not needs_faults(found):
-        return found, faults
+        return found, evidence.faults
     base = max(layers.bases, key=lambda name: given.fit(name).correlation or 0.0)
     few = Changes(
         server=changes[: layers.num_tokens],
@@ -280,10 +273,12 @@ def _diagnose(
         lengths=lengths[: layers.num_sequences],
         noise=answers.noise,
     )
-    whole = dict(layers.run_whole(base, progress))
+    own = layers.faults_of(base)
+    faults = {**evidence.faults, **own}
+    whole = layers.run_whole(own)
     if whole:
-        tried = explain_with_faults(found, few, base, whole)
+        tried = explain_with_faults(found, few, base, own, whole)
         if tried.name in whole and not needs_faults(tried):
-            return tried, {**faults, **whole}
-    effects = {**layers.run_layers(base, progress), **whole}
-    return explain_with_faults(found, few, base, effects), {**faults, **effects}
+            return tried, faults
+    effects = {**layers.run_layers(own), **whole}
+    return explain_with_faults(found, few, base, own, effects), faults

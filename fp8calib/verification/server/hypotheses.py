@@ -34,58 +34,21 @@ class Mixup(StrEnum):
 class Fault:
     """A candidate with scales that are lost (1.0), too small or mixed up."""
 
-    base: str
-    """The candidate's name."""
-    layer: int | None
+    emulation: Emulation
+    layer: int | None = None
     """None: the scales of all layers."""
-    is_lost: bool
+    is_lost: bool = False
     role: Role | None = None
     """None: K and V."""
     mixup: Mixup | None = None
 
-    def with_changes(self, changes: torch.Tensor) -> FaultEffect:
-        """Join it with what the candidate changes with it."""
-        base, layer, is_lost = self.base, self.layer, self.is_lost
-        if layer is None:
-            return FaultEffect(
-                base=base,
-                layer=None,
-                is_lost=is_lost,
-                role=self.role,
-                mixup=self.mixup,
-                changes=changes,
-            )
-        return LayerEffect(base=base, layer=layer, is_lost=is_lost, changes=changes)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedFault(Fault):
-    """A fault, and the candidate with it."""
-
-    emulation: Emulation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultEffect(Fault):
-    """What a candidate changes with a fault that does not run beside it."""
-
-    changes: torch.Tensor
-    """By token: fp64 [N]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEffect(FaultEffect):
-    """The same for a fault in one layer."""
-
-    layer: int
-
-
-def lose_query_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
+def lose_query_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
     """Quantize q of a candidate at 1.0; empty where it is not quantized with another scale."""
     return _lose_scales(name, emulation, Role.Q) if _find_scaled(emulation, Role.Q) else {}
 
 
-def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
+def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
     """Quantize K, or V, of a candidate at 1.0; empty unless both have other scales.
 
     Where only one of them has any, nothing but scale 1.0 is left without them.
@@ -95,9 +58,7 @@ def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
     return _lose_scales(name, emulation, Role.K) | _lose_scales(name, emulation, Role.V)
 
 
-def mix_up_scales(
-    name: str, emulation: Emulation, geometry: ModelGeometry
-) -> dict[str, EmulatedFault]:
+def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> dict[str, Fault]:
     """Give K and V the scales of other places; without those that change nothing.
 
     A scale goes only to a place where one of the same shape is.
@@ -111,7 +72,7 @@ def mix_up_scales(
         Mixup.NEXT: [*scales[1:], *scales[-1:]],
         Mixup.PREVIOUS: [*scales[:1], *scales[:-1]],
     }
-    faults: dict[str, EmulatedFault] = {}
+    faults: dict[str, Fault] = {}
     for mixup, given in mixed.items():
         changed = {
             site: replace(emulation.quantizers[site], scale=scale)
@@ -120,13 +81,8 @@ def mix_up_scales(
             if scale.shape == old.shape and not torch.equal(scale, old)
         }
         if changed:
-            faults[f"{name} with {_MIXED[mixup]}"] = EmulatedFault(
-                base=name,
-                layer=None,
-                is_lost=False,
-                mixup=mixup,
-                emulation=_change(emulation, changed),
-            )
+            mixed_up = _change(emulation, changed)
+            faults[f"{name} with {_MIXED[mixup]}"] = Fault(emulation=mixed_up, mixup=mixup)
     return faults
 
 
@@ -145,7 +101,7 @@ def has_scaled_kv(emulation: Emulation) -> bool:
 
 def list_layer_faults(
     name: str, emulation: Emulation, geometry: ModelGeometry
-) -> Iterator[tuple[str, EmulatedFault]]:
+) -> Iterator[tuple[str, Fault]]:
     """List the faults of single layers of a candidate with KV scales, by their names."""
     for layer, attention in geometry.attentions():
         found = {
@@ -157,31 +113,19 @@ def list_layer_faults(
             one = {site: replace(each, scale=torch.tensor(1.0)) for site, each in found.items()}
             yield (
                 f"{name} with layer {layer.index} at scale 1.0",
-                EmulatedFault(
-                    base=name,
-                    layer=layer.index,
-                    is_lost=True,
-                    emulation=_change(emulation, one),
-                ),
+                Fault(emulation=_change(emulation, one), layer=layer.index, is_lost=True),
             )
             small = {site: _divide(quantizer) for site, quantizer in found.items()}
             yield (
                 f"{name} with layer {layer.index} at 1/{CLIPPING} of its scales",
-                EmulatedFault(
-                    base=name,
-                    layer=layer.index,
-                    is_lost=False,
-                    emulation=_change(emulation, small),
-                ),
+                Fault(emulation=_change(emulation, small), layer=layer.index),
             )
 
 
-def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, EmulatedFault]:
+def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, Fault]:
     scaled = _find_scaled(emulation, role)
     lost = {site: replace(each, scale=torch.tensor(1.0)) for site, each in scaled.items()}
-    fault = EmulatedFault(
-        base=name, layer=None, is_lost=True, role=role, emulation=_change(emulation, lost)
-    )
+    fault = Fault(emulation=_change(emulation, lost), is_lost=True, role=role)
     return {f"{name} without its {role} scales": fault}
 
 

@@ -45,7 +45,9 @@ def add_server(
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
-        by_position=list_positions(-assessment.changes, None, list(map(len, plan.sequences))),
+        by_position=list_positions(
+            (assessment.reference - assessment.logprobs).double(), None, plan.lengths
+        ),
     )
     last = [one for one in report.candidates if one.name == SCALE_ONE]
     others = [one for one in report.candidates if one.name != SCALE_ONE]

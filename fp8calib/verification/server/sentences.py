@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Fit, ServerFinding
+from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
 from fp8calib.verification.server.hypotheses import Fault, Mixup
 
 _CLOSE = 0.9
@@ -28,8 +28,6 @@ class Context:
     has_reference: bool
     """Whether an unquantized server was asked too."""
     ppl_ratio: float
-    correlation: float
-    """With the candidate that explains the server."""
     kld: str
     """The KL divergence, in words; empty if unknown."""
 
@@ -39,7 +37,7 @@ def describe_diagnosis(found: Diagnosis, context: Context) -> str:
     how = f"(correlation {found.correlation:.2f})"
     match found.finding:
         case ServerFinding.CANDIDATE:
-            return f"the server {_describe_candidate(found.name, how, context)}."
+            return f"the server {_describe_candidate(found, how, context)}."
         case ServerFinding.UNQUANTIZED if context.has_reference and not found.size:
             return (
                 "the server and --reference-server give the same log-probabilities, bit for bit: "
@@ -93,10 +91,11 @@ def _name(candidate: str) -> str:
     return "the unquantized model" if candidate == UNQUANTIZED else candidate
 
 
-def _describe_candidate(name: str, how: str, context: Context) -> str:
+def _describe_candidate(found: Diagnosis, how: str, context: Context) -> str:
+    name = found.name
     fault = context.faults.get(name)
     if fault is None and name != SCALE_ONE:
-        close = context.correlation >= _CLOSE
+        close = found.correlation >= _CLOSE
         rest = "" if close else "; the rest is the engine's arithmetic, or scales close to these"
         return f"is explained by {name} {how}{rest}"
     if fault is None:
@@ -122,15 +121,11 @@ _MIXUPS = {
 
 
 def _describe_plain(found: Diagnosis, context: Context) -> str:
-    least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=_energy)
+    least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=lambda fit: fit.energy)
     changes = f"{found.size:.2g} nats, those of {least.name} {least.energy**0.5:.2g}"
     is_sure = context.has_scales or found.size < _NOTHING
     other = "" if is_sure else ", or has scales that fit it: name them with --scales"
     return f"its KV cache is not FP8{other} (its changes are {changes})"
-
-
-def _energy(fit: Fit) -> float:
-    return fit.energy
 
 
 def _list_layers(found: Diagnosis) -> str:
