@@ -7,19 +7,14 @@ from pathlib import Path
 
 from fp8calib.blocks import Block, Line
 from fp8calib.engines.registry import find_replayed
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AutoResult
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.verification.figures import format_mean_kld
 
 
-def describe(result: AutoResult | RunPlan, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
+def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe each decision, and what was written or came closest."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run or written)")
-    else:
-        yield from map(Line, _describe(result))
+    yield from map(Line, _describe(result))
 
 
 def _describe(report: AutoResult) -> Iterator[str]:

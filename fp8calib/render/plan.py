@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Cell, Line, Table
 from fp8calib.checkpoint.disk import format_size
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import FrontierPoint, PlannedGroup, PlanResult
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import describe_pair
 
@@ -17,11 +15,8 @@ _SHOWN = 24
 """Groups in a terminal; the page has all."""
 
 
-def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Block]:
-    """Describe the plan, or that of a run that did not start."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run or written)")
-        return
+def describe(result: PlanResult, request: PlanRequest) -> Iterator[Block]:
+    """Describe the plan."""
     yield Line(f"{result.budget}: {result.why}")
     yield Line(describe_sum(result))
     yield Line()

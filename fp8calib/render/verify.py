@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Line, Table
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.verify_tables import (
     cache_table,
     choice_tables,
@@ -16,7 +15,6 @@ from fp8calib.render.verify_tables import (
     tasks_table,
 )
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.figures import format_db, format_mean_kld, format_share
 from fp8calib.verification.report import (
@@ -30,11 +28,8 @@ from fp8calib.verification.report import (
 _SHOWN_SITES = 8
 
 
-def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator[Block]:
-    """Describe the report, or the plan of a run that did not start."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run)")
-        return
+def describe(result: VerifyResult, request: VerifyRequest) -> Iterator[Block]:
+    """Describe the report."""
     answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]
     yield Line(result.decision.headline)
     if result.decision.details:

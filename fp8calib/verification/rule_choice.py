@@ -20,7 +20,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.rules import AMAX
 from fp8calib.verification.candidates import drop_layers
 from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import standard_error, summarize
+from fp8calib.verification.compare.summary import Summary, average, summarize
 from fp8calib.verification.compare.text_runs import TextRuns
 from fp8calib.verification.compare.text_runs import count_passes as count_in_rounds
 from fp8calib.verification.emulation.emulate import Emulation
@@ -198,14 +198,14 @@ class _Search:
         best = min(klds, key=lambda name: _mean(klds[name]))
         pair = None if best == _AMAX else compare_paired(best, _AMAX, klds, self._runs.lengths)
         own = best if pair is not None and _is_sure(pair) else ""
-        chosen = klds[own or _AMAX].double()
+        kld, kld_se = average(klds[own or _AMAX], self._runs.lengths)
         layer, sites = cell
         return SiteRuleResult(
             layer=layer,
             sites=tuple(map(str, sites)),
             rule=own,
-            kld=float(chosen.mean()),
-            kld_se=standard_error(chosen, self._runs.lengths),
+            kld=kld,
+            kld_se=kld_se,
             against_amax=pair,
         )
 
@@ -228,6 +228,21 @@ def list_cells(geometry: ModelGeometry, quantizers: Quantizers) -> list[Cell]:
     return cells
 
 
+def make_rule_result(
+    candidate: str, rule: str, summary: Summary, against_best: PairedResult | None
+) -> RuleResult:
+    """Make the result of a rule that was applied to the statistics of `candidate`."""
+    return RuleResult(
+        candidate=candidate,
+        rule=rule,
+        ppl_ratio=summary.ppl_ratio,
+        ppl_ratio_se=summary.ppl_ratio_se,
+        kld_mean=summary.kld_mean,
+        kld_se=summary.kld_se,
+        against_best=against_best,
+    )
+
+
 def _judge(
     search: RuleSearch, chosen: _Chosen, runs: TextRuns, geometry: ModelGeometry
 ) -> tuple[RuleResult, ...]:
@@ -239,17 +254,7 @@ def _judge(
     for name, scores in compared.candidates.items():
         summary = summarize(scores, compared.reference, runs.lengths)
         pair = None if name == CHOICE else compare_paired(name, CHOICE, klds, runs.lengths)
-        results.append(
-            RuleResult(
-                candidate=search.candidate,
-                rule=name,
-                ppl_ratio=summary.ppl_ratio,
-                ppl_ratio_se=summary.ppl_ratio_se,
-                kld_mean=_mean(scores.klds),
-                kld_se=summary.kld_se,
-                against_best=pair,
-            )
-        )
+        results.append(make_rule_result(search.candidate, name, summary, pair))
     return tuple(results)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,10 +20,10 @@ from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
+    average,
     bounded_exp,
     compute_ppl,
     list_figures,
-    standard_error,
     summarize,
     summarize_positions,
 )
@@ -60,7 +61,6 @@ from fp8calib.verification.report import (
     SERVER,
     CandidateResult,
     ContextResult,
-    HistogramResult,
     KvNeed,
     LayerResult,
     MediaResult,
@@ -68,12 +68,16 @@ from fp8calib.verification.report import (
     PairedResult,
     ReferenceResult,
     RuleResult,
-    Sensitivity,
     Verdict,
     VerifyReport,
     describe_media,
 )
-from fp8calib.verification.rule_choice import RuleSearch, choose_rules, split_text
+from fp8calib.verification.rule_choice import (
+    RuleSearch,
+    choose_rules,
+    make_rule_result,
+    split_text,
+)
 from fp8calib.verification.sensitivity import SEQUENCES, choose_batches, measure_sensitivity
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
@@ -122,9 +126,6 @@ class VerificationRequest:
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
-    has_all_types: bool = False
-    """Whether all types of the KV cache are compared."""
-    gpu: str = ""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
@@ -133,7 +134,6 @@ class VerificationRequest:
     """Whether the unquantized model runs again, in batches of another size."""
     scores_decoding: bool = False
     """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
-    histograms: tuple[HistogramResult, ...] = ()
     refused: Collection[str] = ()
     """The candidates that the engine cannot load."""
     warnings: tuple[str, ...] = ()
@@ -211,19 +211,19 @@ def verify(
     if request.rule_search is not None:
         texts = map(open_runs, split_text(plan))
         rule_choice = choose_rules(reference.geometry, request.rule_search, *texts)
+    noise = None
+    if request.measures_noise:
+        noise = _measure_noise(open_runs, compared, plan, batch_size)
     report = _build_report(
         reference,
         request,
         plan,
         _Compared(compared=compared, found=measurements.found, fits=fits, fitted=fitted),
-        sensitivity,
-        time.monotonic() - started,
+        sensitivity=sensitivity,
+        rule_choice=rule_choice,
+        noise=noise,
+        duration_s=time.monotonic() - started,
     )
-    noise = None
-    if request.measures_noise:
-        few = take_sequences(plan, 0, _NOISE_SEQUENCES)
-        noise = _measure_noise(open_runs(few, 1 if batch_size > 1 else _NOISE_BATCH), compared)
-    report = report.model_copy(update={"rule_choice": rule_choice, "noise": noise})
     logprobs = {
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
@@ -239,9 +239,16 @@ _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 """Batches end with a quarter of the text, so there are four times as many sequences."""
 
 
-def _measure_noise(runs: TextRuns, compared: ComparisonResult) -> NoiseResult:
-    """Run the first sequences again, in batches of another size, and compare the scores."""
-    found = runs.run_stage("noise floor", {}).reference.logprobs.double()
+def _measure_noise(
+    open_runs: Callable[[DataPlan, int], TextRuns],
+    compared: ComparisonResult,
+    plan: DataPlan,
+    batch_size: int,
+) -> NoiseResult:
+    """Run the first sequences again in batches of another size, and compare the scores."""
+    few = take_sequences(plan, 0, _NOISE_SEQUENCES)
+    again = open_runs(few, 1 if batch_size > 1 else _NOISE_BATCH).run_stage("noise floor", {})
+    found = again.reference.logprobs.double()
     changes = found - compared.reference.logprobs[: len(found)].double()
     return NoiseResult(tokens=len(found), kld=float(changes.square().mean()) / 2)
 
@@ -368,14 +375,14 @@ def _build_report(
     request: VerificationRequest,
     plan: DataPlan,
     computed: _Compared,
-    sensitivity: Sensitivity | None,
-    duration_s: float,
+    **others: Any,
 ) -> VerifyReport:
+    """Build the report; `others` are fields of it that are measured apart."""
     compared = computed.compared
     lengths = plan.lengths
     layer_of = reference.geometry.index_modules()
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
-    ppl = compute_ppl(compared.reference)
+    ppl = compute_ppl(compared.reference.logprobs)
     vocab_size = int(reference.model.config.get_text_config(decoder=True).vocab_size)
     broken = explain_broken(ppl, vocab_size)
     results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
@@ -391,8 +398,7 @@ def _build_report(
         paired={(pair.candidate, pair.base): pair for pair in pairs},
         refused=request.refused,
         is_strict=request.is_strict,
-        reference_ppl=ppl,
-        vocab_size=vocab_size,
+        broken=broken,
         engine=request.engine_version,
     )
     cached = decide_kv(basis)
@@ -404,14 +410,12 @@ def _build_report(
         model=reference.name,
         engine=request.engine or request.numerics.name,
         engine_version=request.engine_version,
-        gpu=request.gpu,
         dtype=reference.dtype,
         device=reference.device,
         data=plan.sources,
         tokens=len(compared.reference.logprobs),
         sequences=len(lengths),
         seq_len=plan.seq_len,
-        duration_s=duration_s,
         reference=ReferenceResult(ppl=ppl),
         candidates=results,
         layers=layers,
@@ -425,9 +429,6 @@ def _build_report(
             request.calibration_clipped,
         ),
         diagnosis_of=request.diagnosis_of,
-        has_all_types=request.has_all_types,
-        histograms=request.histograms,
-        sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
         media=() if broken else tuple(_compare_text_scales(request, compared, plan)),
         contexts=tuple(_split_contexts(request.candidates, compared, plan)) if plan.media else (),
@@ -435,6 +436,7 @@ def _build_report(
         if request.scores_decoding
         else (),
         warnings=(*request.warnings, *_list_unmet_sites(request, compared)),
+        **others,
     )
 
 
@@ -488,9 +490,10 @@ def _assess_need(
             SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds,
             _FITTED_NAME: computed.fitted.klds,
         }
+        kld, kld_se = average(computed.fitted.klds, lengths)
         fitted = FittedScales(
-            kld=float(computed.fitted.klds.double().mean()),
-            kld_se=standard_error(computed.fitted.klds.double(), lengths),
+            kld=kld,
+            kld_se=kld_se,
             added_by_one=compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths),
         )
     scaled = {one.name for one in others}
@@ -531,7 +534,7 @@ def _make_result(
         verdict_why=why,
         gate=gate.name,
         kv_cache=candidate.kv_cache,
-        by_position=summarize_positions(scores, reference, lengths),
+        by_position=summarize_positions(scores.logprobs, reference.logprobs, lengths, scores.klds),
     )
 
 
@@ -587,10 +590,11 @@ def _compare_text_scales(
             name: compared.candidates[name].klds[is_after],
         }
         pair = compare_paired(_OF_TEXT, name, klds, lengths)
+        kld_mean, kld_se = average(klds[_OF_TEXT], lengths)
         yield MediaResult(
             candidate=name,
-            kld_mean=float(klds[_OF_TEXT].double().mean()),
-            kld_se=standard_error(klds[_OF_TEXT].double(), lengths),
+            kld_mean=kld_mean,
+            kld_se=kld_se,
             difference=pair,
             sentence=describe_media(pair),
         )
@@ -609,13 +613,13 @@ def _split_contexts(
         for candidate in candidates if kept else ():
             scores = compared.candidates[candidate.name]
             losses = (compared.reference.logprobs - scores.logprobs)[chosen].double()
-            klds = scores.klds[chosen].double()
+            kld_mean, kld_se = average(scores.klds[chosen], kept)
             yield ContextResult(
                 candidate=candidate.name,
                 after_media=after,
-                tokens=len(klds),
-                kld_mean=float(klds.mean()),
-                kld_se=standard_error(klds, kept),
+                tokens=len(losses),
+                kld_mean=kld_mean,
+                kld_se=kld_se,
                 ppl_ratio=bounded_exp(float(losses.mean())),
             )
 
@@ -623,25 +627,17 @@ def _split_contexts(
 def _rank_rules(
     request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
 ) -> tuple[RuleResult, ...]:
-    klds = {rule: compared.candidates[_rule_key(rule)].klds for rule in request.rules}
-    results = []
-    for rule in request.rules:
-        summary = summarize(compared.candidates[_rule_key(rule)], compared.reference, lengths)
-        results.append(
-            RuleResult(
-                candidate=request.rules_of,
-                rule=rule,
-                ppl_ratio=summary.ppl_ratio,
-                ppl_ratio_se=summary.ppl_ratio_se,
-                kld_mean=summary.kld_mean,
-                kld_se=summary.kld_se,
-            )
+    """Rank the rules, the smallest divergence first."""
+    scores = {rule: compared.candidates[_rule_key(rule)] for rule in request.rules}
+    klds = {rule: found.klds for rule, found in scores.items()}
+    found = {rule: summarize(each, compared.reference, lengths) for rule, each in scores.items()}
+    ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
+    return tuple(
+        make_rule_result(
+            request.rules_of,
+            rule,
+            found[rule],
+            None if rule == ranked[0] else compare_paired(rule, ranked[0], klds, lengths),
         )
-    if not results:
-        return ()
-    best, *others = sorted(results, key=lambda result: result.kld_mean)
-    paired = [
-        one.model_copy(update={"against_best": compare_paired(one.rule, best.rule, klds, lengths)})
-        for one in others
-    ]
-    return (best, *paired)
+        for rule in ranked
+    )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.render.page.cache import cache_sections
+from fp8calib.render.page.charts import measure
 from fp8calib.render.page.histograms import histograms_section, index_histograms
 from fp8calib.render.page.linear_maps import linears_section
-from fp8calib.render.page.markup import measure, to_markup
 from fp8calib.render.page.sections import (
     Figure,
     PageSection,
@@ -47,7 +47,6 @@ _BADGES = {
 }
 """A verdict is never told by its colour alone."""
 _MOST_WORST = 12
-HTML.filters["svg"] = to_markup
 
 
 def write_page(report: VerifyReport, path: Path, *, command: str = "") -> None:

@@ -202,13 +202,6 @@ class ScaleRange:
         smallest, largest = torch.aminmax(scale)
         return cls(per=per, smallest=float(smallest), largest=float(largest))
 
-    def join(self, other: Self) -> Self:
-        """Cover the scales of both (of two experts, say)."""
-        if None in (self.smallest, self.largest, other.smallest, other.largest):
-            return type(self)(per=self.per)
-        both = torch.tensor([self.smallest, self.largest, other.smallest, other.largest])
-        return type(self).of(both, per=self.per)
-
 
 def find_ranges(quantizers: Mapping[Site, Quantizer]) -> dict[Site, ScaleRange]:
     """Find the scales of K, V, q and inputs; of those computed at run time only the granularity.

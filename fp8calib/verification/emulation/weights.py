@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -124,7 +123,9 @@ class Requantized:
 
     def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Quantize in place, expert by expert."""
-        parts: dict[str, list[tuple[torch.Tensor, ScaleRange]]] = defaultdict(list)
+        per = self.quantizer.scale
+        assert isinstance(per, Granularity)  # noqa: S101 -- a scheme's always is
+        parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         held = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
         for weights, group in zip(held, self._list_groups(values), strict=True):
             quantizer = self._for_group(group)
@@ -136,7 +137,8 @@ class Requantized:
                 ]
         for parameter in self.parameters:
             damage, scales = zip(*parts[parameter.name], strict=True)
-            yield ChangedWeight(parameter, sum_damage(damage), reduce(ScaleRange.join, scales))
+            extremes = ScaleRange.of(torch.stack(scales), per=per)
+            yield ChangedWeight(parameter, sum_damage(damage), extremes)
 
     def _list_groups(
         self, values: Mapping[str, torch.Tensor]
@@ -162,8 +164,8 @@ class Requantized:
 
     def _apply_one(
         self, weight: torch.Tensor, exact: torch.Tensor, quantizer: Quantizer
-    ) -> tuple[torch.Tensor, ScaleRange]:
-        assert isinstance(self.quantizer.scale, Granularity)  # noqa: S101 -- a scheme's always is
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize a part; give its damage, and its smallest and largest scale: fp32 [2]."""
         fake = quantizer.fake(exact)
         values, scale = fake.values, fake.scale
         if self.through_float16:
@@ -171,10 +173,9 @@ class Requantized:
         if self.again is not None:
             values, scale = self.again.fake(values).values, self.again.scale_for(exact)
         assert scale is not None  # noqa: S101 -- no cache type stores weights
-        scales = ScaleRange.of(scale, per=self.quantizer.scale)
         damage = measure_damage(weight, fake._replace(values=values), quantizer.fmt)
         weight.copy_(values)
-        return damage, scales
+        return damage, torch.stack(torch.aminmax(scale))
 
 
 def find_parameters(

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fp8calib.verification.compare.summary import Summary, standard_error, summarize
+from fp8calib.verification.compare.summary import Summary, average, summarize
 from fp8calib.verification.compare.text_runs import count_passes
 from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
@@ -154,7 +154,10 @@ class Search:
 
     def _price_groups(self) -> dict[tuple[int, int], Cost]:
         """Estimate all choices, and measure those that cost most, as far as the passes go."""
-        costs = {place: self._estimate(slope) for place, slope in self._slopes.items()}
+        costs = {  # half the mean square of a derivative
+            place: self._cost(slope.double().square() / 2, is_measured=False)
+            for place, slope in self._slopes.items()
+        }
         places = [
             (g, c) for g, each in enumerate(self._groups) for c in range(1, len(each.choices))
         ]
@@ -164,22 +167,14 @@ class Search:
         num_references = count_passes(len(chosen)) - len(chosen)
         self._count(sum(self._weigh(place) for place in chosen) + num_references)
         runs = self._run(plans.values())
-        measured = {place: self._measure(runs[plan][0]) for place, plan in plans.items()}
+        measured = {
+            place: self._cost(runs[plan][0].klds, is_measured=True) for place, plan in plans.items()
+        }
         return self._correct(costs, measured) | measured
 
-    def _estimate(self, slope: torch.Tensor) -> Cost:
-        """Take half the mean square of a derivative."""
-        return self._cost(slope.double().square() / 2, is_measured=False)
-
-    def _measure(self, scores: TokenScores) -> Cost:
-        return self._cost(scores.klds.double(), is_measured=True)
-
     def _cost(self, klds: torch.Tensor, *, is_measured: bool) -> Cost:
-        return Cost(
-            kld_mean=float(klds.mean()),
-            kld_se=standard_error(klds, self._run.lengths),
-            is_measured=is_measured,
-        )
+        kld_mean, kld_se = average(klds, self._run.lengths)
+        return Cost(kld_mean=kld_mean, kld_se=kld_se, is_measured=is_measured)
 
     def _weigh(self, place: tuple[int, int]) -> float:
         """Give the share of a pass that a group alone takes: it begins at its first layer."""

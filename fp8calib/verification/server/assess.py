@@ -9,11 +9,17 @@ import torch
 
 from fp8calib.verification.compare.summary import (
     Summary,
+    average,
     bounded_exp,
-    standard_error,
     summarize_logprobs,
 )
 from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.report import (
+    EstimateResult,
+    ExplanationResult,
+    ServerResult,
+    UnquantizedServer,
+)
 from fp8calib.verification.server.decoding import DecodingAnswers, assess_decoding
 from fp8calib.verification.server.diagnose import (
     Changes,
@@ -28,12 +34,6 @@ from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.sentences import Context, describe_diagnosis
-from fp8calib.verification.server_result import (
-    EstimateResult,
-    ExplanationResult,
-    ServerResult,
-    UnquantizedServer,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,7 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence) -> Assessment:
         reference,
         lengths,
         agrees=_find_agreement(answers, evidence),
-        kld_mean=None if estimates.low is None else estimates.low.value,
-        kld_se=None if estimates.low is None else estimates.low.se,
+        kld=(None, None) if estimates.low is None else (estimates.low.value, estimates.low.se),
     )
     found, faults = _diagnose(answers, evidence, changes, lengths)
     context = Context(
@@ -185,9 +184,8 @@ def _estimate(
     if answers.num_given is None:
         if top is None:
             return _Estimates()
-        values = top.merged()
-        mean = EstimateResult(value=float(values.mean()), se=standard_error(values, lengths))
-        return _Estimates(bound=mean)
+        value, se = average(top.merged(), lengths)
+        return _Estimates(bound=EstimateResult(value=value, se=se))
     written = WrittenText(lengths=lengths, num_given=answers.num_given)
     return _Estimates(
         low=written.mean(low_variance(reference, server)),

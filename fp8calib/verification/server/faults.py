@@ -96,7 +96,7 @@ class FaultRunner:
         """List the faults of a candidate, by their names."""
         emulation = next(one.emulation for one in self.candidates if one.name == base)
         return {
-            **dict(list_layer_faults(base, emulation, self.geometry)),
+            **list_layer_faults(base, emulation, self.geometry),
             **lose_kv_scales(base, emulation),
             **mix_up_scales(base, emulation, self.geometry),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -11,7 +11,6 @@ import torch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
 from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 CLIPPING = 8
 """A scale divided by less may not clip; dividing by a larger one clips the same large values."""
@@ -63,9 +62,10 @@ def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> d
 
     A scale goes only to a place where one of the same shape is.
     """
+    known = _find_static(emulation, *KV_ROLES)
     pairs = ([attention.site(role) for role in KV_ROLES] for _, attention in geometry.attentions())
-    sites = [pair for pair in pairs if all(_has_scale(emulation, site) for site in pair)]
-    scales = [[_scale(emulation, site) for site in pair] for pair in sites]
+    sites = [pair for pair in pairs if all(site in known for site in pair)]
+    scales = [[known[site] for site in pair] for pair in sites]
     mixed = {
         Mixup.SWAPPED: [pair[::-1] for pair in scales],
         Mixup.INVERTED: [[1 / scale for scale in pair] for pair in scales],
@@ -75,13 +75,13 @@ def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> d
     faults: dict[str, Fault] = {}
     for mixup, given in mixed.items():
         changed = {
-            site: replace(emulation.quantizers[site], scale=scale)
-            for places, pair, own in zip(sites, given, scales, strict=True)
-            for site, scale, old in zip(places, pair, own, strict=True)
-            if scale.shape == old.shape and not torch.equal(scale, old)
+            site: scale
+            for places, pair in zip(sites, given, strict=True)
+            for site, scale in zip(places, pair, strict=True)
+            if scale.shape == known[site].shape and not torch.equal(scale, known[site])
         }
         if changed:
-            mixed_up = _change(emulation, changed)
+            mixed_up = _rescale(emulation, changed)
             faults[f"{name} with {_MIXED[mixup]}"] = Fault(emulation=mixed_up, mixup=mixup)
     return faults
 
@@ -96,68 +96,54 @@ _MIXED = {
 
 def has_scaled_kv(emulation: Emulation) -> bool:
     """Tell whether K or V of any layer has a scale other than 1.0."""
-    return any(_find_scaled(emulation, role) for role in KV_ROLES)
+    return bool(_find_scaled(emulation, *KV_ROLES))
 
 
-def list_layer_faults(
-    name: str, emulation: Emulation, geometry: ModelGeometry
-) -> Iterator[tuple[str, Fault]]:
+def list_layer_faults(name: str, emulation: Emulation, geometry: ModelGeometry) -> dict[str, Fault]:
     """List the faults of single layers of a candidate with KV scales, by their names."""
+    scaled = _find_scaled(emulation, *KV_ROLES)
+    faults: dict[str, Fault] = {}
     for layer, attention in geometry.attentions():
-        found = {
-            site: emulation.quantizers[site]
-            for site in map(attention.site, KV_ROLES)
-            if site in emulation.quantizers and _is_scaled(emulation.quantizers[site])
-        }
-        if found:
-            one = {site: replace(each, scale=torch.tensor(1.0)) for site, each in found.items()}
-            yield (
-                f"{name} with layer {layer.index} at scale 1.0",
-                Fault(emulation=_change(emulation, one), layer=layer.index, is_lost=True),
+        own = {site: scale for site, scale in scaled.items() if site.module == attention.module}
+        if own:
+            small = _rescale(emulation, {site: scale / CLIPPING for site, scale in own.items()})
+            place = f"{name} with layer {layer.index}"
+            faults[f"{place} at scale 1.0"] = Fault(
+                emulation=_rescale(emulation, dict.fromkeys(own, _ONE)),
+                layer=layer.index,
+                is_lost=True,
             )
-            small = {site: _divide(quantizer) for site, quantizer in found.items()}
-            yield (
-                f"{name} with layer {layer.index} at 1/{CLIPPING} of its scales",
-                Fault(emulation=_change(emulation, small), layer=layer.index),
+            faults[f"{place} at 1/{CLIPPING} of its scales"] = Fault(
+                emulation=small, layer=layer.index
             )
+    return faults
+
+
+_ONE = torch.tensor(1.0)
 
 
 def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, Fault]:
-    scaled = _find_scaled(emulation, role)
-    lost = {site: replace(each, scale=torch.tensor(1.0)) for site, each in scaled.items()}
-    fault = Fault(emulation=_change(emulation, lost), is_lost=True, role=role)
-    return {f"{name} without its {role} scales": fault}
+    lost = _rescale(emulation, dict.fromkeys(_find_scaled(emulation, role), _ONE))
+    return {f"{name} without its {role} scales": Fault(emulation=lost, is_lost=True, role=role)}
 
 
-def _has_scale(emulation: Emulation, site: Site) -> bool:
-    quantizer = emulation.quantizers.get(site)
-    return quantizer is not None and isinstance(quantizer.scale, torch.Tensor)
-
-
-def _scale(emulation: Emulation, site: Site) -> torch.Tensor:
-    scale = emulation.quantizers[site].scale
-    assert isinstance(scale, torch.Tensor)  # noqa: S101 -- `_has_scale`
-    return scale
-
-
-def _find_scaled(emulation: Emulation, role: Role) -> dict[Site, Quantizer]:
-    """Find the sites of a role that have a scale other than 1.0."""
+def _find_static(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:
+    """Find the static scales of some roles."""
     return {
-        site: quantizer
+        site: quantizer.scale
         for site, quantizer in emulation.quantizers.items()
-        if site.role is role and _is_scaled(quantizer)
+        if site.role in roles and isinstance(quantizer.scale, torch.Tensor)
     }
 
 
-def _change(emulation: Emulation, changed: Mapping[Site, Quantizer]) -> Emulation:
-    return replace(emulation, quantizers={**emulation.quantizers, **changed})
+def _find_scaled(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:
+    """Find those that are other than 1.0."""
+    found = _find_static(emulation, *roles)
+    return {site: scale for site, scale in found.items() if bool((scale != 1).any())}
 
 
-def _divide(quantizer: Quantizer) -> Quantizer:
-    assert isinstance(quantizer.scale, torch.Tensor)  # noqa: S101 -- `_is_scaled`
-    return replace(quantizer, scale=quantizer.scale / CLIPPING)
-
-
-def _is_scaled(quantizer: Quantizer) -> bool:
-    scale = quantizer.scale
-    return isinstance(scale, torch.Tensor) and bool((scale != 1).any())
+def _rescale(emulation: Emulation, scales: Mapping[Site, torch.Tensor]) -> Emulation:
+    """Quantize some sites with other scales."""
+    quantizers = emulation.quantizers
+    changed = {site: replace(quantizers[site], scale=scale) for site, scale in scales.items()}
+    return replace(emulation, quantizers={**quantizers, **changed})

@@ -241,7 +241,7 @@ def test_servers_that_lose_scales_are_told_from_right_and_unquantized_ones(
     scaled = dict.fromkeys(here.emulate(None).quantizers, 3.0)
     emulations = {"scale-1.0": here.emulate(None), "scales": here.emulate(scaled)}
     faults = {
-        **dict(list_layer_faults("scales", emulations["scales"], here.geometry)),
+        **list_layer_faults("scales", emulations["scales"], here.geometry),
         **lose_kv_scales("scales", emulations["scales"]),
     }
     generator = torch.Generator().manual_seed(seed)
