@@ -38,12 +38,9 @@ def _describe(report: AutoResult) -> Iterator[str]:
         f"top-1 agreement {found.top1_agreement:.2%}"
     )
     for engine, checked in report.checked.items():
-        what = "uses it" if checked.ok else f"does not use all of it{_because(checked.why)}"
+        because = f": {checked.why}" if checked.why else ""
+        what = "uses it" if checked.ok else f"does not use all of it{because}"
         yield f"{engine} {checked.version}: {what}"
     if report.serve:
         title = find_replayed(report.engine).title
         yield f"serve with {title}:\n    {report.serve}"
-
-
-def _because(why: str) -> str:
-    return f": {why}" if why else ""

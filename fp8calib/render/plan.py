@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fp8calib.blocks import Answer, Block, Cell, Line, Table
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.requests.plan import PlanRequest
-from fp8calib.results.plan import FrontierPoint, PlannedGroup, PlanResult
+from fp8calib.results.plan import FrontierPoint, PlanResult
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import describe_pair
 
@@ -69,7 +69,11 @@ def _name(point: FrontierPoint) -> str | Cell:
 
 def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
     """List the groups, those that cost most first."""
-    ranked = sorted(result.groups, key=_worst, reverse=True)
+    ranked = sorted(
+        result.groups,
+        key=lambda group: max((choice.kld_mean for choice in group.choices), default=0.0),
+        reverse=True,
+    )
     shown = ranked[:most]
     title = "groups, by their most costly choice"
     if len(shown) < len(ranked):
@@ -82,10 +86,6 @@ def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
         ],
         words=(0, 1, 3),
     )
-
-
-def _worst(group: PlannedGroup) -> float:
-    return max((choice.kld_mean for choice in group.choices), default=0.0)
 
 
 def refused_table(result: PlanResult) -> Table | None:

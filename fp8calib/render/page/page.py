@@ -83,7 +83,10 @@ def render_page(report: VerifyReport, *, command: str = "") -> str:
         run=_describe_run(report),
         series=series,
         sections=_keep_small(list(list_sections(report, series))),
-        provenance=_list_provenance(report),
+        provenance=list_provenance(
+            report.provenance,
+            {"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"},
+        ),
     )
 
 
@@ -187,11 +190,3 @@ def _keep_small(sections: Sequence[PageSection]) -> list[PageSection]:
         notes = [f"{missing} more charts are left out: a page has at most 1 MB."] if missing else []
         kept.append(replace(section, figures=figures, findings=[*section.findings, *notes]))
     return kept
-
-
-def _list_provenance(report: VerifyReport) -> dict[str, str]:
-    """List what the figures come from: date, command, hashes and versions."""
-    facts = {"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"}
-    if (origin := report.provenance) is None:
-        return facts
-    return list_provenance(origin, facts)

@@ -127,7 +127,8 @@ class Requantized:
         assert isinstance(per, Granularity)  # noqa: S101 -- a scheme's always is
         parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         held = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
-        for weights, group in zip(held, self._list_groups(values), strict=True):
+        read = zip(*(self._list_exact(p, values[p.name]) for p in self.parameters), strict=True)
+        for weights, group in zip(held, read, strict=True):
             quantizer = self._for_group(group)
             for parameter, weight, exact in zip(self.parameters, weights, group, strict=True):
                 both = (each.chunk(parameter.num_parts) for each in (weight, exact))
@@ -140,15 +141,10 @@ class Requantized:
             extremes = ScaleRange.of(torch.stack(scales), per=per)
             yield ChangedWeight(parameter, sum_damage(damage), extremes)
 
-    def _list_groups(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """List the weights [out, in] that `quantize` reads; of experts, those of each in turn."""
-        return zip(*(self._list_slices(p, values[p.name]) for p in self.parameters), strict=True)
-
-    def _list_slices(
+    def _list_exact(
         self, parameter: WeightParameter, value: torch.Tensor
     ) -> Iterator[torch.Tensor]:
+        """List the weights [out, in] that `quantize` reads: one, or one per expert."""
         if self.stored is None:
             yield from parameter.slices(value)
             return
