@@ -51,7 +51,6 @@ from fp8calib.verification.judge.decide import (
 )
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
 from fp8calib.verification.judge.kv_need import (
-    FittedScales,
     assess_need,
     find_fitting,
     list_losing,
@@ -480,25 +479,18 @@ def _assess_need(
 ) -> KvNeed | None:
     """Answer whether KV scales are needed; None where only FP8 weights are compared."""
     others = [one for one in results if one.name != SCALE_ONE and not one.has_own_type]
-    unscaled = next((one for one in results if one.name == SCALE_ONE), None)
     is_asked = not others or any(has_kv_only(one.name, layers) for one in others)
-    if unscaled is None or SCALE_ONE not in computed.fits or not is_asked:
+    if SCALE_ONE not in computed.fits or not is_asked:
         return None
-    fitted = None
+    klds = {SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds}
+    fp8, added = average(klds[SCALE_ONE], lengths), None
     if computed.fitted is not None:
-        klds = {
-            SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds,
-            _FITTED_NAME: computed.fitted.klds,
-        }
-        kld, kld_se = average(computed.fitted.klds, lengths)
-        fitted = FittedScales(
-            kld=kld,
-            kld_se=kld_se,
-            added_by_one=compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths),
-        )
+        klds[_FITTED_NAME] = computed.fitted.klds
+        fp8 = average(klds[_FITTED_NAME], lengths)
+        added = compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths)
     scaled = {one.name for one in others}
     removed = [pair for pair in pairs if pair.candidate in scaled]
-    return assess_need(unscaled, list_losing(computed.fits[SCALE_ONE]), fitted, removed)
+    return assess_need(list_losing(computed.fits[SCALE_ONE]), fp8, added, removed)
 
 
 _FITTED_NAME = "scales that fit"

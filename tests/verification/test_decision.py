@@ -18,7 +18,7 @@ from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
 from fp8calib.verification.judge.decide import Basis, decide, decide_kv, explain_broken
-from fp8calib.verification.judge.kv_need import FittedScales, assess_need, list_losing
+from fp8calib.verification.judge.kv_need import assess_need, list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -276,11 +276,10 @@ QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, flushed=0.9)
 
 def need(answer: PairedAnswer | None, *losing: SiteFit) -> KvNeed:
     """Assess the need where scale 1.0 against fitted scales is `answer`."""
-    fitted = None
-    if answer is not None:
-        added = pair(SCALE_ONE, "scales that fit", 0.002, answer, tokens_to_tell=123_456)
-        fitted = FittedScales(kld=0.004, kld_se=0.0002, added_by_one=added)
-    return assess_need(candidate(SCALE_ONE, 0.006), losing, fitted, [])
+    if answer is None:
+        return assess_need(losing, (0.006, 0.0001), None, [])
+    added = pair(SCALE_ONE, "scales that fit", 0.002, answer, tokens_to_tell=123_456)
+    return assess_need(losing, (0.004, 0.0002), added, [])
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,9 @@ def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[
     A fitted scale is the smallest power of two with which no value of a tensor clips. It rounds
     every value as 1.0 does that neither clips nor is subnormal.
     """
-    unscaled = emulate_kv(make_unscaled_table(geometry, fmt), numerics)
-    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
     table = make_unscaled_table(geometry, fmt)
+    unscaled = emulate_kv(table, numerics)
+    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
     try:
         scaled = emulate_kv(replace(table, scales=dict.fromkeys(unscaled, two)), numerics)
     except VerificationError:  # the engine uses no scale at all
