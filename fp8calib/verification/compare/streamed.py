@@ -152,10 +152,11 @@ class StreamedComparison:
             return call
 
         geometry = self.streamed.geometry.model_copy(update={"layers": ()})
+        told = lane.hooks.damage, lane.hooks.weight_scales
         with (
             self.streamed.placed_towers(),
             self._changed(lane, None),
-            self._change(lane, lane.towers, self._originals),
+            changed_weights(self._model, lane.towers, self._originals, *told),
             open_emulation_hooks(self._model, geometry, lane.hooks, lane.emulation.towers),
         ):
             return store_calls(self._decoder, store, batches, prepare, number=lane.number)
@@ -280,17 +281,14 @@ class StreamedComparison:
         with ExitStack() as stack:
             for embedding, rows in lane.rows:
                 stack.enter_context(embedding.replaced(rows))
+            told = lane.hooks.damage, lane.hooks.weight_scales
             if lane.around:
-                stack.enter_context(self._change(lane, lane.around, self._originals))
+                stack.enter_context(
+                    changed_weights(self._model, lane.around, self._originals, *told)
+                )
             if layer is not None and (changes := lane.by_layer.get(layer.layer.index)):
-                stack.enter_context(self._change(lane, changes, layer.weights))
+                stack.enter_context(changed_weights(self._model, changes, layer.weights, *told))
             yield
-
-    def _change(
-        self, lane: _Lane, changes: Sequence[WeightChange], originals: ParameterReader
-    ) -> AbstractContextManager[None]:
-        hooks = lane.hooks
-        return changed_weights(self._model, changes, originals, hooks.damage, hooks.weight_scales)
 
     def _open_hooks(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
         geometry = self.streamed.geometry
