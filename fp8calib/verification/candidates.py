@@ -21,7 +21,7 @@ from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, rea
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError, format_ranges
+from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
@@ -545,9 +545,8 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     modules |= {linear.module for linear in emulation.towers}
     lacking = [site for site in emulation.quantizers if site.module not in modules]
     if lacking:
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         raise ModelError(
-            f"{candidate.name}: it quantizes {lacking[0]}{more}, which the model does not have",
+            f"{candidate.name}: it quantizes {cut_list(lacking, 1)}, which the model does not have",
             hint="are the scales of this model?",
         )
     if not emulation.quantizers and not emulation.weights:

@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.data.sequences import DataPlan, batches, take_sequences
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import VerificationError
+from fp8calib.errors import VerificationError, cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
@@ -536,9 +536,8 @@ def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) 
         met = compared.damage[candidate.name]
         missed = [site for site in candidate.emulation.quantizers if site not in met]
         if missed:
-            more = f" and {len(missed) - 1} more" if missed[1:] else ""
             yield (
-                f"{candidate.name}: {missed[0]}{more}: quantized by "
+                f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
                 f"{_name_engine(candidate, request)} but not emulated: the model computes it "
                 "without a hook"
             )
