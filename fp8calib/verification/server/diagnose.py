@@ -239,7 +239,7 @@ def _list_other_layers(
 
 def _leaves_roundings(changes: Changes, base: str, name: str, faults: Mapping[str, Fault]) -> bool:
     """Tell whether a fault of `base` leaves only roundings; else the server clips otherwise."""
-    most = _LARGER if faults[name].mixup is None else _ROUNDINGS
+    most = _ROUNDINGS if faults[name].is_mixup else _LARGER
     return changes.fit(name).residual ** 2 <= most * mean_square(changes.find(base))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 
@@ -16,30 +15,18 @@ CLIPPING = 8
 """A scale divided by less may not clip; dividing by a larger one clips the same large values."""
 
 
-class Mixup(StrEnum):
-    """How the right scales get to the wrong place, in all layers."""
-
-    SWAPPED = "swapped"
-    """K has the scale of V, and V that of K."""
-    INVERTED = "inverted"
-    """1 / scale, as where one tool multiplies by what another divides by."""
-    NEXT = "next"
-    """A layer has the scales of the next one; the last layer has its own."""
-    PREVIOUS = "previous"
-    """A layer has the scales of the previous one; the first layer has its own."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A candidate with scales that are lost (1.0), too small or mixed up."""
 
     emulation: Emulation
+    effect: str
+    """What the server then does, in words."""
     layer: int | None = None
     """None: the scales of all layers."""
     is_lost: bool = False
-    role: Role | None = None
-    """None: K and V."""
-    mixup: Mixup | None = None
+    is_mixup: bool = False
+    """Whether the right scales are in the wrong places."""
 
 
 def lose_query_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
@@ -66,14 +53,30 @@ def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> d
     pairs = ([attention.site(role) for role in KV_ROLES] for _, attention in geometry.attentions())
     sites = [pair for pair in pairs if all(site in known for site in pair)]
     scales = [[known[site] for site in pair] for pair in sites]
-    mixed = {
-        Mixup.SWAPPED: [pair[::-1] for pair in scales],
-        Mixup.INVERTED: [[1 / scale for scale in pair] for pair in scales],
-        Mixup.NEXT: [*scales[1:], *scales[-1:]],
-        Mixup.PREVIOUS: [*scales[:1], *scales[:-1]],
-    }
+    mixed = (
+        (
+            "k and v scales swapped",
+            "k is quantized with the scales of v, and v with those of k",
+            [pair[::-1] for pair in scales],
+        ),
+        (  # as where one tool multiplies by what another divides by
+            "reciprocals of its scales",
+            "every k/v scale is 1 / scale",
+            [[1 / scale for scale in pair] for pair in scales],
+        ),
+        (  # the last layer has its own
+            "the scales of the next layer",
+            "every layer has the k/v scales of the next one",
+            [*scales[1:], *scales[-1:]],
+        ),
+        (  # the first layer has its own
+            "the scales of the previous layer",
+            "every layer has the k/v scales of the previous one",
+            [*scales[:1], *scales[:-1]],
+        ),
+    )
     faults: dict[str, Fault] = {}
-    for mixup, given in mixed.items():
+    for mixup, effect, given in mixed:
         changed = {
             site: scale
             for places, pair in zip(sites, given, strict=True)
@@ -82,16 +85,8 @@ def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> d
         }
         if changed:
             mixed_up = _rescale(emulation, changed)
-            faults[f"{name} with {_MIXED[mixup]}"] = Fault(emulation=mixed_up, mixup=mixup)
+            faults[f"{name} with {mixup}"] = Fault(emulation=mixed_up, effect=effect, is_mixup=True)
     return faults
-
-
-_MIXED = {
-    Mixup.SWAPPED: "k and v scales swapped",
-    Mixup.INVERTED: "reciprocals of its scales",
-    Mixup.NEXT: "the scales of the next layer",
-    Mixup.PREVIOUS: "the scales of the previous layer",
-}
 
 
 def has_scaled_kv(emulation: Emulation) -> bool:
@@ -110,11 +105,14 @@ def list_layer_faults(name: str, emulation: Emulation, geometry: ModelGeometry) 
             place = f"{name} with layer {layer.index}"
             faults[f"{place} at scale 1.0"] = Fault(
                 emulation=_rescale(emulation, dict.fromkeys(own, _ONE)),
+                effect=f"the k/v scales of layer {layer.index} are not in use",
                 layer=layer.index,
                 is_lost=True,
             )
             faults[f"{place} at 1/{CLIPPING} of its scales"] = Fault(
-                emulation=small, layer=layer.index
+                emulation=small,
+                effect=f"values of layer {layer.index} clip, as its scales are too small",
+                layer=layer.index,
             )
     return faults
 
@@ -124,7 +122,9 @@ _ONE = torch.tensor(1.0)
 
 def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, Fault]:
     lost = _rescale(emulation, dict.fromkeys(_find_scaled(emulation, role), _ONE))
-    return {f"{name} without its {role} scales": Fault(emulation=lost, is_lost=True, role=role)}
+    where = " in all layers" if role in KV_ROLES else ""
+    effect = f"{role} is quantized at scale 1.0{where}"
+    return {f"{name} without its {role} scales": Fault(emulation=lost, effect=effect, is_lost=True)}
 
 
 def _find_static(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:

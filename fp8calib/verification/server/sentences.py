@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
-from fp8calib.verification.server.hypotheses import Fault, Mixup
+from fp8calib.verification.server.hypotheses import Fault
 
 _CLOSE = 0.9
 """Below this correlation, the sentence says what else there may be."""
@@ -101,23 +100,7 @@ def _describe_candidate(found: Diagnosis, how: str, context: Context) -> str:
     if fault is None:
         end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
         return f"behaves like {SCALE_ONE} {how}: {end}"
-    if fault.mixup is not None:
-        return f"behaves like {name} {how}: {_MIXUPS[fault.mixup]}"
-    if fault.layer is None:
-        where = " in all layers" if fault.role in KV_ROLES else ""
-        return f"behaves like {name} {how}: {fault.role} is quantized at scale 1.0{where}"
-    if fault.is_lost:
-        return f"behaves like {name} {how}: the k/v scales of layer {fault.layer} are not in use"
-    clip = f"values of layer {fault.layer} clip, as its scales are too small"
-    return f"behaves like {name} {how}: {clip}"
-
-
-_MIXUPS = {
-    Mixup.SWAPPED: "k is quantized with the scales of v, and v with those of k",
-    Mixup.INVERTED: "every k/v scale is 1 / scale",
-    Mixup.NEXT: "every layer has the k/v scales of the next one",
-    Mixup.PREVIOUS: "every layer has the k/v scales of the previous one",
-}
+    return f"behaves like {name} {how}: {fault.effect}"
 
 
 def _describe_plain(found: Diagnosis, context: Context) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.geometry.sites import Role
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.server.diagnose import (
     UNQUANTIZED,
@@ -51,12 +50,12 @@ Effect = tuple[Fault, torch.Tensor]
 
 def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> Effect:
     """Give what a fault of a layer changes."""
-    return Fault(emulation=Emulation(), layer=layer, is_lost=is_lost), found
+    return Fault(emulation=Emulation(), effect="", layer=layer, is_lost=is_lost), found
 
 
-def lost_in_all(role: Role, found: torch.Tensor) -> Effect:
+def lost_in_all(found: torch.Tensor) -> Effect:
     """Give what K or V at 1.0 in all layers changes."""
-    return Fault(emulation=Emulation(), is_lost=True, role=role), found
+    return Fault(emulation=Emulation(), effect="", is_lost=True), found
 
 
 def explain(found: Diagnosis, given: Changes, effects: Mapping[str, Effect]) -> Diagnosis:
@@ -131,7 +130,7 @@ def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() ->
     base, one, two = draw(1), draw(2, 3.0), draw(4, 3.0)
     given = changes(base + one + two + draw(5), x=base)
     faults = {str(i): effect(i, base + each * 0.3) for i, each in enumerate((one, two))}
-    faults["v"] = lost_in_all(Role.V, base + (one + two) * 0.5)
+    faults["v"] = lost_in_all(base + (one + two) * 0.5)
     found = explain(diagnose(given), given, faults)
     assert (found.finding, found.layers) == (ServerFinding.OTHER_SCALES, (0, 1))
 
@@ -141,7 +140,7 @@ def test_beside_a_fault_of_all_layers_no_others_are_named() -> None:
     base, lost, more = draw(1), draw(2), draw(3, 1.1)
     given = changes(0.7 * (base + lost) + more, x=base)
     faults = {
-        "v": lost_in_all(Role.V, base + lost),
+        "v": lost_in_all(base + lost),
         "0": effect(0, base + more * 0.1, is_lost=True),
     }
     found = explain(diagnose(given), given, faults)
@@ -281,9 +280,9 @@ def test_lost_k_or_v_scales_are_faults_where_both_have_scales(folder: Path) -> N
         assert lose_kv_scales("x", only) == {}
     faults = lose_kv_scales("x", runner.emulate(dict.fromkeys(sites, 3.0)))
     assert list(faults) == ["x without its k scales", "x without its v scales"]
-    for fault in faults.values():
+    for role, fault in zip(("k", "v"), faults.values(), strict=True):
         assert fault.layer is None
         quantizers = fault.emulation.quantizers
         assert {s for s in sites if quantizers[s].scale == 1.0} == {
-            s for s in sites if s.role is fault.role
+            s for s in sites if s.role == role
         }
