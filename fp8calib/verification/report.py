@@ -657,10 +657,9 @@ def describe_media(paired: PairedResult) -> str:
         PairedAnswer.NO_DIFFERENCE: "media are not needed to calibrate",
         PairedAnswer.CANNOT_TELL: "whether media are needed cannot be told",
     }
-    same = paired.difference == 0 and paired.se == 0
     return (
         f"after media, with the scales of its text alone, it {describe_pair(paired)}: "
-        f"{advice[PairedAnswer.NO_DIFFERENCE] if same else advice[paired.answer]}"
+        f"{advice[paired.answer]}"
     )
 
 

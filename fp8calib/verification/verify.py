@@ -39,7 +39,7 @@ from fp8calib.verification.damage_rows import (
 from fp8calib.verification.decoding import compare_decoding, list_decode_emulations
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.weights import ParameterReader
 from fp8calib.verification.judge.damaged import Fits, describe_damage
 from fp8calib.verification.judge.decide import (
@@ -561,7 +561,8 @@ def _list_layer_rows(
     candidates: Sequence[Candidate], compared: ComparisonResult, layer_of: Mapping[str, int]
 ) -> Iterator[LayerResult]:
     for candidate in candidates:
-        scales = find_ranges(candidate.emulation.quantizers)
+        quantizers = candidate.emulation.quantizers
+        scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
         scales |= compared.weight_scales[candidate.name]
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
 

@@ -5,7 +5,7 @@ Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
@@ -15,7 +15,6 @@ from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, Granularity
-from fp8calib.geometry.sites import Site
 from fp8calib.kv_types.cache_types import RoundTrip
 from fp8calib.scales.from_amax import SMALLEST_SCALE, power_of_two_scale_of, scale_of
 
@@ -202,17 +201,14 @@ class ScaleRange:
         smallest, largest = torch.aminmax(scale)
         return cls(per=per, smallest=float(smallest), largest=float(largest))
 
+    @classmethod
+    def of_quantizer(cls, quantizer: Quantizer) -> Self:
+        """Take those of K, V, q or an input; of scales computed at run time the granularity alone.
 
-def find_ranges(quantizers: Mapping[Site, Quantizer]) -> dict[Site, ScaleRange]:
-    """Find the scales of K, V, q and inputs; of those computed at run time only the granularity.
-
-    K, V and q have one scale, or one per head (ranks that differ give their heads different ones).
-    """
-    return {site: _find_range(quantizer) for site, quantizer in quantizers.items()}
-
-
-def _find_range(quantizer: Quantizer) -> ScaleRange:
-    scale = quantizer.scale
-    if isinstance(scale, Granularity):
-        return ScaleRange(per=scale)
-    return ScaleRange.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")
+        K, V and q have one scale, or one per head (ranks that differ give their heads different
+        ones).
+        """
+        scale = quantizer.scale
+        if isinstance(scale, Granularity):
+            return cls(per=scale)
+        return cls.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")

@@ -63,9 +63,12 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     Nothing is recommended if the unquantized model knows nothing. Nor is anything that fails its
     gate, that the text cannot judge, that is damaged, or that the engine cannot load.
     """
-    weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
+    weights = [
+        one
+        for one in basis.candidates
+        if one.name != SCALE_ONE and not has_kv_only(one.name, basis.layers)
+    ]
     scaled = _list_scaled(basis)
-    weights = [one for one in weights if one.name != SCALE_ONE]
     if len({one.engines for one in basis.candidates}) > 1:
         found = _compare_engines(basis)
     elif cached is not None:
