@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Cell, Line, Table
@@ -90,10 +91,7 @@ def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
 
 def refused_table(result: PlanResult) -> Table | None:
     """List why schemes are no choices, with the number of groups; None if all are."""
-    counts: dict[tuple[str, str], int] = {}
-    for group in result.groups:
-        for name, why in group.refused.items():
-            counts[name, why] = counts.get((name, why), 0) + 1
+    counts = Counter(pair for group in result.groups for pair in group.refused.items())
     if not counts:
         return None
     return Table(
