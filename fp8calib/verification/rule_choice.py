@@ -21,8 +21,7 @@ from fp8calib.scales.rules import AMAX
 from fp8calib.verification.candidates import drop_layers
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import Summary, average, summarize
-from fp8calib.verification.compare.text_runs import TextRuns
-from fp8calib.verification.compare.text_runs import count_passes as count_in_rounds
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.report import (

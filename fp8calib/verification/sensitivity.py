@@ -11,7 +11,7 @@ from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.selection.patterns import spell_options
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.summary import summarize
-from fp8calib.verification.compare.text_runs import TextRuns, count_passes
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import Sensitivity, SensitivityResult
 
@@ -32,7 +32,7 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Quantize one layer at a time as `candidate` does, on the text of `choose_batches`."""
     parts = split_by_layer(geometry, candidate.emulation)
-    runs.begin_stage("one layer at a time", count_passes(len(parts)))
+    runs.begin_stage("one layer at a time", count_in_rounds(len(parts)))
     results = []
     for compared in runs.run_rounds({str(index): part for index, part in parts.items()}):
         for index, scores in compared.candidates.items():

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.verification.compare.text_runs import TextRuns, count_passes
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import Group, emulate_plan
@@ -92,7 +92,7 @@ class Runs:
             if not self._measurements.find(name)
         }
         if missing:
-            self._runs.begin_stage(self._stage, count_passes(len(missing)))
+            self._runs.begin_stage(self._stage, count_in_rounds(len(missing)))
         for found in self._runs.run_rounds(missing):
             pack = _pack(self._prefix + _REFERENCE, found.reference)
             for name, scores in found.candidates.items():

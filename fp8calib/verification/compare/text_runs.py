@@ -28,8 +28,8 @@ def split_rounds(names: Sequence[T]) -> list[Sequence[T]]:
     return [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
 
 
-def count_passes(num_emulations: int) -> int:
-    """Count the passes over a text that rounds take, those of the unquantized model too."""
+def count_in_rounds(num_emulations: int) -> int:
+    """Count the passes over a text that emulations take in rounds, with the unquantized model's."""
     return num_emulations + -(-num_emulations // AT_ONCE)
 
 
@@ -54,7 +54,7 @@ class TextRuns:
         reference_hooks: EmulationHooks | None = None,
         watched: Sequence[torch.Tensor] | None = None,
     ) -> ComparisonResult:
-        """Run emulations together as a stage of their own, whose progress is that in the layers."""
+        """Run emulations together, as a stage of its own: progress counts every layer."""
         layers = self._comparison.num_layers
         self._progress.stage(
             name,
@@ -72,7 +72,7 @@ class TextRuns:
         )
 
     def begin_stage(self, name: str, num_passes: int) -> None:
-        """Begin a stage of so many passes, those of the unquantized model too."""
+        """Begin a stage of so many passes, each counted once whatever its layers are."""
         self._progress.stage(name, self.num_tokens * num_passes, unit="tokens")
 
     def run(self, emulations: Mapping[str, Emulation]) -> ComparisonResult:

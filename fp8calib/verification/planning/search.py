@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fp8calib.verification.compare.summary import Summary, average, summarize
-from fp8calib.verification.compare.text_runs import count_passes
+from fp8calib.verification.compare.text_runs import count_in_rounds
 from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
 from fp8calib.verification.planning.choices import Group, alone, count_bytes
@@ -164,7 +164,7 @@ class Search:
         needed = [place for place in places if place not in costs]
         chosen = [*needed, *self._choose_measured(costs)]
         plans = {place: alone(self._groups, *place) for place in chosen}
-        num_references = count_passes(len(chosen)) - len(chosen)
+        num_references = count_in_rounds(len(chosen)) - len(chosen)
         self._count(sum(self._weigh(place) for place in chosen) + num_references)
         runs = self._run(plans.values())
         measured = {
@@ -273,7 +273,7 @@ class Search:
     def _run_whole(self, found: Found, plans: Iterable[Plan]) -> None:
         """Run plans that were not run yet, and see what sums are off by."""
         new = [plan for plan in dict.fromkeys(plans) if plan not in found.runs]
-        self._count(count_passes(len(new)))
+        self._count(count_in_rounds(len(new)))
         for plan, (scores, reference) in self._run(new).items():
             found.runs[plan] = summarize(scores, reference, self._run.lengths)
         ratios = [

@@ -13,7 +13,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.progress import Progress
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
-from fp8calib.verification.compare.text_runs import TextRuns, count_passes
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.sensitivity import choose_batches
 from fp8calib.verification.server.hypotheses import (
     Fault,
@@ -63,7 +63,7 @@ class FaultRunner:
     @cached_property
     def _runs(self) -> TextRuns:
         """Choose the first batches, as many as `_MOST_TIMES` allows."""
-        passes = max((count_passes(len(self.faults_of(base))) for base in self.bases), default=0)
+        passes = max((count_in_rounds(len(self.faults_of(base))) for base in self.bases), default=0)
         most = max(_MOST_TIMES * self.plan.num_tokens // max(passes, 1), _LEAST_TOKENS)
         chosen: list[Batch] = []
         for batch in choose_batches(self.plan, self.batch_size):
@@ -102,7 +102,7 @@ class FaultRunner:
         }
 
     def _run(self, faults: Mapping[str, Fault], stage: str) -> dict[str, torch.Tensor]:
-        passes = count_passes(len(faults))
+        passes = count_in_rounds(len(faults))
         times = self._runs.num_tokens * passes / self.plan.num_tokens
         self._runs.begin_stage(f"{stage}, {times:.1f} times the text", passes)
         emulations = {name: fault.emulation for name, fault in faults.items()}
