@@ -204,7 +204,10 @@ def _find_processes(run: Callable[..., Any]) -> dict[str, ProcessRank]:
 
 
 def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
-    place = f"fp8calib.render.{name}"
+    """Describe a result as the module of its command does; plans of runs have one of their own."""
+    from fp8calib.results.run_plan import RunPlan  # noqa: PLC0415 -- imports pydantic
+
+    place = f"fp8calib.render.{'run_plan' if isinstance(result, RunPlan) else name}"
     if find_spec(place) is None:
         return [Line(str(result))]
     described: Iterable[Block] = import_module(place).describe(result, request)

@@ -13,14 +13,7 @@ from functools import partial
 import torch
 
 from fp8calib.fp8.schemes import Granularity
-from fp8calib.kv_types import (
-    first_update,
-    fp4,
-    latents,
-    per_token_head,
-    powers_of_two,
-    turboquant,
-)
+from fp8calib.kv_types import e4m3, fp4, per_token_head, turboquant
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """Stores vectors of tokens and heads [..., D] and reads them back: fp32 of that shape."""
@@ -198,42 +191,42 @@ CACHE_TYPES = {
         CacheType(
             name="mxfp8",
             description="E4M3, a power of two for 32 values of K, V and q",
-            key=powers_of_two.mxfp8,
-            value=powers_of_two.mxfp8,
-            query=powers_of_two.mxfp8,
-            count_key_bytes=_in_blocks(8, powers_of_two.MXFP8_BLOCK),
-            count_value_bytes=_in_blocks(8, powers_of_two.MXFP8_BLOCK),
+            key=e4m3.mxfp8,
+            value=e4m3.mxfp8,
+            query=e4m3.mxfp8,
+            count_key_bytes=_in_blocks(8, e4m3.MXFP8_BLOCK),
+            count_value_bytes=_in_blocks(8, e4m3.MXFP8_BLOCK),
             per=Granularity.GROUP,
-            head_multiple=powers_of_two.MXFP8_BLOCK,
+            head_multiple=e4m3.MXFP8_BLOCK,
             is_kernel_run=True,
         ),
         CacheType(
             name="fp4_mx_block16",
             description="E2M1, a power of two for 16 values",
-            key=powers_of_two.mx_block16,
-            value=powers_of_two.mx_block16,
-            count_key_bytes=_in_blocks(4, powers_of_two.MX_BLOCK16),
-            count_value_bytes=_in_blocks(4, powers_of_two.MX_BLOCK16),
+            key=fp4.mx_block16,
+            value=fp4.mx_block16,
+            count_key_bytes=_in_blocks(4, fp4.MX_BLOCK16),
+            count_value_bytes=_in_blocks(4, fp4.MX_BLOCK16),
             per=Granularity.GROUP,
-            head_multiple=powers_of_two.MX_BLOCK16,
+            head_multiple=fp4.MX_BLOCK16,
             is_kernel_run=True,
         ),
         CacheType(
             name="fp8_ds_mla",
             description="latents in E4M3, a scale for 128 values; the rotary part in 16 bits",
-            key=latents.fp8_tiles,
-            value=latents.rotary,
-            count_key_bytes=lambda size: size + 4 * size / latents.TILE,
+            key=e4m3.latent_tiles,
+            value=e4m3.rotary,
+            count_key_bytes=lambda size: size + 4 * size / e4m3.TILE,
             count_value_bytes=lambda size: 2 * size,
             per=Granularity.GROUP,
-            head_multiple=latents.TILE,
+            head_multiple=e4m3.TILE,
             latent_types=("deepseek_v32", "glm_moe_dsa"),
         ),
         CacheType(
             name="fp8_quantized_cache",
             description="transformers' QuantizedCache in E4M3, a scale for the first update",
-            key=first_update.fp8,
-            value=first_update.fp8,
+            key=e4m3.first_update,
+            value=e4m3.first_update,
             count_key_bytes=lambda size: size,
             count_value_bytes=lambda size: size,
             per=Granularity.TENSOR,

@@ -11,8 +11,13 @@ from fp8calib.kv_types.rotations import hadamard
 E2M1_MAX = 6.0
 NVFP4_BLOCK = 16
 ULTRA_BLOCK = 32
+MX_BLOCK16 = 16
+_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of E2M1."""
 _ULTRA_FACTOR = 0.156
 """Of the largest magnitude of a block: vLLM 0.32.0 v1/attention/ops/ultraquant/format.py."""
+_SMALLEST_SCALE = 1e-10
+"""Of `mx_block16`, before it is rounded up."""
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -67,11 +72,27 @@ def ultraquant(x: torch.Tensor) -> torch.Tensor:
     amax = blocks.abs().amax(-1, keepdim=True)
     exponent = (amax * _ULTRA_FACTOR).log2().add(0.5).floor().clamp(-126, 127)
     scale = torch.where(amax > 0, exponent.exp2(), 1.0)
-    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=x.device)
+    levels = torch.tensor(_LEVELS, device=x.device)
     levels = torch.cat([-levels[1:].flip(0), levels])
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize((blocks / scale).contiguous(), middles)  # torch warns of other layouts
     return (levels[codes] * scale).flatten(-2)
+
+
+def mx_block16(x: torch.Tensor) -> torch.Tensor:
+    """Store with a power of two for 16 values, rounded up, and read back: fp32 [..., D].
+
+    Halves are rounded away from zero. Read in SGLang 0.5.23
+    srt/layers/quantization/kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil.
+    """
+    blocks = split(x, MX_BLOCK16)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale = (amax / E2M1_MAX).clamp(min=_SMALLEST_SCALE).log2().ceil().exp2()
+    codes = blocks / scale
+    levels = torch.tensor(_LEVELS, device=x.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    large = levels[torch.bucketize(codes.abs().contiguous(), middles, right=True)]
+    return (torch.copysign(large, codes) * scale).flatten(-2)
 
 
 def split(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -7,19 +7,14 @@ from pathlib import Path
 
 from fp8calib.blocks import Block, Line
 from fp8calib.engines.registry import find_replayed
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.auto import AutoRequest
 from fp8calib.results.auto import AutoResult
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.verification.figures import format_mean_kld
 
 
-def describe(result: AutoResult | RunPlan, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
+def describe(result: AutoResult, request: AutoRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe each decision, and what was written or came closest."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run or written)")
-    else:
-        yield from map(Line, _describe(result))
+    yield from map(Line, _describe(result))
 
 
 def _describe(report: AutoResult) -> Iterator[str]:
@@ -43,12 +38,9 @@ def _describe(report: AutoResult) -> Iterator[str]:
         f"top-1 agreement {found.top1_agreement:.2%}"
     )
     for engine, checked in report.checked.items():
-        what = "uses it" if checked.ok else f"does not use all of it{_because(checked.why)}"
+        because = f": {checked.why}" if checked.why else ""
+        what = "uses it" if checked.ok else f"does not use all of it{because}"
         yield f"{engine} {checked.version}: {what}"
     if report.serve:
         title = find_replayed(report.engine).title
         yield f"serve with {title}:\n    {report.serve}"
-
-
-def _because(why: str) -> str:
-    return f": {why}" if why else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8calib.blocks import Table
 from fp8calib.errors import shorten
 from fp8calib.render.templates import HTML, MARKDOWN
-from fp8calib.results.receipt import Receipt, ReceiptRow
+from fp8calib.results.receipt import Receipt
 from fp8calib.verification.figures import format_mean_kld, format_ratio
 from fp8calib.verification.report import SCALE_ONE, Verdict
 
@@ -18,7 +18,8 @@ _PADDING = 10
 
 def draw_badge(receipt: Receipt) -> str:
     """Draw the badge of the first candidate that was asked for as SVG."""
-    row = _find_asked(receipt)[0]
+    asked = (row for row in receipt.rows if row.candidate != SCALE_ONE)
+    row = next(asked, receipt.rows[0])
     left, right = (
         f"{row.how} FP8",
         f"KLD {format_mean_kld(row.kld_mean, row.kld_se)}, {row.verdict}",
@@ -50,8 +51,3 @@ def write_block(receipt: Receipt, *, badge: str, file: str) -> str:
     return MARKDOWN.get_template("receipt.md.jinja").render(
         receipt=receipt, badge=badge, file=file, engines=engines, table=table
     )
-
-
-def _find_asked(receipt: Receipt) -> list[ReceiptRow]:
-    asked = [row for row in receipt.rows if row.candidate != SCALE_ONE]
-    return asked or list(receipt.rows)

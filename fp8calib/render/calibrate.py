@@ -1,4 +1,4 @@
-"""What `calibrate` measured and wrote, or its plan."""
+"""What `calibrate` measured and wrote."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from statistics import median
 
 from fp8calib.blocks import Answer, Block
 from fp8calib.jobs.shown_stats import show_stats
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.serving import describe_serving_briefly, list_top_level
 from fp8calib.render.show import describe_skipped
 from fp8calib.render.summary import summarize_briefly
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.stats.statistic import NUM_QUARTERS
 
 
-def describe(result: CalibrateResult | RunPlan, request: CalibrateRequest) -> Iterator[Block]:
-    """Describe what was measured, and the files, or the plan."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run or written)")
-    elif not result.was_finished:
+def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:
+    """Describe what was measured, and the files."""
+    if not result.was_finished:
         yield from map(Answer, _describe(result, request))
 
 

@@ -52,11 +52,16 @@ def render_card(
         ),
         title=repo.rpartition("/")[2],
         summary=_summarize(facts, base),
-        losses=[(loss, _tabulate(loss), _tabulate_caches(loss)) for loss in facts.losses],
+        losses=[(loss, *_tabulate(loss)) for loss in facts.losses],
         receipt=receipt,
         is_pack=pack,
         repo=repo,
-        engines=None if report is None else _tabulate_engines(facts, repo, report),
+        engines=None
+        if report is None
+        else Table(
+            columns=["engine", "version", "uses it", "KV scales used", "note"],
+            rows=list(_list_engines(facts, repo, report)),
+        ),
         serving=[] if report is None else list(_list_commands(facts, repo, report)),
         making=list(_list_making(facts)),
         commands=list(map(wrap_command, commands)),
@@ -132,23 +137,21 @@ def _summarize(facts: CardFacts, base: str) -> str:
     return f"{what[0].upper()}{what[1:]} of {link}; the weights are there.{by}"
 
 
-def _tabulate(loss: Loss) -> Table:
-    """Make the table of the folder and of what it was compared with."""
+def _tabulate(loss: Loss) -> tuple[Table, Table | None]:
+    """Make the tables of the folder and of what it was compared with, and of their KV caches."""
     note = ", with warnings" if loss.report.warnings else ""
-    return candidates_table(
-        [loss.own, *loss.others],
-        name=lambda each: "**this**" if each is loss.own else _name(each),
+    compared = [loss.own, *loss.others]
+
+    def name(each: CandidateResult) -> str:
+        return "**this**" if each is loss.own else _name(each)
+
+    figures = candidates_table(
+        compared,
+        name=name,
         verdict=lambda each: f"{each.verdict} ({each.gate}){note}",
         tokens=loss.report.tokens,
     )
-
-
-def _tabulate_caches(loss: Loss) -> Table | None:
-    """Make the table of the types of the KV cache that the folder was compared with."""
-    return tabulate_caches(
-        [loss.own, *loss.others],
-        name=lambda each: "**this**" if each is loss.own else _name(each),
-    )
+    return figures, tabulate_caches(compared, name=name)
 
 
 def _name(candidate: CandidateResult) -> str:
@@ -160,11 +163,6 @@ def _name(candidate: CandidateResult) -> str:
     if candidate.has_own_type and sign:
         return f"`{cache_type} with {shorten(Path(path).name)}`"
     return f"`{shorten(Path(candidate.name).name)}`"
-
-
-def _tabulate_engines(facts: CardFacts, repo: str, report: CheckResult) -> Table:
-    columns = ["engine", "version", "uses it", "KV scales used", "note"]
-    return Table(columns=columns, rows=list(_list_engines(facts, repo, report)))
 
 
 def _list_engines(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[list[str]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Cell, Line, Table
 from fp8calib.checkpoint.disk import format_size
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.requests.plan import PlanRequest
-from fp8calib.results.plan import FrontierPoint, PlannedGroup, PlanResult
-from fp8calib.results.run_plan import RunPlan
+from fp8calib.results.plan import FrontierPoint, PlanResult
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import describe_pair
 
@@ -17,11 +16,8 @@ _SHOWN = 24
 """Groups in a terminal; the page has all."""
 
 
-def describe(result: PlanResult | RunPlan, request: PlanRequest) -> Iterator[Block]:
-    """Describe the plan, or that of a run that did not start."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run or written)")
-        return
+def describe(result: PlanResult, request: PlanRequest) -> Iterator[Block]:
+    """Describe the plan."""
     yield Line(f"{result.budget}: {result.why}")
     yield Line(describe_sum(result))
     yield Line()
@@ -74,7 +70,11 @@ def _name(point: FrontierPoint) -> str | Cell:
 
 def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
     """List the groups, those that cost most first."""
-    ranked = sorted(result.groups, key=_worst, reverse=True)
+    ranked = sorted(
+        result.groups,
+        key=lambda group: max((choice.kld_mean for choice in group.choices), default=0.0),
+        reverse=True,
+    )
     shown = ranked[:most]
     title = "groups, by their most costly choice"
     if len(shown) < len(ranked):
@@ -89,16 +89,9 @@ def groups_table(result: PlanResult, *, most: int | None = None) -> Table:
     )
 
 
-def _worst(group: PlannedGroup) -> float:
-    return max((choice.kld_mean for choice in group.choices), default=0.0)
-
-
 def refused_table(result: PlanResult) -> Table | None:
     """List why schemes are no choices, with the number of groups; None if all are."""
-    counts: dict[tuple[str, str], int] = {}
-    for group in result.groups:
-        for name, why in group.refused.items():
-            counts[name, why] = counts.get((name, why), 0) + 1
+    counts = Counter(pair for group in result.groups for pair in group.refused.items())
     if not counts:
         return None
     return Table(

@@ -1,4 +1,4 @@
-"""The FP8 checkpoint that `quantize` wrote, or its plan."""
+"""The FP8 checkpoint that `quantize` wrote."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from statistics import median
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
 from fp8calib.render.push import describe_push
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.serving import describe_serving, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
-from fp8calib.results.run_plan import RunPlan
 
 _SHOWN = 5
 _BY_PATTERN = "--ignore "
 """How the reason of a linear begins that a pattern leaves out."""
 
 
-def describe(result: QuantizeResult | RunPlan, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
-    """Describe the checkpoint and who serves it, or the plan."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run or written)")
-    else:
-        yield from map(Line, _describe(result))
-        yield from describe_push(result.push) if result.push else ()
+def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
+    """Describe the checkpoint and who serves it."""
+    yield from map(Line, _describe(result))
+    yield from describe_push(result.push) if result.push else ()
 
 
 def _describe(result: QuantizeResult) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The plan of a run as a table."""
+"""The plan of a run of any command as a table."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
 """Keys that are shown in parentheses in the row of another key."""
 
 
-def describe_plan(planned: RunPlan, title: str) -> Iterator[Block]:
+def describe(result: RunPlan, request: object) -> Iterator[Block]:  # noqa: ARG001
     """Give the plan as a table, and the rows of the text below it.
 
     Keys without a value are left out of the table.
     """
-    rows = list(_list_rows(planned.plan))
-    yield Table(title=title, columns=["what", "value"], rows=rows)
-    yield from map(Line, planned.text)
+    rows = list(_list_rows(result.plan))
+    yield Table(title=result.overview().title, columns=["what", "value"], rows=rows)
+    yield from map(Line, result.text)
 
 
 def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -122,15 +122,14 @@ def describe_modalities(rows: Sequence[ModalityRow]) -> Iterator[str]:
         by_media = [row for row in of if row.set_by != "text"]
         if of:
             yield f"{kind}: {len(by_media)} of {len(of)} set by media, the rest by text"
-    largest = sorted(cached, key=_rank_by_ratio, reverse=True)[:_FEW_SITES]
+    ranked = sorted(
+        cached, key=lambda row: math.inf if row.ratio is None else row.ratio, reverse=True
+    )
+    largest = ranked[:_FEW_SITES]
     for row in largest if any(row.set_by != "text" for row in cached) else ():
         if row.set_by != "text":
             by = "no text" if row.ratio is None else f"{row.ratio:.3g} x the text's"
             yield f"layer {row.layer} {row.site[-1]}: set by {row.set_by} tokens, {by}"
-
-
-def _rank_by_ratio(row: ModalityRow) -> float:
-    return math.inf if row.ratio is None else row.ratio
 
 
 def _tabulate_modalities(rows: Sequence[ModalityRow]) -> Table:

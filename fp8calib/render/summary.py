@@ -98,29 +98,13 @@ _OF_LINEARS = ("input amax", "weight amax")
 
 def _list_magnitudes(result: StatsShown) -> Iterator[tuple[str, list[Magnitude]]]:
     """List the known values of each column: of K, V and q by layer, and of linears by name."""
-    columns = (
-        ("k amax", [(f"layer {row.layer}", row.k_amax) for row in result.layers]),
-        ("v amax", [(f"layer {row.layer}", row.v_amax) for row in result.layers]),
-        ("q amax", [(f"layer {row.layer}", row.q_amax) for row in result.layers]),
-    )
-    for column, values in columns:
-        yield (
-            column,
-            [Magnitude(place, column, value) for place, value in values if value is not None],
-        )
-    of_linears = (
-        ("input amax", [(row.linear, row.input_amax) for row in result.linears]),
-        ("weight amax", [(row.linear, row.weight_amax) for row in result.linears]),
-    )
-    for column, values in of_linears:
-        yield (
-            column,
-            [
-                Magnitude(shorten(module), _name_kind(module), value)
-                for module, value in values
-                if value is not None
-            ],
-        )
+    layers = [(f"layer {row.layer}", "", row) for row in result.layers]
+    linears = [(shorten(row.linear), _name_kind(row.linear), row) for row in result.linears]
+    for role in ("k", "v", "q", "input", "weight"):
+        column = f"{role} amax"
+        rows = linears if column in _OF_LINEARS else layers
+        known = ((place, kind, getattr(row, f"{role}_amax")) for place, kind, row in rows)
+        yield column, [Magnitude(*each) for each in known if each[-1] is not None]
 
 
 def _name_kind(module: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from jinja2 import BaseLoader, Environment, PackageLoader, StrictUndefined
+from xml.etree.ElementTree import Element, tostring
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from fp8calib.blocks import Table
 
 
-def _make_environment(loader: BaseLoader, *, escapes: bool) -> Environment:
+def _make_environment(*, escapes: bool) -> Environment:
     return Environment(
-        loader=loader,
+        loader=PackageLoader(__package__, ""),
         autoescape=escapes,  # noqa: S701 -- Markdown is not escaped
         trim_blocks=True,
         lstrip_blocks=True,
@@ -26,6 +29,12 @@ def _make_markdown_table(table: Table) -> str:
     )
 
 
-HTML = _make_environment(PackageLoader(__package__, ""), escapes=True)
-MARKDOWN = _make_environment(PackageLoader(__package__, ""), escapes=False)
+def _make_svg(chart: Element) -> Markup:
+    """Serialize a chart; the serializer escapes its text."""
+    return Markup(tostring(chart, encoding="unicode", method="html"))  # noqa: S704
+
+
+HTML = _make_environment(escapes=True)
+HTML.filters["svg"] = _make_svg
+MARKDOWN = _make_environment(escapes=False)
 MARKDOWN.filters["table"] = _make_markdown_table

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Answer, Block, Line, Table
-from fp8calib.render.run_plan import describe_plan
 from fp8calib.render.verify_tables import (
     cache_table,
     choice_tables,
@@ -16,11 +15,9 @@ from fp8calib.render.verify_tables import (
     tasks_table,
 )
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.figures import format_db, format_mean_kld, format_share
 from fp8calib.verification.report import (
-    DiagnosisResult,
     RuleChoiceResult,
     VerifyReport,
     candidates_table,
@@ -30,11 +27,8 @@ from fp8calib.verification.report import (
 _SHOWN_SITES = 8
 
 
-def describe(result: VerifyResult | RunPlan, request: VerifyRequest) -> Iterator[Block]:
-    """Describe the report, or the plan of a run that did not start."""
-    if isinstance(result, RunPlan):
-        yield from describe_plan(result, "plan (nothing was run)")
-        return
+def describe(result: VerifyResult, request: VerifyRequest) -> Iterator[Block]:
+    """Describe the report."""
     answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]
     yield Line(result.decision.headline)
     if result.decision.details:
@@ -164,8 +158,11 @@ def _list_sites(report: VerifyReport) -> Iterator[Block]:
 
 
 def _tabulate_diagnosis(report: VerifyReport) -> Table:
-    """List the K and V sites that calibrated scales improve most."""
-    rows = sorted(report.diagnosis, key=_unscaled_loss_db, reverse=True)[:_SHOWN_SITES]
+    """List the sites that calibrated scales improve most: those that clip, then by their loss."""
+    ranked = sorted(
+        report.diagnosis, key=lambda row: (-row.unscaled_clipped, -row.unscaled_loss_db)
+    )
+    rows = ranked[:_SHOWN_SITES]
     columns = {
         "site": [row.site for row in rows],
         "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
@@ -179,11 +176,6 @@ def _tabulate_diagnosis(report: VerifyReport) -> Table:
     of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
     title = f"K, V and q at scale 1.0{of}: SQNR in dB of the {len(rows)} that lose most"
     return Table(title=title, columns=list(known), rows=list(zip(*known.values(), strict=True)))
-
-
-def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
-    """Rank by the clipped share, then by what a head loses against a fitted scale."""
-    return (row.unscaled_clipped, row.unscaled_loss_db)
 
 
 def _describe_sensitivity(report: VerifyReport) -> Iterator[Block]:

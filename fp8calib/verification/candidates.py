@@ -21,7 +21,7 @@ from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, rea
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError, format_ranges
+from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
@@ -40,7 +40,6 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_differe
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.stats.renamed import rename_sites
 from fp8calib.stats.unquantized_tensors import compare_with_base
-from fp8calib.verification.emulation.cache_types import emulate_cache_type
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_plan_gaps,
@@ -49,6 +48,7 @@ from fp8calib.verification.emulation.coverage import (
 from fp8calib.verification.emulation.emulate import Emulation, Reads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import (
+    emulate_cache_type,
     emulate_kv,
     explain_plain_cache,
     find_misreads,
@@ -255,7 +255,6 @@ def build_kv_candidate(
 
     `origin` is shown to people.
     """
-    reads = find_misreads(table, numerics)
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
     unused = (
@@ -263,12 +262,26 @@ def build_kv_candidate(
         if takes_latents_unscaled(table, numerics)
         else ""
     )
+    description = f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}"
+    return _build_kv(name, description, table, numerics)
+
+
+def build_unscaled(
+    name: str, geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics
+) -> Candidate:
+    """Build the candidate without scales."""
+    table = make_unscaled_table(geometry, fmt)
+    return _build_kv(name, f"KV cache {fmt.name}, every scale 1.0", table, numerics)
+
+
+def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics) -> Candidate:
+    reads = find_misreads(table, numerics)
     return Candidate(
         name=name,
-        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
+        description=description,
         emulation=Emulation(quantizers=emulate_kv(table, numerics), reads=reads),
         fitted=fit_kv(table.geometry, table.fmt, numerics),
-        kv_cache=make_fp8_cache(table.geometry, table.fmt, numerics),
+        kv_cache=_make_fp8_cache(table.geometry, table.fmt, numerics),
         prompt_in_16_bits=not numerics.prompt_reads_cache,
         notes=tuple(_note_misreads(name, reads, table.geometry)),
     )
@@ -282,7 +295,7 @@ def _note_misreads(name: str, reads: Reads, geometry: ModelGeometry) -> Iterator
         )
 
 
-def make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> KvCacheResult:
+def _make_fp8_cache(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> KvCacheResult:
     """Describe a KV cache in FP8 with a scale for a tensor or a head."""
     return KvCacheResult(
         dtype=E5M2_CACHE if fmt is E5M2 else FP8_CACHE,
@@ -324,7 +337,7 @@ def build_cache(
         plain = build_kv_candidate(name, scales, numerics, origin="those of e4m3fn")
     if fmt is not E5M2:
         return plain
-    cache = make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
+    cache = _make_fp8_cache(geometry, E5M2, numerics).model_copy(update={"is_own_type": True})
     return replace(plain, fitted={}, kv_cache=cache)
 
 
@@ -404,21 +417,6 @@ def drop_layers(
     """Leave out the quantizers of the KV cache and of attention in some layers."""
     left = {a.module for layer, a in geometry.attentions() if layer.index in layers}
     return {site: each for site, each in quantizers.items() if site.module not in left}
-
-
-def build_unscaled(
-    name: str, geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics
-) -> Candidate:
-    """Build the candidate without scales."""
-    table = make_unscaled_table(geometry, fmt)
-    return Candidate(
-        name=name,
-        description=f"KV cache {fmt.name}, every scale 1.0",
-        emulation=Emulation(quantizers=emulate_kv(table, numerics)),
-        fitted=fit_kv(geometry, fmt, numerics),
-        kv_cache=make_fp8_cache(geometry, fmt, numerics),
-        prompt_in_16_bits=not numerics.prompt_reads_cache,
-    )
 
 
 def plan_scheme(scheme: Scheme, ignore: Sequence[str] = ()) -> PlanSettings:
@@ -515,28 +513,21 @@ def build_checkpoint(
     outside = {linear.weight_name for linear in target.towers}
     if towers := sum(outside.issuperset(each.inputs) for each in weights):
         parts[0] += f", {towers} of towers"
-    fitted: Mapping[Site, Quantizer] = {}
-    cache = None
+    kv = Candidate(name=opened.name, description="", emulation=Emulation())
     if opened.found is not None:
-        found = opened.found
-        kv = emulate_kv(found.table, numerics)
-        reads = find_misreads(found.table, numerics)
-        emulation = replace(emulation, quantizers={**emulation.quantizers, **kv}, reads=reads)
-        fitted = fit_kv(target.geometry, found.table.fmt, numerics)
-        cache = make_fp8_cache(target.geometry, found.table.fmt, numerics)
-        parts.append(f"KV cache {found.table.fmt.name}")
-    return Candidate(
-        name=opened.name,
+        kv = _build_kv(opened.name, "", opened.found.table, numerics)
+        parts.append(f"KV cache {opened.found.table.fmt.name}")
+    quantizers = {**emulation.quantizers, **kv.emulation.quantizers}
+    emulation = replace(emulation, quantizers=quantizers, reads=kv.emulation.reads)
+    return replace(
+        kv,
         description=", ".join(parts) + _describe_rounding(emulation.quantizers, numerics),
         emulation=emulation,
-        fitted=fitted,
-        kv_cache=cache,
-        prompt_in_16_bits=cache is not None and not numerics.prompt_reads_cache,
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *_note_mx_inputs(opened.name, emulation, numerics),
             *_note_unmultiplied(opened.name, checkpoint, numerics),
-            *_note_misreads(opened.name, emulation.reads, target.geometry),
+            *kv.notes,
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
         ),
     )
@@ -554,9 +545,8 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     modules |= {linear.module for linear in emulation.towers}
     lacking = [site for site in emulation.quantizers if site.module not in modules]
     if lacking:
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         raise ModelError(
-            f"{candidate.name}: it quantizes {lacking[0]}{more}, which the model does not have",
+            f"{candidate.name}: it quantizes {cut_list(lacking, 1)}, which the model does not have",
             hint="are the scales of this model?",
         )
     if not emulation.quantizers and not emulation.weights:

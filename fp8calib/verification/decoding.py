@@ -11,7 +11,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.compare.summary import average
 from fp8calib.verification.compare.token_scores import select_lengths
 from fp8calib.verification.emulation.decoding import find_decoded
 from fp8calib.verification.emulation.emulate import Emulation
@@ -50,9 +50,9 @@ def _compare(
     decoded: torch.Tensor,
     lengths: Sequence[int],
 ) -> DecodeResult:
-    chosen = {name: each[decoded].double() for name, each in klds.items()}
+    chosen = {name: each[decoded] for name, each in klds.items()}
     pair = compare_paired(candidate.name, _AS_PROMPT, chosen, lengths)
-    means = {name: (float(x.mean()), standard_error(x, lengths)) for name, x in chosen.items()}
+    means = {name: average(each, lengths) for name, each in chosen.items()}
     return DecodeResult(
         candidate=candidate.name,
         tokens=int(decoded.sum()),

@@ -13,16 +13,15 @@ from statistics import median_low
 
 import torch
 
-from fp8calib.data.sequences import DataPlan, batches, take_sequences
+from fp8calib.data.sequences import DataPlan, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.machine.progress import Progress
 from fp8calib.scales.rules import AMAX
 from fp8calib.verification.candidates import drop_layers
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult, advance_once
 from fp8calib.verification.compare.paired import compare_paired
-from fp8calib.verification.compare.summary import standard_error, summarize
+from fp8calib.verification.compare.summary import Summary, average, summarize
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.report import (
@@ -33,7 +32,7 @@ from fp8calib.verification.report import (
     SiteRuleResult,
     format_difference,
 )
-from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, SEQUENCES, STANDS_OUT
+from fp8calib.verification.sensitivity import SEQUENCES, STANDS_OUT
 
 CHOICE = "auto"
 """The name of the choice among the rules that it is judged with."""
@@ -93,9 +92,8 @@ def count_passes(geometry: ModelGeometry, num_options: int) -> tuple[int, int]:
     """Count the passes over the text that rules are chosen on, and over the other, at most."""
     num_layers = sum(1 for _, attention in geometry.attentions() if attention.producer is None)
     searched = min(num_layers, _MOST_LAYERS)
-    emulated = num_options + num_layers + searched * 2 * num_options
-    rounds = 1 + -(-num_layers // LAYERS_AT_ONCE) + searched
-    return emulated + rounds, num_options + 2
+    of_cells = searched * (2 * num_options + 1)
+    return count_in_rounds(num_layers) + of_cells + num_options + 1, num_options + 2
 
 
 def describe_search(
@@ -110,58 +108,29 @@ def describe_search(
 
 
 def choose_rules(
-    comparison: Comparison,
-    geometry: ModelGeometry,
-    search: RuleSearch,
-    plan: DataPlan,
-    *,
-    batch_size: int,
-    progress: Progress,
+    geometry: ModelGeometry, search: RuleSearch, first: TextRuns, second: TextRuns
 ) -> RuleChoiceResult:
-    """Choose on the first half of the text, judge on the second."""
-    first, second = split_text(plan)
+    """Choose on the first part of the text, judge on the second (`split_text`)."""
     passes, judging = count_passes(geometry, len(search.options))
-    progress.stage("choosing rules", first.num_tokens * passes, unit="tokens")
-    tuning = _Runner(comparison, first, batch_size, progress)
-    chosen = _Search(search, tuning, geometry).run()
+    first.begin_stage("choosing rules", passes)
+    chosen = _Search(search, first, geometry).run()
     if chosen.is_amax:
         return _report(search, chosen, (), first, second)
-    progress.stage("judging the choice", second.num_tokens * judging, unit="tokens")
-    judged = _judge(search, chosen, _Runner(comparison, second, batch_size, progress), geometry)
+    second.begin_stage("judging the choice", judging)
+    judged = _judge(search, chosen, second, geometry)
     return _report(search, chosen, judged, first, second)
 
 
-class _Runner:
-    """Runs emulations on one text; the unquantized model beside each round."""
-
-    def __init__(
-        self, comparison: Comparison, plan: DataPlan, batch_size: int, progress: Progress
-    ) -> None:
-        self._comparison = comparison
-        self._batches = list(batches(plan, batch_size))
-        self._progress = progress
-        self.lengths = [length for batch in self._batches for length in batch.scored_lengths]
-
-    def run(self, emulations: Mapping[str, Quantizers]) -> ComparisonResult:
-        """Score emulations."""
-        return self._comparison.run(
-            self._batches,
-            {name: Emulation(quantizers=found) for name, found in emulations.items()},
-            advance=advance_once(self._comparison, self._progress.advance),
-        )
-
-    def find_klds(self, emulations: Mapping[str, Quantizers]) -> dict[str, torch.Tensor]:
-        """Give the divergences of each emulation: fp32 [N]."""
-        found = self.run(emulations).candidates
-        return {name: found[name].klds for name in emulations}
+def _emulate(options: Mapping[str, Quantizers]) -> dict[str, Emulation]:
+    return {name: Emulation(quantizers=found) for name, found in options.items()}
 
 
 class _Search:
     """Chooses on the first text."""
 
-    def __init__(self, search: RuleSearch, runner: _Runner, geometry: ModelGeometry) -> None:
+    def __init__(self, search: RuleSearch, runs: TextRuns, geometry: ModelGeometry) -> None:
         self._options = search.options
-        self._runner = runner
+        self._runs = runs
         self._geometry = geometry
         self._cells = list_cells(geometry, search.options[_AMAX])
         self._can_skip = bool(search.numerics.kv_skip_flag)
@@ -173,6 +142,11 @@ class _Search:
         sites = [self._choose_cell(cell) for cell in self._cells if cell[0] in most]
         left = self._find_left(sites, {layer: _mean(found) for layer, found in layers.items()})
         return self._choose_others(_Chosen(base=_AMAX, sites=tuple(sites), left=left))
+
+    def _find_klds(self, options: Mapping[str, Quantizers]) -> dict[str, torch.Tensor]:
+        """Give the divergences with each way to quantize, run together: fp32 [N]."""
+        found = self._runs.run(_emulate(options)).candidates
+        return {name: scores.klds for name, scores in found.items()}
 
     def _find_left(
         self, sites: Sequence[SiteRuleResult], layers: Mapping[int, float]
@@ -195,22 +169,22 @@ class _Search:
     def _choose_others(self, chosen: _Chosen) -> _Chosen:
         """Choose the rule of the sites without one of their own."""
         mixed = {name: chosen.mix(self._options, name, self._geometry) for name in self._options}
-        klds = self._runner.find_klds(mixed)
+        klds = self._find_klds(mixed)
         best = min(klds, key=lambda name: _mean(klds[name]))
-        pair = compare_paired(best, _AMAX, klds, self._runner.lengths)
+        pair = compare_paired(best, _AMAX, klds, self._runs.lengths)
         return replace(chosen, base=best) if _is_sure(pair) else chosen
 
     def _measure_layers(self) -> dict[int, torch.Tensor]:
         """Quantize one layer at a time."""
-        layers = list(dict.fromkeys(layer for layer, _ in self._cells))
-        klds: dict[int, torch.Tensor] = {}
-        for start in range(0, len(layers), LAYERS_AT_ONCE):
-            some = {
-                str(layer): self._take(_AMAX, (c for c in self._cells if c[0] == layer))
-                for layer in layers[start : start + LAYERS_AT_ONCE]
-            }
-            klds |= {int(name): found for name, found in self._runner.find_klds(some).items()}
-        return klds
+        layers = {
+            str(layer): self._take(_AMAX, (c for c in self._cells if c[0] == layer))
+            for layer in dict.fromkeys(layer for layer, _ in self._cells)
+        }
+        return {
+            int(name): scores.klds
+            for found in self._runs.run_rounds(_emulate(layers))
+            for name, scores in found.candidates.items()
+        }
 
     def _choose_cell(self, cell: Cell) -> SiteRuleResult:
         """Quantize the sites of a cell alone with every rule that changes them."""
@@ -219,18 +193,18 @@ class _Search:
             found = self._take(name, [cell])
             if not any(_is_same(found, other) for other in tried.values()):
                 tried[name] = found
-        klds = self._runner.find_klds(tried)
+        klds = self._find_klds(tried)
         best = min(klds, key=lambda name: _mean(klds[name]))
-        pair = None if best == _AMAX else compare_paired(best, _AMAX, klds, self._runner.lengths)
+        pair = None if best == _AMAX else compare_paired(best, _AMAX, klds, self._runs.lengths)
         own = best if pair is not None and _is_sure(pair) else ""
-        chosen = klds[own or _AMAX].double()
+        kld, kld_se = average(klds[own or _AMAX], self._runs.lengths)
         layer, sites = cell
         return SiteRuleResult(
             layer=layer,
             sites=tuple(map(str, sites)),
             rule=own,
-            kld=float(chosen.mean()),
-            kld_se=standard_error(chosen, self._runner.lengths),
+            kld=kld,
+            kld_se=kld_se,
             against_amax=pair,
         )
 
@@ -253,28 +227,33 @@ def list_cells(geometry: ModelGeometry, quantizers: Quantizers) -> list[Cell]:
     return cells
 
 
+def make_rule_result(
+    candidate: str, rule: str, summary: Summary, against_best: PairedResult | None
+) -> RuleResult:
+    """Make the result of a rule that was applied to the statistics of `candidate`."""
+    return RuleResult(
+        candidate=candidate,
+        rule=rule,
+        ppl_ratio=summary.ppl_ratio,
+        ppl_ratio_se=summary.ppl_ratio_se,
+        kld_mean=summary.kld_mean,
+        kld_se=summary.kld_se,
+        against_best=against_best,
+    )
+
+
 def _judge(
-    search: RuleSearch, chosen: _Chosen, runner: _Runner, geometry: ModelGeometry
+    search: RuleSearch, chosen: _Chosen, runs: TextRuns, geometry: ModelGeometry
 ) -> tuple[RuleResult, ...]:
     """Score the choice and each rule everywhere, the choice first."""
     mixed = chosen.mix(search.options, chosen.base, geometry)
-    compared = runner.run({CHOICE: mixed, **search.options})
+    compared = runs.run(_emulate({CHOICE: mixed, **search.options}))
     klds = {name: scores.klds for name, scores in compared.candidates.items()}
     results = []
     for name, scores in compared.candidates.items():
-        summary = summarize(scores, compared.reference, runner.lengths)
-        pair = None if name == CHOICE else compare_paired(name, CHOICE, klds, runner.lengths)
-        results.append(
-            RuleResult(
-                candidate=search.candidate,
-                rule=name,
-                ppl_ratio=summary.ppl_ratio,
-                ppl_ratio_se=summary.ppl_ratio_se,
-                kld_mean=_mean(scores.klds),
-                kld_se=summary.kld_se,
-                against_best=pair,
-            )
-        )
+        summary = summarize(scores, compared.reference, runs.lengths)
+        pair = None if name == CHOICE else compare_paired(name, CHOICE, klds, runs.lengths)
+        results.append(make_rule_result(search.candidate, name, summary, pair))
     return tuple(results)
 
 
@@ -282,8 +261,8 @@ def _report(
     search: RuleSearch,
     chosen: _Chosen,
     judged: Sequence[RuleResult],
-    first: DataPlan,
-    second: DataPlan,
+    first: TextRuns,
+    second: TextRuns,
 ) -> RuleChoiceResult:
     beaten = next((one.against_best for one in judged if one.rule == _AMAX), None)
     is_gained = beaten is not None and beaten.answer is PairedAnswer.WORSE

@@ -8,57 +8,43 @@ from statistics import median_low
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
-from fp8calib.machine.progress import Progress
 from fp8calib.selection.patterns import spell_options
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, advance_once
 from fp8calib.verification.compare.summary import summarize
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import Sensitivity, SensitivityResult
 
 SEQUENCES = 8
 """Number of sequences: every layer costs a forward pass over them."""
-LAYERS_AT_ONCE = 8
-"""Their hidden states wait for the head together; every round runs the reference again."""
 STANDS_OUT = 8.0
 """A layer whose KLD is above this multiple of the lower median, by more than twice its standard
 error, is worth leaving unquantized."""
 
 
 def measure_sensitivity(
-    comparison: Comparison,
+    runs: TextRuns,
     geometry: ModelGeometry,
     candidate: Candidate,
-    plan: DataPlan,
     numerics: Numerics,
     *,
-    batch_size: int,
-    progress: Progress,
+    sequences: int,
 ) -> Sensitivity:
-    """Quantize one layer at a time as `candidate` does, on the first sequences of the plan."""
-    emulation = candidate.emulation
-    chosen = choose_batches(plan, batch_size)
-    lengths = [length for batch in chosen for length in batch.scored_lengths]
-    parts = _split_by_layer(geometry, emulation)
-    rounds = split_rounds(geometry, emulation)
-    progress.stage("one layer at a time", sum(lengths) * (len(parts) + len(rounds)), unit="tokens")
-    advance = advance_once(comparison, progress.advance)
+    """Quantize one layer at a time as `candidate` does, on the text of `choose_batches`."""
+    parts = split_by_layer(geometry, candidate.emulation)
+    runs.begin_stage("one layer at a time", count_in_rounds(len(parts)))
     results = []
-    for indices in rounds:
-        compared = comparison.run(
-            chosen, {str(index): parts[index] for index in indices}, advance=advance
-        )
-        for index in indices:
-            summary = summarize(compared.candidates[str(index)], compared.reference, lengths)
+    for compared in runs.run_rounds({str(index): part for index, part in parts.items()}):
+        for index, scores in compared.candidates.items():
+            summary = summarize(scores, compared.reference, runs.lengths)
             results.append(
                 SensitivityResult(
-                    layer=index,
+                    layer=int(index),
                     kld_mean=summary.kld_mean,
                     kld_se=summary.kld_se,
                     ppl_ratio=summary.ppl_ratio,
                 )
             )
-    sequences = min(SEQUENCES, len(plan.sequences))
     return find_skippable(candidate, geometry, results, numerics, sequences=sequences)
 
 
@@ -67,13 +53,8 @@ def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
     return [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
 
 
-def split_rounds(geometry: ModelGeometry, emulation: Emulation) -> list[list[int]]:
-    """Split the layers into rounds; the reference runs once in each."""
-    parts = list(_split_by_layer(geometry, emulation))
-    return [parts[i : i + LAYERS_AT_ONCE] for i in range(0, len(parts), LAYERS_AT_ONCE)]
-
-
-def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:
+def split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:
+    """Split an emulation into those of single layers, without layers that it leaves as they are."""
     parts = {layer.index: emulation.only(_list_modules(layer)) for layer in geometry.layers}
     return {index: part for index, part in parts.items() if part.quantizers or part.weights}
 

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fp8calib.data.sequences import DataPlan, batches, take_sequences
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import VerificationError
+from fp8calib.errors import VerificationError, cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import (
-    Comparison,
-    ComparisonResult,
-    advance_by_share,
-)
+from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
+    average,
     bounded_exp,
     compute_ppl,
     list_figures,
-    standard_error,
     summarize,
     summarize_positions,
 )
+from fp8calib.verification.compare.text_runs import TextRuns
 from fp8calib.verification.compare.token_scores import TokenScores, select_lengths
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
@@ -41,7 +39,7 @@ from fp8calib.verification.damage_rows import (
 from fp8calib.verification.decoding import compare_decoding, list_decode_emulations
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.weights import ParameterReader
 from fp8calib.verification.judge.damaged import Fits, describe_damage
 from fp8calib.verification.judge.decide import (
@@ -53,7 +51,6 @@ from fp8calib.verification.judge.decide import (
 )
 from fp8calib.verification.judge.gates import GATES, Gate, correct_if_misleading, judge
 from fp8calib.verification.judge.kv_need import (
-    FittedScales,
     assess_need,
     find_fitting,
     list_losing,
@@ -63,7 +60,6 @@ from fp8calib.verification.report import (
     SERVER,
     CandidateResult,
     ContextResult,
-    HistogramResult,
     KvNeed,
     LayerResult,
     MediaResult,
@@ -71,16 +67,20 @@ from fp8calib.verification.report import (
     PairedResult,
     ReferenceResult,
     RuleResult,
-    Sensitivity,
     Verdict,
     VerifyReport,
     describe_media,
 )
-from fp8calib.verification.rule_choice import RuleSearch, choose_rules
-from fp8calib.verification.sensitivity import measure_sensitivity
+from fp8calib.verification.rule_choice import (
+    RuleSearch,
+    choose_rules,
+    make_rule_result,
+    split_text,
+)
+from fp8calib.verification.sensitivity import SEQUENCES, choose_batches, measure_sensitivity
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
-from fp8calib.verification.server.hypotheses import EmulatedFault
+from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.row import add_server
 
 
@@ -125,10 +125,7 @@ class VerificationRequest:
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
-    has_all_types: bool = False
-    """Whether all types of the KV cache are compared."""
-    gpu: str = ""
-    faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
+    faults: Mapping[str, Fault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
     rule_search: RuleSearch | None = None
@@ -136,7 +133,6 @@ class VerificationRequest:
     """Whether the unquantized model runs again, in batches of another size."""
     scores_decoding: bool = False
     """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
-    histograms: tuple[HistogramResult, ...] = ()
     refused: Collection[str] = ()
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     warnings: tuple[str, ...] = ()
@@ -176,66 +172,57 @@ def verify(
     measurements = MeasurementHooks(_list_scale_kinds(request), set(_list_scalable(request)))
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
-    emulations = list_emulations(request)
-    layers = comparison.num_layers
-    tokens = plan.num_tokens * max(layers, 1)
-    cuts = 0 if layers else sum(1 for _ in batches(plan, batch_size))
-    progress.stage("verifying", tokens, unit="tokens", layers=layers, batches=cuts)
-    compared = comparison.run(
-        batches(plan, batch_size),
-        emulations,
+
+    def open_runs(text: DataPlan, size: int = batch_size) -> TextRuns:
+        return TextRuns(comparison, list(batches(text, size)), progress)
+
+    runs = open_runs(plan)
+    compared = runs.run_stage(
+        "verifying",
+        list_emulations(request),
         reference_hooks=measurements,
         watched=None if server is None else server.watched,
-        advance=advance_by_share(len(emulations) + 1, progress.advance),
     )
     _require_quantized(request.candidates, compared)
     fits = _measure_fits(request, measurements, reference.geometry)
-    fitted = _run_fitted(
-        comparison, request, compared, fits, plan, batch_size=batch_size, progress=progress
-    )
-    runner = FaultRunner(
-        comparison=comparison,
-        geometry=reference.geometry,
-        candidates=request.candidates,
-        plan=plan,
-        batch_size=batch_size,
-    )
+    fitted = _run_fitted(runs, request, compared, fits)
     assessment = None
     if server is not None:
-        assessment = assess(server, _gather(request, compared, runner), progress)
+        runner = FaultRunner(
+            comparison=comparison,
+            geometry=reference.geometry,
+            candidates=request.candidates,
+            plan=plan,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        assessment = assess(server, _gather(request, compared, runner))
     sensitivity = None
     if request.sensitivity_of is not None:
         sensitivity = measure_sensitivity(
-            comparison,
+            TextRuns(comparison, choose_batches(plan, batch_size), progress),
             reference.geometry,
             request.sensitivity_of,
-            plan,
             request.numerics,
-            batch_size=batch_size,
-            progress=progress,
+            sequences=min(SEQUENCES, len(plan.sequences)),
         )
     rule_choice = None
     if request.rule_search is not None:
-        rule_choice = choose_rules(
-            comparison,
-            reference.geometry,
-            request.rule_search,
-            plan,
-            batch_size=batch_size,
-            progress=progress,
-        )
+        texts = map(open_runs, split_text(plan))
+        rule_choice = choose_rules(reference.geometry, request.rule_search, *texts)
+    noise = None
+    if request.measures_noise:
+        noise = _measure_noise(open_runs, compared, plan, batch_size)
     report = _build_report(
         reference,
         request,
         plan,
         _Compared(compared=compared, found=measurements.found, fits=fits, fitted=fitted),
-        sensitivity,
-        time.monotonic() - started,
+        sensitivity=sensitivity,
+        rule_choice=rule_choice,
+        noise=noise,
+        duration_s=time.monotonic() - started,
     )
-    noise = None
-    if request.measures_noise:
-        noise = _measure_noise(comparison, compared, plan, batch_size, progress)
-    report = report.model_copy(update={"rule_choice": rule_choice, "noise": noise})
     logprobs = {
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
@@ -252,18 +239,14 @@ _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
 
 
 def _measure_noise(
-    comparison: Comparison,
+    open_runs: Callable[[DataPlan, int], TextRuns],
     compared: ComparisonResult,
     plan: DataPlan,
     batch_size: int,
-    progress: Progress,
 ) -> NoiseResult:
     """Run the first sequences again in batches of another size, and compare the scores."""
     few = take_sequences(plan, 0, _NOISE_SEQUENCES)
-    tokens = few.num_tokens * max(comparison.num_layers, 1)
-    progress.stage("noise floor", tokens, unit="tokens", layers=comparison.num_layers)
-    size = 1 if batch_size > 1 else _NOISE_BATCH
-    again = comparison.run(batches(few, size), {}, advance=advance_by_share(1, progress.advance))
+    again = open_runs(few, 1 if batch_size > 1 else _NOISE_BATCH).run_stage("noise floor", {})
     found = again.reference.logprobs.double()
     changes = found - compared.reference.logprobs[: len(found)].double()
     return NoiseResult(tokens=len(found), kld=float(changes.square().mean()) / 2)
@@ -366,14 +349,7 @@ def _measure_fits(
 
 
 def _run_fitted(
-    comparison: Comparison,
-    request: VerificationRequest,
-    compared: ComparisonResult,
-    fits: Fits,
-    plan: DataPlan,
-    *,
-    batch_size: int,
-    progress: Progress,
+    runs: TextRuns, request: VerificationRequest, compared: ComparisonResult, fits: Fits
 ) -> TokenScores | None:
     """Score the model with fitted scales, where scale 1.0 loses and no candidate's scales fit.
 
@@ -389,14 +365,8 @@ def _run_fitted(
         return None
     if (fitting := find_fitting(cached, fits)) is not None:
         return compared.candidates[fitting]
-    tokens = plan.num_tokens * max(comparison.num_layers, 1)
-    progress.stage("scales that fit", tokens, unit="tokens", layers=comparison.num_layers)
-    found = comparison.run(
-        batches(plan, batch_size),
-        {_FITTED_NAME: Emulation(quantizers=unscaled.fitted)},
-        advance=advance_by_share(2, progress.advance),
-    )
-    return found.candidates[_FITTED_NAME]
+    fitted = {_FITTED_NAME: Emulation(quantizers=unscaled.fitted)}
+    return runs.run_stage(_FITTED_NAME, fitted).candidates[_FITTED_NAME]
 
 
 def _build_report(
@@ -404,14 +374,14 @@ def _build_report(
     request: VerificationRequest,
     plan: DataPlan,
     computed: _Compared,
-    sensitivity: Sensitivity | None,
-    duration_s: float,
+    **others: Any,
 ) -> VerifyReport:
+    """Build the report; `others` are fields of it that are measured apart."""
     compared = computed.compared
     lengths = plan.lengths
     layer_of = reference.geometry.index_modules()
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
-    ppl = compute_ppl(compared.reference)
+    ppl = compute_ppl(compared.reference.logprobs)
     vocab_size = int(reference.model.config.get_text_config(decoder=True).vocab_size)
     broken = explain_broken(ppl, vocab_size)
     results = tuple(_make_result(c, computed, request, lengths, layers) for c in request.candidates)
@@ -427,8 +397,7 @@ def _build_report(
         paired={(pair.candidate, pair.base): pair for pair in pairs},
         refused=request.refused,
         is_strict=request.is_strict,
-        reference_ppl=ppl,
-        vocab_size=vocab_size,
+        broken=broken,
         engine=request.engine_version,
     )
     cached = decide_kv(basis)
@@ -440,14 +409,12 @@ def _build_report(
         model=reference.name,
         engine=request.engine or request.numerics.name,
         engine_version=request.engine_version,
-        gpu=request.gpu,
         dtype=reference.dtype,
         device=reference.device,
         data=plan.sources,
         tokens=len(compared.reference.logprobs),
         sequences=len(lengths),
         seq_len=plan.seq_len,
-        duration_s=duration_s,
         reference=ReferenceResult(ppl=ppl),
         candidates=results,
         layers=layers,
@@ -461,9 +428,6 @@ def _build_report(
             request.calibration_clipped,
         ),
         diagnosis_of=request.diagnosis_of,
-        has_all_types=request.has_all_types,
-        histograms=request.histograms,
-        sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
         media=() if broken else tuple(_compare_text_scales(request, compared, plan)),
         contexts=tuple(_split_contexts(request.candidates, compared, plan)) if plan.media else (),
@@ -471,6 +435,7 @@ def _build_report(
         if request.scores_decoding
         else (),
         warnings=(*request.warnings, *_list_unmet_sites(request, compared)),
+        **others,
     )
 
 
@@ -514,24 +479,18 @@ def _assess_need(
 ) -> KvNeed | None:
     """Answer whether KV scales are needed; None where only FP8 weights are compared."""
     others = [one for one in results if one.name != SCALE_ONE and not one.has_own_type]
-    unscaled = next((one for one in results if one.name == SCALE_ONE), None)
     is_asked = not others or any(has_kv_only(one.name, layers) for one in others)
-    if unscaled is None or SCALE_ONE not in computed.fits or not is_asked:
+    if SCALE_ONE not in computed.fits or not is_asked:
         return None
-    fitted = None
+    klds = {SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds}
+    fp8, added = average(klds[SCALE_ONE], lengths), None
     if computed.fitted is not None:
-        klds = {
-            SCALE_ONE: computed.compared.candidates[SCALE_ONE].klds,
-            _FITTED_NAME: computed.fitted.klds,
-        }
-        fitted = FittedScales(
-            kld=float(computed.fitted.klds.double().mean()),
-            kld_se=standard_error(computed.fitted.klds.double(), lengths),
-            added_by_one=compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths),
-        )
+        klds[_FITTED_NAME] = computed.fitted.klds
+        fp8 = average(klds[_FITTED_NAME], lengths)
+        added = compare_paired(SCALE_ONE, _FITTED_NAME, klds, lengths)
     scaled = {one.name for one in others}
     removed = [pair for pair in pairs if pair.candidate in scaled]
-    return assess_need(unscaled, list_losing(computed.fits[SCALE_ONE]), fitted, removed)
+    return assess_need(list_losing(computed.fits[SCALE_ONE]), fp8, added, removed)
 
 
 _FITTED_NAME = "scales that fit"
@@ -567,7 +526,7 @@ def _make_result(
         verdict_why=why,
         gate=gate.name,
         kv_cache=candidate.kv_cache,
-        by_position=summarize_positions(scores, reference, lengths),
+        by_position=summarize_positions(scores.logprobs, reference.logprobs, lengths, scores.klds),
     )
 
 
@@ -577,9 +536,8 @@ def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) 
         met = compared.damage[candidate.name]
         missed = [site for site in candidate.emulation.quantizers if site not in met]
         if missed:
-            more = f" and {len(missed) - 1} more" if missed[1:] else ""
             yield (
-                f"{candidate.name}: {missed[0]}{more}: quantized by "
+                f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
                 f"{_name_engine(candidate, request)} but not emulated: the model computes it "
                 "without a hook"
             )
@@ -603,7 +561,8 @@ def _list_layer_rows(
     candidates: Sequence[Candidate], compared: ComparisonResult, layer_of: Mapping[str, int]
 ) -> Iterator[LayerResult]:
     for candidate in candidates:
-        scales = find_ranges(candidate.emulation.quantizers)
+        quantizers = candidate.emulation.quantizers
+        scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
         scales |= compared.weight_scales[candidate.name]
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
 
@@ -623,10 +582,11 @@ def _compare_text_scales(
             name: compared.candidates[name].klds[is_after],
         }
         pair = compare_paired(_OF_TEXT, name, klds, lengths)
+        kld_mean, kld_se = average(klds[_OF_TEXT], lengths)
         yield MediaResult(
             candidate=name,
-            kld_mean=float(klds[_OF_TEXT].double().mean()),
-            kld_se=standard_error(klds[_OF_TEXT].double(), lengths),
+            kld_mean=kld_mean,
+            kld_se=kld_se,
             difference=pair,
             sentence=describe_media(pair),
         )
@@ -645,13 +605,13 @@ def _split_contexts(
         for candidate in candidates if kept else ():
             scores = compared.candidates[candidate.name]
             losses = (compared.reference.logprobs - scores.logprobs)[chosen].double()
-            klds = scores.klds[chosen].double()
+            kld_mean, kld_se = average(scores.klds[chosen], kept)
             yield ContextResult(
                 candidate=candidate.name,
                 after_media=after,
-                tokens=len(klds),
-                kld_mean=float(klds.mean()),
-                kld_se=standard_error(klds, kept),
+                tokens=len(losses),
+                kld_mean=kld_mean,
+                kld_se=kld_se,
                 ppl_ratio=bounded_exp(float(losses.mean())),
             )
 
@@ -659,25 +619,17 @@ def _split_contexts(
 def _rank_rules(
     request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
 ) -> tuple[RuleResult, ...]:
-    klds = {rule: compared.candidates[_rule_key(rule)].klds for rule in request.rules}
-    results = []
-    for rule in request.rules:
-        summary = summarize(compared.candidates[_rule_key(rule)], compared.reference, lengths)
-        results.append(
-            RuleResult(
-                candidate=request.rules_of,
-                rule=rule,
-                ppl_ratio=summary.ppl_ratio,
-                ppl_ratio_se=summary.ppl_ratio_se,
-                kld_mean=summary.kld_mean,
-                kld_se=summary.kld_se,
-            )
+    """Rank the rules, the smallest divergence first."""
+    scores = {rule: compared.candidates[_rule_key(rule)] for rule in request.rules}
+    klds = {rule: found.klds for rule, found in scores.items()}
+    found = {rule: summarize(each, compared.reference, lengths) for rule, each in scores.items()}
+    ranked = sorted(found, key=lambda rule: found[rule].kld_mean or 0.0)
+    return tuple(
+        make_rule_result(
+            request.rules_of,
+            rule,
+            found[rule],
+            None if rule == ranked[0] else compare_paired(rule, ranked[0], klds, lengths),
         )
-    if not results:
-        return ()
-    best, *others = sorted(results, key=lambda result: result.kld_mean)
-    paired = [
-        one.model_copy(update={"against_best": compare_paired(one.rule, best.rule, klds, lengths)})
-        for one in others
-    ]
-    return (best, *paired)
+        for rule in ranked
+    )

@@ -19,7 +19,7 @@ import rfc8785
 import torch
 
 from fp8calib.data.rows import Row
-from fp8calib.data.sequences import Batch, build_plan
+from fp8calib.data.sequences import Batch, DataPlan, batches, build_plan
 from fp8calib.jobs.receipt.check import (
     compare_again,
     compare_files,
@@ -28,6 +28,7 @@ from fp8calib.jobs.receipt.check import (
 )
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.results.receipt import Receipt
+from fp8calib.verification.compare.text_runs import TextRuns
 from fp8calib.verification.verify import _measure_noise
 from tests.cli.program import fail, run, succeed
 from tests.docs.test_schemas import close, load
@@ -398,15 +399,19 @@ def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
     plan = build_plan((), tokenizer=str, vocab_size=9, samples=20, seq_len=3, rows=rows)
     sizes: list[int] = []
 
-    def run_again(batches: Iterable[Batch], *_: Any, **__: Any) -> SimpleNamespace:
-        sizes.extend(len(batch.lengths) for batch in batches)
+    def run_again(found: Iterable[Batch], *_: Any, **__: Any) -> SimpleNamespace:
+        sizes.extend(len(batch.lengths) for batch in found)
         return SimpleNamespace(reference=SimpleNamespace(logprobs=torch.full((32,), -1.1)))
 
     comparison: Any = SimpleNamespace(run=run_again, num_layers=0)
+
+    def open_runs(text: DataPlan, size: int) -> TextRuns:
+        return TextRuns(comparison, list(batches(text, size)), CallbackProgress(None))
+
     before: Any = SimpleNamespace(reference=SimpleNamespace(logprobs=torch.full((40,), -1.0)))
     for batch_size, expected in ((1, [4] * 4), (8, [1] * 16)):
         sizes.clear()
-        found = _measure_noise(comparison, before, plan, batch_size, CallbackProgress(None))
+        found = _measure_noise(open_runs, before, plan, batch_size)
         assert sizes == expected
         assert found.tokens == 32
         assert found.kld == pytest.approx(0.1**2 / 2, rel=1e-5)

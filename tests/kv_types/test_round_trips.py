@@ -11,11 +11,9 @@ import torch
 from transformers.cache_utils import Fp8QuantizedLayer
 
 from fp8calib.kv_types import (
-    first_update,
+    e4m3,
     fp4,
-    latents,
     per_token_head,
-    powers_of_two,
     rotations,
     turboquant,
 )
@@ -59,9 +57,9 @@ EXACT: dict[str, tuple[RoundTrip, OneVector]] = {
         by_hand.uniform_value(3),
     ),
     "ultraquant": (fp4.ultraquant, by_hand.ultraquant),
-    "fp8_ds_mla": (latents.fp8_tiles, by_hand.fp8_tiles),
-    "mxfp8": (powers_of_two.mxfp8, by_hand.mxfp8),
-    "fp4_mx_block16": (powers_of_two.mx_block16, by_hand.mx_block16),
+    "fp8_ds_mla": (e4m3.latent_tiles, by_hand.fp8_tiles),
+    "mxfp8": (e4m3.mxfp8, by_hand.mxfp8),
+    "fp4_mx_block16": (fp4.mx_block16, by_hand.mx_block16),
 }
 
 
@@ -82,7 +80,9 @@ def test_quantized_cache_is_that_of_transformers(dtype: torch.dtype) -> None:
         prompt = sequence[None]
         layer.update(prompt, 2 * prompt)
         key, value = layer.update(prompt[:, :, :1], prompt[:, :, :1])
-        found_key, found_value = (first_update.fp8(each).to(dtype) for each in (prompt, 2 * prompt))
+        found_key, found_value = (
+            e4m3.first_update(each).to(dtype) for each in (prompt, 2 * prompt)
+        )
         assert torch.equal(found_key, key[:, :, :-1])
         assert torch.equal(found_value, value[:, :, :-1])
 

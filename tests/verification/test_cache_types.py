@@ -20,8 +20,8 @@ from fp8calib.kv_types.cache_types import CACHE_TYPES
 from fp8calib.kv_types.sizes import count_cache_bytes, explain_misfit
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.verification.candidates import build_cache
-from fp8calib.verification.emulation.cache_types import emulate_cache_type
 from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.kv import emulate_cache_type
 from tests import zoo
 from tests.architectures.families import LATENT, build
 from tests.cli.program import run

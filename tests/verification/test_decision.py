@@ -17,8 +17,8 @@ from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SiteFit
 from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.judge.damaged import describe_damage, is_damaged, loses
-from fp8calib.verification.judge.decide import Basis, decide, decide_kv
-from fp8calib.verification.judge.kv_need import FittedScales, assess_need, list_losing
+from fp8calib.verification.judge.decide import Basis, decide, decide_kv, explain_broken
+from fp8calib.verification.judge.kv_need import assess_need, list_losing
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -276,11 +276,10 @@ QUERY = fit(7, "q", loss_db=25.0, worst_db=5.0, flushed=0.9)
 
 def need(answer: PairedAnswer | None, *losing: SiteFit) -> KvNeed:
     """Assess the need where scale 1.0 against fitted scales is `answer`."""
-    fitted = None
-    if answer is not None:
-        added = pair(SCALE_ONE, "scales that fit", 0.002, answer, tokens_to_tell=123_456)
-        fitted = FittedScales(kld=0.004, kld_se=0.0002, added_by_one=added)
-    return assess_need(candidate(SCALE_ONE, 0.006), losing, fitted, [])
+    if answer is None:
+        return assess_need(losing, (0.006, 0.0001), None, [])
+    added = pair(SCALE_ONE, "scales that fit", 0.002, answer, tokens_to_tell=123_456)
+    return assess_need(losing, (0.004, 0.0002), added, [])
 
 
 @pytest.mark.parametrize(
@@ -471,14 +470,14 @@ def test_a_loss_below_the_noise_says_how_much_text_would_tell() -> None:
 
 def test_what_makes_the_figures_meaningless_is_said_first() -> None:
     lost = candidate(SCALE_ONE, 3.0, Verdict.CANNOT_TELL, top1_agreement=0.5)
-    found = conclude(need(None), one=lost, reference_ppl=51_443.0, vocab_size=49_152)
+    found = conclude(need(None), one=lost, broken=explain_broken(51_443.0, 49_152))
     assert found.remedy is Remedy.NONE
     assert found.headline == (
         "The unquantized model predicts no better than chance (perplexity 51,443, vocabulary "
         "49,152), so nothing can be told: is the model, its tokenizer or the text the right one? "
         "Scale 1.0 predicts another token than the unquantized model 50% of the time."
     )
-    assert conclude(need(None), reference_ppl=900.0, vocab_size=49_152).headline.startswith("this")
+    assert conclude(need(None), broken=explain_broken(900.0, 49_152)).headline.startswith("this")
     lost = candidate(SCALE_ONE, 3.0, Verdict.FAIL, top1_agreement=0.5)
     assert conclude(need(None), one=lost).headline.startswith(
         "Scale 1.0 predicts another token than the unquantized model 50% of the time."

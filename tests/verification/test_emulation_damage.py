@@ -21,7 +21,7 @@ from fp8calib.verification.damage_rows import list_layers, measure_fits
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.damage import Damage, join_heads
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Quantizer, find_ranges
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, LayerResult
 from tests import zoo
@@ -71,7 +71,8 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
     quantizers = emulate_kv(make_table(llama, scales), PLAIN)
     hooks = EmulationHooks(quantizers)
     emulate(llama, Emulation(quantizers=quantizers), *BATCHES, hooks=hooks)
-    rows = list_layers("it", hooks.damage, find_ranges(quantizers), llama.geometry.index_modules())
+    ranges = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
+    rows = list_layers("it", hooks.damage, ranges, llama.geometry.index_modules())
     looking = MeasurementHooks({"unscaled": quantizers})
     emulate(llama, Emulation(), *BATCHES, hooks=looking)
 

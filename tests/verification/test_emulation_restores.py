@@ -16,7 +16,7 @@ from fp8calib.data.sequences import Batch
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import CalibrationError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.run.forward.lm_head import open_lm_head
@@ -26,9 +26,13 @@ from fp8calib.verification.emulation.emulate import (
     MeasurementHooks,
     emulated,
 )
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.weights import Requantized, WeightParameter
+from fp8calib.verification.emulation.weights import (
+    ChangedWeight,
+    Requantized,
+    WeightParameter,
+)
 from tests import zoo
 from tests.kit.pictures import assert_unchanged, take
 from tests.verification.by_hand import (
@@ -109,11 +113,10 @@ class _Failing:
     def __init__(self, parameters: tuple[WeightParameter, ...]) -> None:
         self.parameters = parameters
 
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         values[self.parameters[0].name].fill_(7.0)
-        yield self.parameters[0], torch.zeros(6, dtype=torch.float64)
+        damage = torch.zeros(6, dtype=torch.float64)
+        yield ChangedWeight(self.parameters[0], damage, ScaleRange(per=Granularity.TENSOR))
         raise Interrupted
 
 
@@ -172,7 +175,7 @@ def test_one_parameter_may_be_changed_twice(tmp_path: Path) -> None:
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         before = take(subject.model)
         weights = make_emulation(subject).weights
-        quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor(1.0))
+        quantizer = Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR)
         again = tuple(Requantized(parameters=w.parameters, quantizer=quantizer) for w in weights)
         emulate(subject, Emulation(weights=(*weights, *again)), PADDED)
         assert_unchanged(subject.model, before)

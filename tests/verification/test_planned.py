@@ -57,7 +57,7 @@ def save_emulated(subject: Subject, scheme: str, folder: Path) -> Tensors:
     """Let transformers save the model while the scheme is emulated."""
     numerics = find_emulated("reference")[1]
     changes = emulate_scheme(subject, SCHEMES[scheme], numerics).weights
-    with changed_weights(subject.model, changes, subject.originals, {}):
+    with changed_weights(subject.model, changes, subject.originals, {}, {}):
         subject.model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
@@ -239,5 +239,5 @@ def test_a_plan_of_several_schemes_is_emulated_as_its_checkpoint(
 
 def held(subject: Subject, emulation: Emulation) -> Tensors:
     """Give all parameters while the emulation is in the model."""
-    with changed_weights(subject.model, emulation.weights, subject.originals, {}):
+    with changed_weights(subject.model, emulation.weights, subject.originals, {}, {}):
         return {name: p.detach().clone() for name, p in subject.model.named_parameters()}

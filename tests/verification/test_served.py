@@ -17,10 +17,9 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.kv_types.cache_types import CACHE_TYPES
-from fp8calib.verification.emulation.cache_types import emulate_cache_type
 from fp8calib.verification.emulation.decoding import count_prompt, find_decoded, make_hooks
 from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.kv import emulate_cache_type, emulate_kv, make_unscaled_table
 from fp8calib.verification.report import PairedAnswer
 from tests import zoo
 from tests.kv_types import by_hand as types_by_hand

@@ -14,7 +14,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.geometry.sites import Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
@@ -42,8 +41,7 @@ class Opened(Subject):
 
     def apply(self, changes: tuple[WeightChange, ...]) -> dict[str, torch.Tensor]:
         """Give all parameters while the changes are in the model."""
-        damage: dict[Site, torch.Tensor] = {}
-        with changed_weights(self.model, changes, self.originals, damage):
+        with changed_weights(self.model, changes, self.originals, {}, {}):
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 

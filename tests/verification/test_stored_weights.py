@@ -85,9 +85,16 @@ def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[Wei
 
 def count_clipped(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, int]:
     damage: dict[Site, torch.Tensor] = {}
-    with changed_weights(subject.model, weights, subject.originals, damage):
+    with changed_weights(subject.model, weights, subject.originals, damage, {}):
         pass
     return {site.module: int(Damage(*sums.tolist()).clipped) for site, sums in damage.items()}
+
+
+def tell_scales(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, ScaleRange]:
+    """Give the scales of each linear while the weights are replaced."""
+    scales: dict[Site, ScaleRange] = {}
+    with changed_weights(subject.model, weights, subject.originals, {}, scales):
+        return {site.module: found for site, found in scales.items()}
 
 
 def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
@@ -150,7 +157,7 @@ def test_one_changed_expert_of_an_unquantized_stack_is_copied(tmp_path: Path) ->
             subject, checkpoint, numerics, is_changed=lambda each: each == name
         ).weights
         before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
-        with changed_weights(subject.model, changes, subject.originals, {}):
+        with changed_weights(subject.model, changes, subject.originals, {}, {}):
             found = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
     copied = [each for each in changes if isinstance(each, CopiedParameter)]
     stack = "model.layers.1.mlp.experts.gate_up_proj"
@@ -187,9 +194,8 @@ def test_only_the_largest_code_can_have_been_clipped(fmt: Fp8Format) -> None:
 def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form: str) -> None:
     folder = write(wide, tmp_path / "fp8", form, 1.0, torch.float32)
     stored = load_file(folder / "model.safetensors")
-    found = {p.name: scales for w in read(wide, folder) for p, scales in w.find_scales({})}
-    assert found == {
-        name: ScaleRange(
+    assert tell_scales(wide, read(wide, folder)) == {
+        name.removesuffix(".weight"): ScaleRange(
             per=form,  # type: ignore[arg-type]
             smallest=float(stored[f"{name}_scale"].min()),
             largest=float(stored[f"{name}_scale"].max()),
@@ -210,11 +216,10 @@ def test_the_scales_of_a_scheme_are_told(
     wide: Subject, scheme: str, per: str, find_amax: Spread
 ) -> None:
     weights = emulate_scheme(wide, SCHEMES[scheme], find_emulated("reference")[1]).weights
-    values = {name: p.data for name, p in wide.model.named_parameters()}
-    found = {p.name: scales for w in weights for p, scales in w.find_scales(values)}
+    found = tell_scales(wide, weights)
     assert len(found) == 2 * 7
     for name, scales in found.items():
-        expected = find_amax(values[name]) / LARGEST
+        expected = find_amax(wide.model.get_parameter(f"{name}.weight").data) / LARGEST
         assert scales.per == per
         assert scales.smallest == pytest.approx(float(expected.min()), rel=1e-6)
         assert scales.largest == pytest.approx(float(expected.max()), rel=1e-6)

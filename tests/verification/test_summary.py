@@ -45,7 +45,7 @@ def test_perplexity_and_its_ratio_by_hand() -> None:
     reference = make_scores([math.log(1 / 2), math.log(1 / 8)])
     candidate = make_scores([math.log(1 / 4), math.log(1 / 16)])
     summary = summarize(candidate, reference, [3])
-    assert compute_ppl(reference) == pytest.approx(4.0)
+    assert compute_ppl(reference.logprobs) == pytest.approx(4.0)
     assert summary.ppl == pytest.approx(8.0)
     assert summary.ppl_ratio == pytest.approx(2.0)
     assert summary.log_ratio_se is None  # two equal losses say nothing about an error
@@ -181,7 +181,7 @@ def test_positions_are_split_where_they_double() -> None:
     losses = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0]
     klds = [0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9]
     scores = make_scores([-loss for loss in losses], klds)
-    found = summarize_positions(scores, make_scores([0.0] * 7), [6, 3])
+    found = summarize_positions(scores.logprobs, torch.zeros(7), [6, 3], scores.klds)
     assert [(row.first, row.last, row.tokens) for row in found] == [(1, 1, 2), (2, 3, 3), (4, 5, 2)]
     assert [row.kld_mean for row in found] == pytest.approx([0.4, 1.4 / 3, 0.45])
     assert [math.log(row.ppl_ratio) for row in found] == pytest.approx([5.5, 25 / 3, 4.5])
@@ -190,8 +190,8 @@ def test_positions_are_split_where_they_double() -> None:
 @pytest.mark.parametrize("lengths", [[2], [2, 2], [4097], [17, 300, 5]])
 def test_every_token_is_in_one_range_of_positions(lengths: list[int]) -> None:
     total = sum(lengths) - len(lengths)
-    scores = make_scores([-1.0] * total)
-    found = summarize_positions(scores, scores, lengths)
+    logprobs = torch.full((total,), -1.0)
+    found = summarize_positions(logprobs, logprobs, lengths)
     assert sum(row.tokens for row in found) == total
     assert found[0].first == 1
     assert found[-1].last == max(lengths) - 1

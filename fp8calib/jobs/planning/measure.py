@@ -32,10 +32,10 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, Target
 from fp8calib.verification.compare.comparison import advance_by_share
 from fp8calib.verification.compare.streamed import StreamedComparison
+from fp8calib.verification.compare.text_runs import AT_ONCE, TextRuns
 from fp8calib.verification.planning.choices import Group, emulate_plan
 from fp8calib.verification.planning.gradients import can_estimate, estimate
 from fp8calib.verification.planning.search import Search
-from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
 
 _STREAMS = "each group is measured from its own layer on"
 _SEED = 0
@@ -67,13 +67,12 @@ class MeasuredPlan:
 
     def open_runs(self, text: DataPlan, stage: str) -> Runs:
         """Give what runs plans on a text."""
+        chosen = list(batches(text, self.opened.request.batch_size))
         return Runs(
-            self.comparison,
+            TextRuns(self.comparison, chosen, self.reporter),
             self.groups,
-            text,
             self.measurements,
-            self.reporter,
-            batch_size=self.opened.request.batch_size,
+            text=text.fingerprint,
             stage=stage,
         )
 
@@ -138,7 +137,7 @@ def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryM
         groups = maker.make(model)
         require_choices(maker, groups)
         whole = emulate_plan(groups, tuple(len(group.choices) - 1 for group in groups))
-        names = map(str, range(LAYERS_AT_ONCE))
+        names = map(str, range(AT_ONCE))
         return [Candidate(name=name, description="", emulation=whole) for name in names]
 
     options = resolve_options(
@@ -150,7 +149,7 @@ def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryM
     mode = choose_verification_mode(job, always_streams=_STREAMS, extra_bytes=extra)
     assert mode.plan is not None  # noqa: S101 -- always streamed
     if mode.plan.expected_s is not None:  # of one round over both texts
-        share = count_work(opened) / job.plan.num_tokens / (1 + LAYERS_AT_ONCE)
+        share = count_work(opened) / job.plan.num_tokens / (1 + AT_ONCE)
         mode = replace(mode, plan=replace(mode.plan, expected_s=mode.plan.expected_s * share))
     return job, mode
 

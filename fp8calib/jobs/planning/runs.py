@@ -13,13 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.data.sequences import DataPlan, batches
-from fp8calib.machine.progress import Progress
-from fp8calib.verification.compare.comparison import Comparison, advance_once
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
 from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.planning.arrays import Plan
 from fp8calib.verification.planning.choices import Group, emulate_plan
-from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
 
 MEASURED_NAME = "measured.safetensors"
 _REFERENCE = "reference"
@@ -71,39 +68,32 @@ class Runs:
 
     def __init__(
         self,
-        comparison: Comparison,
+        runs: TextRuns,
         groups: Sequence[Group],
-        text: DataPlan,
         measurements: Measurements,
-        progress: Progress,
         *,
-        batch_size: int,
+        text: str,
         stage: str,
     ) -> None:
-        self._comparison = comparison
+        """Run plans of `groups`; `text` is the fingerprint of the text."""
+        self._runs = runs
         self._groups = groups
-        self._batches = list(batches(text, batch_size))
         self._measurements = measurements
-        self._progress = progress
         self._stage = stage
-        self._prefix = f"{text.fingerprint[:16]}/"
-        self.lengths = [length for batch in self._batches for length in batch.scored_lengths]
+        self._prefix = f"{text[:16]}/"
+        self.lengths = runs.lengths
 
     def __call__(self, plans: Iterable[Plan]) -> Mapping[Plan, tuple[TokenScores, TokenScores]]:
         """Give the scores of each plan, and those of the unquantized model."""
         asked = {plan: self._name(plan) for plan in plans}
-        missing = [plan for plan, name in asked.items() if not self._measurements.find(name)]
-        rounds = [missing[i : i + LAYERS_AT_ONCE] for i in range(0, len(missing), LAYERS_AT_ONCE)]
-        total = sum(self.lengths) * (len(missing) + len(rounds))
-        if total:
-            self._progress.stage(self._stage, total, unit="tokens")
-        advance = advance_once(self._comparison, self._progress.advance)
-        for some in rounds:
-            found = self._comparison.run(
-                self._batches,
-                {asked[plan]: emulate_plan(self._groups, plan) for plan in some},
-                advance=advance,
-            )
+        missing = {
+            name: emulate_plan(self._groups, plan)
+            for plan, name in asked.items()
+            if not self._measurements.find(name)
+        }
+        if missing:
+            self._runs.begin_stage(self._stage, count_in_rounds(len(missing)))
+        for found in self._runs.run_rounds(missing):
             pack = _pack(self._prefix + _REFERENCE, found.reference)
             for name, scores in found.candidates.items():
                 pack |= _pack(name, scores)

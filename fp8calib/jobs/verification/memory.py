@@ -24,9 +24,10 @@ from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
 from fp8calib.verification.compare.comparison import Comparison
 from fp8calib.verification.compare.streamed import StreamedComparison
+from fp8calib.verification.compare.text_runs import split_rounds
 from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.rule_choice import count_passes, split_text
-from fp8calib.verification.sensitivity import choose_batches, split_rounds
+from fp8calib.verification.sensitivity import choose_batches, split_by_layer
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
 
 
@@ -157,7 +158,7 @@ def _sensitivity_walks(
     chosen = choose_batches(job.plan, job.options.request.batch_size)
     tokens = sum(b.input_ids.numel() for b in chosen) / sum(b.input_ids.numel() for b in found)
     num_models = len(list_emulations(request)) + 1
-    for layers in split_rounds(job.target.geometry, candidate.emulation):
+    for layers in split_rounds(list(split_by_layer(job.target.geometry, candidate.emulation))):
         yield tokens * (len(layers) + 1) / num_models
 
 

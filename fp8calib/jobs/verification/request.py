@@ -90,16 +90,13 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         is_strict=asked.strict,
-        has_all_types=job.options.has_all_types,
         faults={} if asked.server is None else list_faults(candidates),
         sensitivity_of=candidates[0] if asked.sensitivity else None,
         measures_noise=job.options.measures_noise,
         scores_decoding=asked.decode,
-        histograms=() if asked.report is None else tuple(_list_histograms(job, candidates)),
         refused=tuple(
             _name_in(name, group[0], groups) for group in groups for name in group[0].refused
         ),
-        gpu="" if job.options.gpu is None else job.options.gpu.title,
         warnings=(
             *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
             *(*_list_gpu_notes(job), *_note_tiles(job), *notes),
@@ -420,7 +417,7 @@ def _find_calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
     return {} if stats is None else clipped_unscaled(stats, job.options.fmt)
 
 
-def _list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterator[HistogramResult]:
+def list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterator[HistogramResult]:
     """List what the first statistics saw at the sites that its candidate scales statically."""
     found = next((opened for opened in job.opened if opened.stats is not None), None)
     if found is None or found.stats is None:

@@ -20,7 +20,7 @@ from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.job import TaskJob, VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.jobs.verification.memory import open_reference
-from fp8calib.jobs.verification.request import build_request
+from fp8calib.jobs.verification.request import build_request, list_histograms
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.live_model import LiveCheckpoint
@@ -193,7 +193,16 @@ def run_verify_job(
         data_hash=verified.data,
         versions=versions(job.plan.tokens_by_modality),
     )
-    return _change_report(verified, memory=memory, provenance=provenance)
+    options = job.options
+    has_page = options.request.report is not None
+    return _change_report(
+        verified,
+        gpu="" if options.gpu is None else options.gpu.title,
+        has_all_types=options.has_all_types,
+        histograms=tuple(list_histograms(job, request.candidates)) if has_page else (),
+        memory=memory,
+        provenance=provenance,
+    )
 
 
 def _require_head(model: RunModel) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from fp8calib.data.sequences import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.verification.job import AskServer, VerifyJob
@@ -20,17 +18,9 @@ from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
 from fp8calib.verification.server.client import RequestCount, find_endpoint
 from fp8calib.verification.server.decoding import DecodingAnswers
-from fp8calib.verification.server.kinds.kind import ServerScores
-from fp8calib.verification.server.recognise import Server, require_kind
+from fp8calib.verification.server.recognise import require_kind
 from fp8calib.verification.server.row import report_alone
-from fp8calib.verification.server.score import (
-    ServerOptions,
-    ServerText,
-    connect,
-    decode,
-    score,
-    write,
-)
+from fp8calib.verification.server.score import ConnectedServer, ServerOptions, connect
 from fp8calib.verification.server.written import count_given, write_text
 from fp8calib.verification.verify import VerificationResult
 
@@ -41,18 +31,11 @@ _REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Connected:
-    options: ServerOptions
-    server: Server
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Servers:
     """Servers that are ready to score the text."""
 
-    server: _Connected
-    reference: _Connected | None
-    vocab_size: int
+    server: ConnectedServer
+    reference: ConnectedServer | None
     request: VerifyRequest
 
     def ask(
@@ -68,37 +51,27 @@ class _Servers:
         """
         plan = self._write_sampled(plan, model, progress)
 
-        def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
-            text = self._make_text(sequences)
-            return score(one.options, one.server, text, progress, stage=stage)
+        server, every = self.server, plan.sequences
+        few = every[:SEQUENCES]
 
         def ask_decoding() -> DecodingAnswers:
             """Let --server write, then score what it wrote, each twice for the first sequences."""
-            one, text = self.server, plan.sequences
-            few = self._make_text(text[:SEQUENCES])
-            decoded = decode(
-                one.options,
-                one.server,
-                self._make_text(text),
-                progress,
-                stage="letting the server write",
-            )
-            again = decode(one.options, one.server, few, progress, stage="letting it write again")
+            decoded = server.decode(every, progress, stage="letting the server write")
+            again = server.decode(few, progress, stage="letting it write again")
             written = tuple(each.ids for each in decoded)
+            scores = server.score(written, progress, stage="asking about what it wrote")
+            stage = "asking about what it wrote again"
+            scores_again = server.score(written[:SEQUENCES], progress, stage=stage)
             return DecodingAnswers(
-                decoded=decoded,
-                again=again,
-                scores=ask(one, written, "asking about what it wrote"),
-                scores_again=ask(one, written[:SEQUENCES], "asking about what it wrote again"),
+                decoded=decoded, again=again, scores=scores, scores_again=scores_again
             )
 
-        every = plan.sequences
         return plan, ServerAnswers(
-            scores=ask(self.server, every, "asking the server"),
-            again=ask(self.server, every[:SEQUENCES], "asking the server again"),
+            scores=server.score(every, progress, stage="asking the server"),
+            again=server.score(few, progress, stage="asking the server again"),
             reference=None
             if self.reference is None
-            else ask(self.reference, every, "asking the unquantized server"),
+            else self.reference.score(every, progress, stage="asking the unquantized server"),
             decoding=ask_decoding() if self.request.decode else None,
             num_given=count_given(every) if self.request.sampled else None,
             repeated=sum(
@@ -114,14 +87,9 @@ class _Servers:
         if not self.request.sampled:
             return plan
         if (one := self.reference) is not None:
-            text = self._make_text(plan.sequences)
-            return replace_sequences(plan, write(one.options, one.server, text, progress))
+            return replace_sequences(plan, one.write(plan.sequences, progress))
         assert model is not None  # noqa: S101 -- the plan holds it whole
         return replace_sequences(plan, write_text(model, plan.sequences, progress))
-
-    def _make_text(self, sequences: tuple[torch.Tensor, ...]) -> ServerText:
-        """Make what is sent to a server."""
-        return ServerText(sequences=sequences, vocab_size=self.vocab_size)
 
 
 def connect_all(
@@ -142,7 +110,7 @@ def connect_all(
 
     def open_one(
         option: str, url: str, key: str, model: str | None, kind: str | None
-    ) -> _Connected:
+    ) -> ConnectedServer:
         options = ServerOptions(
             endpoint=find_endpoint(option, url, key),
             model=model,
@@ -153,7 +121,8 @@ def connect_all(
             timeout_s=request.server_timeout,
             count=RequestCount(say=say),
         )
-        return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
+        vocab_size = int(source.text_config.vocab_size)
+        return connect(options, plan.sequences, tokenizer, vocab_size=vocab_size)
 
     url, name = request.reference_server, request.reference_server_model
     server = open_one(
@@ -168,8 +137,7 @@ def connect_all(
             f"--reference-server: {server.options.endpoint.url} is --server itself",
             hint="name a server of the unquantized model, or --reference-server-model",
         )
-    vocab_size = int(source.text_config.vocab_size)
-    servers = _Servers(server=server, reference=reference, vocab_size=vocab_size, request=request)
+    servers = _Servers(server=server, reference=reference, request=request)
     notes = (one.server.note for one in both if one.server.note)
     return servers.ask, replace(plan, warnings=(*plan.warnings, *notes))
 
@@ -184,7 +152,7 @@ def run_alone(job: VerifyJob, evidence: ServerEvidence, progress: Progress) -> V
     assert job.server is not None  # noqa: S101 -- checked with the options
     started = time.monotonic()
     plan, answers = job.server(job.plan, None, progress)
-    assessment = assess(answers, replace(evidence, sequences=plan.sequences), progress)
+    assessment = assess(answers, replace(evidence, sequences=plan.sequences))
     report, logprobs = report_alone(
         job.name,
         job.options.numerics.name,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, tostring
 
-from fp8calib.render.page.markup import element
 from fp8calib.render.page.series import Style
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 8, 24, 38
 """Margins around the area of the data, in units of the view box."""
-_BIN_OCTAVES = 1 / 8
+BIN_OCTAVES = 1 / 8
 _MOST_TICKS = 10
 _MOST_LARGE_MARKS = 40
 _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -156,7 +155,7 @@ def bar_chart(
     xs = _spread(len(names))
     width = _find_step(xs) * 0.7
     bars = [
-        element(
+        _element(
             "path",
             d=f"M{_n(x - width / 2)} {HEIGHT - BOTTOM}V{_n(y.y(value))}h{_n(width)}"
             f"V{HEIGHT - BOTTOM}z",
@@ -171,7 +170,7 @@ def bar_chart(
 
 def _chart(label: str, *parts: Element, height: int = HEIGHT) -> Element:
     box = f"0 0 {WIDTH} {height}"
-    return element("svg", *parts, viewBox=box, role="img", aria_label=label)
+    return _element("svg", *parts, viewBox=box, role="img", aria_label=label)
 
 
 def heat_map(
@@ -193,8 +192,8 @@ def heat_map(
             if cell is not None:
                 place = {"x": _n(left + width * column), "y": _n(top)}
                 size = {"width": _n(width), "height": _n(line - 1)}
-                tip = element("title", cell[1])
-                parts.append(element("rect", tip, class_=cell[0], **place, **size))
+                tip = _element("title", cell[1])
+                parts.append(_element("rect", tip, class_=cell[0], **place, **size))
         top += line
     xs = [left + width * (column + 0.5) for column in range(len(columns))]
     below = _draw_names(columns, xs, x_title, bottom=height - BOTTOM)
@@ -210,8 +209,8 @@ def scatter_chart(
     for across, up, style, hover in points:
         shape = _MARKS[style.glyph].format(r=4, d=8)
         place = f"M{_n(x.place(across, left, right))} {_n(y.y(up))}"
-        dot = element("path", element("title", hover), d=f"{place}{shape}", class_="marks")
-        marks.append(element("g", dot, class_=style.color))
+        dot = _element("path", _element("title", hover), d=f"{place}{shape}", class_="marks")
+        marks.append(_element("g", dot, class_=style.color))
     return _chart(
         label,
         *_draw_grid(y),
@@ -242,17 +241,17 @@ def histogram(
     left, right = LEFT, WIDTH - RIGHT
     first, last = (x.place(end, left, right) for end in inside)
     shades = [
-        element(
+        _element(
             "path", d=f"M{_n(start)} {TOP}H{_n(end)}V{HEIGHT - BOTTOM}H{_n(start)}z", class_="lost"
         )
         for start, end in ((left, first), (last, right))
     ]
     steps = [f"M{_n(x.place(bins[0][0], left, right))} {HEIGHT - BOTTOM}"] if bins else []
-    ends = [*(edge for edge, _ in bins[1:]), *(edge + _BIN_OCTAVES for edge, _ in bins[-1:])]
+    ends = [*(edge for edge, _ in bins[1:]), *(edge + BIN_OCTAVES for edge, _ in bins[-1:])]
     for (_, share), end in zip(bins, ends, strict=True):
         at = y.y(share) if share > y.low else HEIGHT - BOTTOM
         steps.append(f"V{_n(at)}H{_n(x.place(end, left, right))}")
-    bars = element("path", d="".join([*steps, f"V{HEIGHT - BOTTOM}z"]), class_="bar c0")
+    bars = _element("path", d="".join([*steps, f"V{HEIGHT - BOTTOM}z"]), class_="bar c0")
     return _chart(
         label,
         *shades,
@@ -275,7 +274,7 @@ def _draw_grid(y: Axis) -> list[Element]:
     lines = "".join(f"M{LEFT} {_n(y.y(value))}H{WIDTH - RIGHT}" for value, _ in y.ticks)
     names = [_text(LEFT - 6, y.y(value) + 4, name, "end") for value, name in y.ticks]
     title = _text(LEFT - 6, 12, y.title, "start")
-    return [element("path", d=lines, class_="grid"), *names, title]
+    return [_element("path", d=lines, class_="grid"), *names, title]
 
 
 def _draw_names(
@@ -295,7 +294,7 @@ def _draw_names(
 
 def _draw_limit(limit: Limit, y: Axis) -> list[Element]:
     at = y.y(limit.value)
-    line = element("path", d=f"M{LEFT} {_n(at)}H{WIDTH - RIGHT}", class_="limit")
+    line = _element("path", d=f"M{LEFT} {_n(at)}H{WIDTH - RIGHT}", class_="limit")
     below = at + (13 if limit.is_floor else -4)
     return [line, _text(WIDTH - RIGHT - 2, below, limit.text, "end", "limit-name")]
 
@@ -314,20 +313,20 @@ def _draw_line(line: Curve, xs: Sequence[float], y: Axis) -> Element:
         points.append(f"{'L' if is_open else 'M'}{place}")
         marks.append(f"M{place}{shape}")
         is_open = True
-    drawn = element("path", d="".join(points), class_="line")
+    drawn = _element("path", d="".join(points), class_="line")
     if line.style.dash:
         drawn.set("stroke-dasharray", line.style.dash)
-    dots = element("path", d="".join(marks), class_="marks")
-    return element("g", drawn, dots, class_=f"{line.style.color} {line.group}".strip())
+    dots = _element("path", d="".join(marks), class_="marks")
+    return _element("g", drawn, dots, class_=f"{line.style.color} {line.group}".strip())
 
 
 def _draw_hover(xs: Sequence[float], texts: Sequence[str]) -> list[Element]:
     """Lay a strip over each place, which shows a text to a pointer."""
     step = _find_step(xs)
     return [
-        element(
+        _element(
             "path",
-            element("title", text),
+            _element("title", text),
             d=f"M{_n(x - step / 2)} {TOP}h{_n(step)}V{HEIGHT - BOTTOM}h-{_n(step)}z",
             class_="hover",
         )
@@ -335,8 +334,28 @@ def _draw_hover(xs: Sequence[float], texts: Sequence[str]) -> list[Element]:
     ]
 
 
+def _element(tag: str, *children: Element | str, **attributes: str) -> Element:
+    """Make an element of other elements, or of a text, which the serializer escapes.
+
+    `class_` means class, other underscores in names mean hyphens.
+    """
+    names = {name: name.rstrip("_").replace("_", "-") for name in attributes}
+    made = Element(tag, {names[name]: value for name, value in attributes.items()})
+    for child in children:
+        if isinstance(child, Element):
+            made.append(child)
+        else:
+            made.text = child
+    return made
+
+
+def measure(chart: Element) -> int:
+    """Give the size of a chart on the page, in bytes."""
+    return len(tostring(chart, encoding="utf-8", method="html"))
+
+
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> Element:
-    made = element("text", text, x=_n(x), y=_n(y), text_anchor=anchor)
+    made = _element("text", text, x=_n(x), y=_n(y), text_anchor=anchor)
     if kind:
         made.set("class", kind)
     return made

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from xml.etree.ElementTree import Element
 
-from fp8calib.render.page.charts import Axis, histogram, log_axis
+from fp8calib.render.page.charts import BIN_OCTAVES, Axis, histogram, log_axis
 from fp8calib.render.page.sections import Figure, PageSection
 from fp8calib.verification.report import HistogramResult
 
-_BIN_OCTAVES = 1 / 8
 _LOW, _HIGH = -16.0, 14.0
 """The range of log2(|x| / scale) that every histogram shows; e4m3 covers -10 to 8.8 of it."""
 _MOST_DRAWN = 120
@@ -51,21 +49,17 @@ def _by_kind(row: HistogramResult) -> tuple[str, int]:
 
 
 def _draw(row: HistogramResult, anchor: str) -> Figure:
-    return Figure(title=row.site, chart=_draw_chart(row), anchor=anchor)
-
-
-def _draw_chart(row: HistogramResult) -> Element:
     shift = math.log2(row.scale)
-    bins = _list_bins(row, shift)
     title = f"log2(|x| / scale); zero below {row.smallest:.2g}, clips above {row.largest:.4g}"
     ticks = [(float(value), str(value)) for value in range(-16, 15, 4)]
-    return histogram(
+    chart = histogram(
         row.site,
-        bins,
+        _list_bins(row, shift),
         x=Axis(title=title, low=_LOW, high=_HIGH, ticks=ticks),
         y=log_axis("share of values", [], low=-7, high=0, as_percent=True),
         inside=(math.log2(row.smallest) - shift, math.log2(row.largest) - shift),
     )
+    return Figure(title=row.site, chart=chart, anchor=anchor)
 
 
 def _list_bins(row: HistogramResult, shift: float) -> list[tuple[float, float]]:
@@ -73,6 +67,6 @@ def _list_bins(row: HistogramResult, shift: float) -> list[tuple[float, float]]:
     total = sum(row.counts)
     bins: dict[float, int] = {}
     for edge, count in zip(row.lower_edges_log2, row.counts, strict=True):
-        at = min(max(edge - shift, _LOW), _HIGH - _BIN_OCTAVES)
+        at = min(max(edge - shift, _LOW), _HIGH - BIN_OCTAVES)
         bins[at] = bins.get(at, 0) + count
     return [(at, count / total) for at, count in bins.items()]

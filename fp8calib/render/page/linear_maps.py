@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
@@ -48,17 +49,16 @@ def _draw_map(title: str, rows: Sequence[LayerResult]) -> Element:
     cells: dict[tuple[str, int | None], LayerResult] = {}
     for row in rows:
         place = (_name_projection(row), row.layer)
-        cells[place] = min(row, cells.get(place, row), key=_rank)
+        cells[place] = min(
+            (row, cells.get(place, row)),
+            key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db,
+        )
     places = list(dict.fromkeys(place for place, _ in cells))
     layers = sorted({layer for _, layer in cells if layer is not None})
     made = {place: _make_cell(row) for place, row in cells.items()}
     found = [[made.get((place, layer)) for layer in layers] for place in places]
     names = [_shorten(place) for place in places]
     return heat_map(title, [str(layer) for layer in layers], names, found, x_title="layer")
-
-
-def _rank(row: LayerResult) -> float:
-    return float("inf") if row.sqnr_db is None else row.sqnr_db
 
 
 def _make_cell(row: LayerResult) -> tuple[str, str]:

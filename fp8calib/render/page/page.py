@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.render.page.cache import cache_sections
+from fp8calib.render.page.charts import measure
 from fp8calib.render.page.histograms import histograms_section, index_histograms
 from fp8calib.render.page.linear_maps import linears_section
-from fp8calib.render.page.markup import measure, to_markup
 from fp8calib.render.page.sections import (
     Figure,
     PageSection,
@@ -47,7 +47,6 @@ _BADGES = {
 }
 """A verdict is never told by its colour alone."""
 _MOST_WORST = 12
-HTML.filters["svg"] = to_markup
 
 
 def write_page(report: VerifyReport, path: Path, *, command: str = "") -> None:
@@ -84,7 +83,10 @@ def render_page(report: VerifyReport, *, command: str = "") -> str:
         run=_describe_run(report),
         series=series,
         sections=_keep_small(list(list_sections(report, series))),
-        provenance=_list_provenance(report),
+        provenance=list_provenance(
+            report.provenance,
+            {"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"},
+        ),
     )
 
 
@@ -188,11 +190,3 @@ def _keep_small(sections: Sequence[PageSection]) -> list[PageSection]:
         notes = [f"{missing} more charts are left out: a page has at most 1 MB."] if missing else []
         kept.append(replace(section, figures=figures, findings=[*section.findings, *notes]))
     return kept
-
-
-def _list_provenance(report: VerifyReport) -> dict[str, str]:
-    """List what the figures come from: date, command, hashes and versions."""
-    facts = {"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"}
-    if (origin := report.provenance) is None:
-        return facts
-    return list_provenance(origin, facts)

@@ -9,7 +9,6 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.render.page.charts import linear_axis, log_axis, scatter_chart
-from fp8calib.render.page.markup import to_markup
 from fp8calib.render.page.sections import Figure, PageSection, list_provenance
 from fp8calib.render.page.series import BASELINE, STYLES, Style
 from fp8calib.render.plan import describe_sum, frontier_table, groups_table, refused_table
@@ -20,7 +19,6 @@ from fp8calib.verification.figures import format_mean_kld
 _TITLE = "FP8 plan of "
 _MEGABYTE = 1e6
 _PLAN, _OTHER, _UNIFORM = STYLES[1], STYLES[0], BASELINE
-HTML.filters["svg"] = to_markup
 
 
 def write_plan_page(result: PlanResult, path: Path) -> None:

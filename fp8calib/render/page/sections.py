@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
@@ -157,7 +157,9 @@ def positions_section(report: VerifyReport) -> PageSection:
             for series, each in zip(make_series(report), klds, strict=True)
         ]
         hover = [
-            f"positions {_format_range(row.first, row.last)}, {row.tokens:,} tokens\n"
+            f"positions {row.first}"
+            + (f"\N{EN DASH}{row.last}" if row.last != row.first else "")
+            + f", {row.tokens:,} tokens\n"
             + "\n".join(
                 f"{one.name}: {format_mean_kld(each[at], one.by_position[at].kld_se)} nats"
                 for one, each in zip(report.candidates, klds, strict=True)
@@ -186,10 +188,6 @@ def _fill(values: Sequence[float], count: int) -> list[float | None]:
     """Leave out zeros, which a logarithmic axis cannot show, and fill up to `count`."""
     known: list[float | None] = [value or None for value in values]
     return known + [None] * (count - len(known))
-
-
-def _format_range(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}\N{EN DASH}{last}"
 
 
 def sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
@@ -228,8 +226,10 @@ def sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
     )
 
 
-def list_provenance(origin: RunProvenance, facts: Mapping[str, str]) -> dict[str, str]:
-    """List what figures come from: date, command, hashes, other facts, and versions."""
+def list_provenance(origin: RunProvenance | None, facts: dict[str, str]) -> dict[str, str]:
+    """List what figures come from: date, command, hashes and versions if known; other facts."""
+    if origin is None:
+        return facts
     return {
         "Date": origin.date,
         "Command": origin.command,

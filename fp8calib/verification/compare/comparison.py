@@ -21,7 +21,6 @@ from fp8calib.verification.compare.token_scores import (
 )
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
-from fp8calib.verification.emulation.weights import WeightChange
 
 _REFERENCE = "the unquantized model"
 _OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
@@ -125,11 +124,7 @@ class ScoreCollector:
             return None
         return torch.cat(list(self._watched[batch.first : batch.first + len(batch.lengths)]))
 
-    def finish(
-        self,
-        hooks: Sequence[EmulationHooks],
-        weight_scales: Sequence[dict[Site, ScaleRange]],
-    ) -> ComparisonResult:
+    def finish(self, hooks: Sequence[EmulationHooks]) -> ComparisonResult:
         """Join the scores of all batches with what was measured in each candidate."""
         reference, *candidates = (join_scores(parts) for parts in zip(*self._scores, strict=True))
         damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in hooks]
@@ -137,7 +132,9 @@ class ScoreCollector:
             reference=reference,
             candidates=dict(zip(self._names, candidates, strict=True)),
             damage=dict(zip(self._names, damage, strict=True)),
-            weight_scales=dict(zip(self._names, weight_scales, strict=True)),
+            weight_scales=dict(
+                zip(self._names, (each.weight_scales for each in hooks), strict=True)
+            ),
         )
 
 
@@ -151,16 +148,3 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
         f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",
         hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[name == _REFERENCE],
     )
-
-
-def find_weight_scales(
-    model: LoadedModel, changes: Sequence[WeightChange]
-) -> dict[Site, ScaleRange]:
-    """Find the scales that the weights of `model`, unquantized now, are quantized with."""
-    values = {name: parameter.data for name, parameter in model.named_parameters()}
-    return {
-        site: found
-        for change in changes
-        for parameter, found in change.find_scales(values)
-        for site in parameter.sites
-    }

@@ -38,20 +38,12 @@ def compare_paired(
     mean, tokens = float(differences.mean()), len(differences)
     margin = MARGIN * float(base_klds.mean()) if margin is None else margin
     se = standard_error(differences, lengths)
-    if se is None:  # one token, or the same text over and over
-        return PairedResult(
-            candidate=candidate,
-            base=base,
-            difference=mean,
-            se=None,
-            margin=margin,
-            answer=PairedAnswer.CANNOT_TELL,
-        )
-    clusters = count_clusters(tokens, lengths)
-    answer = _answer(mean, _t_quantile(clusters - 1) * se, margin)
-    more = None
-    if answer is PairedAnswer.CANNOT_TELL and (target := max(abs(mean), margin)):
-        more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
+    answer, more = PairedAnswer.CANNOT_TELL, None
+    if se is not None:  # it is for one token, and for the same text over and over
+        clusters = count_clusters(tokens, lengths)
+        answer = _answer(mean, _t_quantile(clusters - 1) * se, margin)
+        if answer is PairedAnswer.CANNOT_TELL and (target := max(abs(mean), margin)):
+            more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
     return PairedResult(
         candidate=candidate,
         base=base,

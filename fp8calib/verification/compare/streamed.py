@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.geometry.sites import Site
 from fp8calib.observe.hooks import HookedCache, own_attentions
 from fp8calib.run.forward.decoder import Decoder, DecoderCall
 from fp8calib.run.forward.lm_head import open_lm_head
@@ -33,12 +32,10 @@ from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
     ScoreCollector,
-    find_weight_scales,
 )
 from fp8calib.verification.compare.token_scores import Logits
 from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 
@@ -61,7 +58,6 @@ class _Lane:
     """The first layer that it changes; the number of layers where it changes none."""
     find_call: Callable[[Batch], DecoderCall | None] = lambda _batch: None
     """Gives the decoder's arguments for a row with media."""
-    scales: dict[Site, ScaleRange] = field(default_factory=dict)
 
     @property
     def changes_calls(self) -> bool:
@@ -100,9 +96,7 @@ class StreamedComparison:
         with self.streamed.open_hidden_states() as store:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)
-        return scores.finish(
-            [lane.hooks for lane in lanes[1:]], [lane.scales for lane in lanes[1:]]
-        )
+        return scores.finish([lane.hooks for lane in lanes[1:]])
 
     def probe(self, batch: Batch, emulations: Mapping[str, Emulation]) -> Probe:
         """Measure the first layer: its changes, and one micro-batch of every model through it."""
@@ -152,14 +146,13 @@ class StreamedComparison:
             lane.hooks.end_batch()
             return call
 
-        lane.scales |= find_weight_scales(self._model, lane.towers)
         geometry = self.streamed.geometry.model_copy(update={"layers": ()})
-        towers, damage = lane.emulation.towers, lane.hooks.damage
+        told = lane.hooks.damage, lane.hooks.weight_scales
         with (
             self.streamed.placed_towers(),
             self._changed(lane, None),
-            changed_weights(self._model, lane.towers, self._originals, damage),
-            open_emulation_hooks(self._model, geometry, lane.hooks, towers),
+            changed_weights(self._model, lane.towers, self._originals, *told),
+            open_emulation_hooks(self._model, geometry, lane.hooks, lane.emulation.towers),
         ):
             return store_calls(self._decoder, store, batches, prepare, number=lane.number)
 
@@ -231,8 +224,6 @@ class StreamedComparison:
                 keep = any(index in lane.by_layer for lane in lanes)
                 with self.streamed.placed(layer, keep=keep):
                     for lane in sorted(lanes, key=lambda each: each.first != index):
-                        changes = lane.by_layer.get(index, ())
-                        lane.scales |= find_weight_scales(self._model, changes)
                         with self._changed(lane, layer), self._open_hooks(lane, index):
                             self._run_layer(steps, lane, index, batches, store, advance)
             for lane in reversed(lanes):
@@ -285,14 +276,13 @@ class StreamedComparison:
         with ExitStack() as stack:
             for embedding, rows in lane.rows:
                 stack.enter_context(embedding.replaced(rows))
+            told = lane.hooks.damage, lane.hooks.weight_scales
             if lane.around:
                 stack.enter_context(
-                    changed_weights(self._model, lane.around, self._originals, lane.hooks.damage)
+                    changed_weights(self._model, lane.around, self._originals, *told)
                 )
             if layer is not None and (changes := lane.by_layer.get(layer.layer.index)):
-                stack.enter_context(
-                    changed_weights(self._model, changes, layer.weights, lane.hooks.damage)
-                )
+                stack.enter_context(changed_weights(self._model, changes, layer.weights, *told))
             yield
 
     def _open_hooks(self, lane: _Lane, index: int) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ class Summary:
     kld_mean: float | None
     """None if unknown, as other fields: a server does not give whole distributions."""
     kld_se: float | None
-    kld_median: float | None
-    kld_p99: float | None
-    kld_max: float | None
     top1_agreement: float | None
-    top1_ties: float | None
+    kld_median: float | None = None
+    kld_p99: float | None = None
+    kld_max: float | None = None
+    top1_ties: float | None = None
 
     @property
     def ppl_ratio(self) -> float:
@@ -65,19 +65,19 @@ class Summary:
 
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
     """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
-    losses = (reference.logprobs - scores.logprobs).double()
     klds = scores.klds.double()
-    return Summary(
-        tokens=len(losses),
-        ppl=compute_ppl(scores),
-        log_ratio=float(losses.mean()),
-        log_ratio_se=standard_error(losses, lengths),
-        kld_mean=float(klds.mean()),
-        kld_se=standard_error(klds, lengths),
+    found = summarize_logprobs(
+        scores.logprobs,
+        reference.logprobs,
+        lengths,
+        agrees=scores.agrees,
+        kld=average(klds, lengths),
+    )
+    return replace(
+        found,
         kld_median=_quantile(klds, 0.5),
         kld_p99=_quantile(klds, 0.99),
         kld_max=float(klds.max()),
-        top1_agreement=float(scores.agrees.double().mean()),
         top1_ties=float(scores.ties.double().mean()),
     )
 
@@ -88,23 +88,21 @@ def summarize_logprobs(
     lengths: Sequence[int],
     *,
     agrees: torch.Tensor | None,
-    kld_mean: float | None = None,
-    kld_se: float | None = None,
+    kld: tuple[float | None, float | None],
 ) -> Summary:
-    """Reduce the log-probabilities [N] of a server, which are all that it gives."""
-    losses = (reference - logprobs).double()
+    """Reduce log-probabilities [N], which are all that a server gives.
+
+    `kld` is the mean divergence and its standard error.
+    """
+    log_ratio, log_ratio_se = average(reference - logprobs, lengths)
     return Summary(
-        tokens=len(losses),
-        ppl=bounded_exp(-float(logprobs.double().mean())),
-        log_ratio=float(losses.mean()),
-        log_ratio_se=standard_error(losses, lengths),
-        kld_mean=kld_mean,
-        kld_se=kld_se,
-        kld_median=None,
-        kld_p99=None,
-        kld_max=None,
+        tokens=len(logprobs),
+        ppl=compute_ppl(logprobs),
+        log_ratio=log_ratio,
+        log_ratio_se=log_ratio_se,
+        kld_mean=kld[0],
+        kld_se=kld[1],
         top1_agreement=None if agrees is None else float(agrees.double().mean()),
-        top1_ties=None,
     )
 
 
@@ -124,9 +122,15 @@ def list_figures(summary: Summary) -> dict[str, Any]:
     }
 
 
-def compute_ppl(scores: TokenScores) -> float:
+def compute_ppl(logprobs: torch.Tensor) -> float:
     """Give the perplexity: exp of the mean negative log-probability."""
-    return bounded_exp(-float(scores.logprobs.double().mean()))
+    return bounded_exp(-float(logprobs.double().mean()))
+
+
+def average(values: torch.Tensor, lengths: Sequence[int]) -> tuple[float, float | None]:
+    """Give the mean of per-token values, and its `standard_error`."""
+    exact = values.double()
+    return float(exact.mean()), standard_error(exact, lengths)
 
 
 def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None:
@@ -142,7 +146,7 @@ def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None
     """
     parts = list(split_sequences(losses, lengths))
     if len(parts) < MIN_CLUSTERS:
-        parts = _cut_into_blocks(losses)
+        parts = list(torch.tensor_split(losses, _count_blocks(len(losses))))
     clusters = len(parts)
     if clusters < MIN_CLUSTERS:
         return None
@@ -157,40 +161,35 @@ def count_clusters(num_tokens: int, lengths: Sequence[int]) -> int:
     return len(lengths) if len(lengths) >= MIN_CLUSTERS else _count_blocks(num_tokens)
 
 
-def _cut_into_blocks(losses: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.tensor_split(losses, _count_blocks(len(losses))))
-
-
 def _count_blocks(num_tokens: int) -> int:
     return min(num_tokens, max(MIN_CLUSTERS, math.isqrt(num_tokens)))
 
 
 def summarize_positions(
-    scores: TokenScores, reference: TokenScores, lengths: Sequence[int]
+    logprobs: torch.Tensor,
+    reference: torch.Tensor,
+    lengths: Sequence[int],
+    klds: torch.Tensor | None = None,
 ) -> tuple[PositionResult, ...]:
-    """Split by position, in ranges that double: 1, 2-3, 4-7, ..."""
-    losses = (reference.logprobs - scores.logprobs).double()
-    return list_positions(losses, scores.klds, lengths)
+    """Split log-probabilities and divergences by position, in ranges that double: 1, 2-3, 4-7...
 
-
-def list_positions(
-    losses: torch.Tensor, klds: torch.Tensor | None, lengths: Sequence[int]
-) -> tuple[PositionResult, ...]:
-    """Split differences of log-probabilities (fp64), and divergences if known, by position."""
+    The divergences of a server are unknown: None.
+    """
+    losses = (reference - logprobs).double()
     positions = predicted_positions(lengths)
     octaves = positions.double().log2().floor().long()
     results = []
     for octave in range(int(octaves.max()) + 1):
         chosen = octaves == octave
-        found = None if klds is None else klds[chosen].double()
         parts = select_lengths(chosen, lengths)
+        kld = (None, None) if klds is None else average(klds[chosen], parts)
         results.append(
             PositionResult(
                 first=2**octave,
                 last=min(2 ** (octave + 1) - 1, int(positions.max())),
                 tokens=int(chosen.sum()),
-                kld_mean=None if found is None else float(found.mean()),
-                kld_se=None if found is None else standard_error(found, parts),
+                kld_mean=kld[0],
+                kld_se=kld[1],
                 ppl_ratio=bounded_exp(float(losses[chosen].mean())),
             )
         )

@@ -16,7 +16,6 @@ from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
     ScoreCollector,
-    find_weight_scales,
 )
 from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
@@ -70,8 +69,7 @@ class WholeComparison:
             with open_lm_head(self._model) as head:
                 for batch, states in zip(group, zip(*hidden, strict=True), strict=True):
                     scores.add(batch, states, head.logits)
-        scales = [find_weight_scales(self._model, each.weights) for each in emulations.values()]
-        return scores.finish(hooks, scales)
+        return scores.finish(hooks)
 
     def _run_group(
         self, group: Sequence[Batch], emulation: Emulation, hooks: EmulationHooks, advance: Advance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import InputScaling
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
@@ -25,8 +26,7 @@ def find_plan_gaps(name: str, planned: PlannedWeights) -> Iterator[str]:
     if unseen:
         yield _explain_inputs(name, unseen)
     if planned.missed:
-        missed = _first_of(planned.missed)
-        yield f"{name}: not quantized here, though an engine may: {missed}"
+        yield f"{name}: not quantized here, though an engine may: {cut_list(planned.missed, 1)}"
 
 
 def find_checkpoint_gaps(
@@ -49,13 +49,13 @@ def find_checkpoint_gaps(
     if inside:
         yield _explain_inputs(name, sorted(inside))
     if quantized - inside:
-        beside = _first_of(sorted(quantized - inside))
+        beside = cut_list(sorted(quantized - inside), 1)
         yield f"{name}: not compared, as text does not run it: {beside}"
 
 
 def _explain_inputs(name: str, parameters: Sequence[str]) -> str:
     return (
-        f"{name}: {_first_of(parameters)}: only the weights are quantized here, not the "
+        f"{name}: {cut_list(parameters, 1)}: only the weights are quantized here, not the "
         "inputs: not a linear of a decoder layer"
     )
 
@@ -65,8 +65,3 @@ def list_embedding_and_head(model: LoadedModel) -> list[str]:
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = [module.weight for module in modules if module is not None]
     return [name for name, value in model.named_parameters() if any(value is w for w in weights)]
-
-
-def _first_of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if names[1:] else ""
-    return f"{names[0]}{more}"

@@ -38,7 +38,7 @@ from fp8calib.verification.emulation.damage import (
     reduce_stacked,
     sum_damage,
 )
-from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from fp8calib.verification.emulation.weights import (
     ParameterReader,
@@ -108,6 +108,8 @@ class EmulationHooks:
         self._placed: dict[tuple[Site, torch.device], Quantizer] = {}
         self._pairs: dict[tuple[Site, torch.device], Quantizer | None] = {}
         self._sums = DamageSums[Site]()
+        self.weight_scales: dict[Site, ScaleRange] = {}
+        """The scales that the weights were quantized with."""
 
     @property
     def roles(self) -> frozenset[Role]:
@@ -320,7 +322,7 @@ def emulated(
         return hidden
 
     with (
-        changed_weights(model, emulation.weights, originals, hooks.damage),
+        changed_weights(model, emulation.weights, originals, hooks.damage, hooks.weight_scales),
         open_emulation_hooks(model, geometry, hooks, emulation.towers),
     ):
         yield run

@@ -5,7 +5,7 @@ Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
@@ -15,7 +15,6 @@ from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, Granularity
-from fp8calib.geometry.sites import Site
 from fp8calib.kv_types.cache_types import RoundTrip
 from fp8calib.scales.from_amax import SMALLEST_SCALE, power_of_two_scale_of, scale_of
 
@@ -33,6 +32,8 @@ class FakeQuantized(NamedTuple):
     largest value of the format."""
     amax: torch.Tensor | None = None
     """Largest magnitude of x, fp32; None where it was not computed."""
+    scale: torch.Tensor | None = None
+    """The scale of each element, as `Quantizer.scale_for`; None where a cache type has its own."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FakeQuantized:
         """Apply `change`, which selects elements, to both tensors."""
@@ -127,7 +128,7 @@ class Quantizer:
         if before is not None:
             scaled = before.clamp(-self.fmt.max, self.fmt.max)
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=False)
-        return FakeQuantized(values.mul_(scale), before, amax)
+        return FakeQuantized(values.mul_(scale), before, amax, scale)
 
     def _covers_all(self) -> bool:
         """Tell whether scales come from the values themselves, none of which exceeds them."""
@@ -200,24 +201,14 @@ class ScaleRange:
         smallest, largest = torch.aminmax(scale)
         return cls(per=per, smallest=float(smallest), largest=float(largest))
 
-    def join(self, other: Self) -> Self:
-        """Cover the scales of both (of two experts, say)."""
-        if None in (self.smallest, self.largest, other.smallest, other.largest):
-            return type(self)(per=self.per)
-        both = torch.tensor([self.smallest, self.largest, other.smallest, other.largest])
-        return type(self).of(both, per=self.per)
+    @classmethod
+    def of_quantizer(cls, quantizer: Quantizer) -> Self:
+        """Take those of K, V, q or an input; of scales computed at run time the granularity alone.
 
-
-def find_ranges(quantizers: Mapping[Site, Quantizer]) -> dict[Site, ScaleRange]:
-    """Find the scales of K, V, q and inputs; of those computed at run time only the granularity.
-
-    K, V and q have one scale, or one per head (ranks that differ give their heads different ones).
-    """
-    return {site: _find_range(quantizer) for site, quantizer in quantizers.items()}
-
-
-def _find_range(quantizer: Quantizer) -> ScaleRange:
-    scale = quantizer.scale
-    if isinstance(scale, Granularity):
-        return ScaleRange(per=scale)
-    return ScaleRange.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")
+        K, V and q have one scale, or one per head (ranks that differ give their heads different
+        ones).
+        """
+        scale = quantizer.scale
+        if isinstance(scale, Granularity):
+            return cls(per=scale)
+        return cls.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")

@@ -1,8 +1,9 @@
-"""The quantizers of an engine's KV cache, from a table of scales."""
+"""The quantizers of an engine's KV cache: by a table of scales, or of a type that finds its own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,8 @@ from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
+from fp8calib.kv_types.cache_types import CacheType, RoundTrip
+from fp8calib.kv_types.sizes import list_stored
 from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.emulate import Reads
@@ -56,6 +59,34 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     return quantizers
 
 
+def emulate_cache_type(
+    cache_type: CacheType, geometry: ModelGeometry, table: ScaleTable | None = None
+) -> dict[Site, Quantizer]:
+    """Give the quantizers of K, V and, where the type changes it, q.
+
+    Args:
+        cache_type: how K and V are stored; it fits the model (`explain_misfit`).
+        geometry: of the model.
+        table: the global scales of a type that has some; None: 1.0.
+    """
+    found: dict[Site, RoundTrip] = {}
+    for attention in list_stored(cache_type, geometry):
+        if attention.producer is None:
+            for role, store in ((Role.K, cache_type.key), (Role.V, cache_type.value)):
+                site = attention.site(role)
+                found[site] = store
+                if cache_type.has_global_scales:
+                    one = torch.tensor(1.0)
+                    scale = one if table is None else table.scales[site].values.max()
+                    found[site] = partial(store, scale=scale)
+        if cache_type.query is not None:
+            found[attention.site(Role.Q)] = cache_type.query
+    return {
+        site: Quantizer(fmt=E4M3FN, scale=cache_type.per, round_trip=store)
+        for site, store in found.items()
+    }
+
+
 def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
     """Find the layers that read another's cache with other scales than it was written with."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -91,9 +122,9 @@ def fit_kv(geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics) -> dict[
     A fitted scale is the smallest power of two with which no value of a tensor clips. It rounds
     every value as 1.0 does that neither clips nor is subnormal.
     """
-    unscaled = emulate_kv(make_unscaled_table(geometry, fmt), numerics)
-    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
     table = make_unscaled_table(geometry, fmt)
+    unscaled = emulate_kv(table, numerics)
+    two = Scale(values=torch.tensor([2.0]), source=ScaleSource.OBSERVED)
     try:
         scaled = emulate_kv(replace(table, scales=dict.fromkeys(unscaled, two)), numerics)
     except VerificationError:  # the engine uses no scale at all

@@ -19,6 +19,7 @@ from fp8calib.verification.emulation.fake_quantize import (
     ScaleRange,
 )
 from fp8calib.verification.emulation.weights import (
+    ChangedWeight,
     ParameterReader,
     WeightParameter,
     round_blocks,
@@ -45,9 +46,7 @@ class StoredWeights:
         """Add what the engine does to them at load; `Fp8Checkpoint` does the rest of it itself."""
         return replace(self, again=round_blocks(self.fmt) if rounds_blocks else None)
 
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Copy the stored weights over the values, expert by expert."""
         for parameter in self.parameters:
             damage = [
@@ -59,14 +58,7 @@ class StoredWeights:
                     strict=True,
                 )
             ]
-            yield parameter, sum_damage(damage)
-
-    def find_scales(
-        self,
-        values: Mapping[str, torch.Tensor],  # noqa: ARG002 -- the protocol's
-    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Give the checkpoint's scales."""
-        yield from ((parameter, self.scales[parameter.name]) for parameter in self.parameters)
+            yield ChangedWeight(parameter, sum_damage(damage), self.scales[parameter.name])
 
     def _copy(
         self, piece: torch.Tensor, found: torch.Tensor, limits: torch.Tensor, name: str
@@ -113,10 +105,8 @@ class CopiedParameter:
     parameters: tuple[WeightParameter, ...]
     source: WeightSource
 
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
-        """Copy the tensor; there is no damage to measure."""
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+        """Copy the tensor, which is not quantized: there is nothing to tell."""
         for parameter in self.parameters:
             found = self.source.read(parameter.name)
             _require_shape(parameter.name, values[parameter.name], found)
@@ -126,13 +116,6 @@ class CopiedParameter:
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
         """Read some rows, for callers that hold only part of an embedding."""
         return self.source.read_rows(self.parameters[0].name, start, stop)
-
-    def find_scales(
-        self,
-        values: Mapping[str, torch.Tensor],  # noqa: ARG002 -- the protocol's
-    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Give nothing: the tensor is not quantized."""
-        return iter(())
 
 
 def _require_shape(name: str, own: torch.Tensor, found: torch.Tensor) -> None:

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -78,15 +77,18 @@ class WeightChange(Protocol):
     def parameters(self) -> tuple[WeightParameter, ...]:
         """The replaced parameters."""
 
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
-        """Replace `values` (by parameter name) in place; give the damage (`measure_damage`)."""
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
+        """Replace `values` (by parameter name) in place; tell of each that is quantized."""
 
-    def find_scales(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Give the scales that `apply` uses for the unquantized `values`."""
+
+class ChangedWeight(NamedTuple):
+    """What a change did to one parameter."""
+
+    parameter: WeightParameter
+    damage: torch.Tensor
+    """As `measure_damage` gives it."""
+    scales: ScaleRange
+    """Those that the unquantized weight has; of experts, the extremes of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,59 +121,36 @@ class Requantized:
             again=round_blocks(self.fmt) if rounds_blocks else None,
         )
 
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+    def apply(self, values: Mapping[str, torch.Tensor]) -> Iterator[ChangedWeight]:
         """Quantize in place, expert by expert."""
-        damage: dict[str, list[torch.Tensor]] = defaultdict(list)
+        per = self.quantizer.scale
+        assert isinstance(per, Granularity)  # noqa: S101 -- a scheme's always is
+        parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         held = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
-        for weights, group in zip(held, self._list_groups(values), strict=True):
+        read = zip(*(self._list_exact(p, values[p.name]) for p in self.parameters), strict=True)
+        for weights, group in zip(held, read, strict=True):
             quantizer = self._for_group(group)
             for parameter, weight, exact in zip(self.parameters, weights, group, strict=True):
-                parts = (each.chunk(parameter.num_parts) for each in (weight, exact))
-                damage[parameter.name] += [
+                both = (each.chunk(parameter.num_parts) for each in (weight, exact))
+                parts[parameter.name] += [
                     self._apply_one(part, exact_part, quantizer)
-                    for part, exact_part in zip(*parts, strict=True)
+                    for part, exact_part in zip(*both, strict=True)
                 ]
         for parameter in self.parameters:
-            yield parameter, sum_damage(damage[parameter.name])
+            damage, scales = zip(*parts[parameter.name], strict=True)
+            extremes = ScaleRange.of(torch.stack(scales), per=per)
+            yield ChangedWeight(parameter, sum_damage(damage), extremes)
 
-    def find_scales(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Compute the scales again; for experts, the extremes of all."""
-        assert isinstance(self.quantizer.scale, Granularity)  # noqa: S101 -- a scheme's always is
-        per = self.quantizer.scale
-        found = [self._find_in_group(group, per) for group in self._list_groups(values)]
-        for parameter, ranges in zip(self.parameters, zip(*found, strict=True), strict=True):
-            yield parameter, reduce(ScaleRange.join, ranges)
-
-    def _list_groups(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """List the weights [out, in] that `quantize` reads; of experts, those of each in turn."""
-        return zip(*(self._list_slices(p, values[p.name]) for p in self.parameters), strict=True)
-
-    def _list_slices(
+    def _list_exact(
         self, parameter: WeightParameter, value: torch.Tensor
     ) -> Iterator[torch.Tensor]:
+        """List the weights [out, in] that `quantize` reads: one, or one per expert."""
         if self.stored is None:
             yield from parameter.slices(value)
             return
         for piece in parameter.read_pieces(self.stored):
             exact = piece.to(value.device, torch.float32)
             yield exact.T if parameter.is_transposed else exact
-
-    def _find_in_group(self, group: Sequence[torch.Tensor], per: Granularity) -> list[ScaleRange]:
-        quantizer = self.again or self._for_group(group)
-        scales = (
-            [quantizer.scale_for(part) for part in weight.chunk(parameter.num_parts)]
-            for weight, parameter in zip(group, self.parameters, strict=True)
-        )
-        return [
-            reduce(ScaleRange.join, (ScaleRange.of(scale, per=per) for scale in each))
-            for each in scales
-        ]
 
     def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
         if self.quantizer.scale is not Granularity.TENSOR:
@@ -181,16 +160,18 @@ class Requantized:
 
     def _apply_one(
         self, weight: torch.Tensor, exact: torch.Tensor, quantizer: Quantizer
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize a part; give its damage, and its smallest and largest scale: fp32 [2]."""
         fake = quantizer.fake(exact)
-        values = fake.values
+        values, scale = fake.values, fake.scale
         if self.through_float16:
             values = quantizer.fake(values.half()).values
         if self.again is not None:
-            values = self.again.fake(values).values
+            values, scale = self.again.fake(values).values, self.again.scale_for(exact)
+        assert scale is not None  # noqa: S101 -- no cache type stores weights
         damage = measure_damage(weight, fake._replace(values=values), quantizer.fmt)
         weight.copy_(values)
-        return damage
+        return damage, torch.stack(torch.aminmax(scale))
 
 
 def find_parameters(
@@ -262,11 +243,12 @@ def changed_weights(
     changes: Sequence[WeightChange],
     originals: ParameterReader,
     damage: dict[Site, torch.Tensor],
+    scales: dict[Site, ScaleRange],
 ) -> Iterator[None]:
     """Apply `changes` to the model while the context is open.
 
-    At the end, the unquantized weights are read again from `originals`. `damage` receives the
-    damage to each weight (`measure_damage`).
+    At the end, the unquantized weights are read again from `originals`. `damage` and `scales`
+    receive those of each weight (`ChangedWeight`).
 
     Raises:
         VerificationError: a weight is offloaded, so it cannot be replaced.
@@ -277,8 +259,9 @@ def changed_weights(
         for change in changes:
             _require_in_memory(change.parameters, values)
             touched += change.parameters
-            for parameter, sums in change.apply(values):
-                damage.update(dict.fromkeys(parameter.sites, sums))
+            for found in change.apply(values):
+                damage.update(dict.fromkeys(found.parameter.sites, found.damage))
+                scales.update(dict.fromkeys(found.parameter.sites, found.scales))
         yield
     finally:
         for parameter in touched:

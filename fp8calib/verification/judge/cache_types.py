@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from fp8calib.verification.figures import format_mean_kld
 from fp8calib.verification.report import (
@@ -19,21 +18,12 @@ _SAME_BYTES = 1.1
 for a token adds 6 %."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recommendation:
-    """A type of the KV cache to serve."""
-
-    candidate: str
-    """Its candidate; empty where the text cannot tell which is better."""
-    why: str
-
-
 def recommend(
     usable: Sequence[CandidateResult],
     fp8: Sequence[CandidateResult],
     paired: Mapping[tuple[str, str], PairedResult],
     engine: str,
-) -> Recommendation:
+) -> tuple[str, str]:
     """Recommend what loses least; of what loses the same, what needs the least memory.
 
     Nothing is recommended where a candidate that needs no more memory may lose less.
@@ -43,9 +33,12 @@ def recommend(
         fp8: all candidates with an FP8 cache.
         paired: the comparisons, by candidate and base.
         engine: the name of the engine.
+
+    Returns:
+        The candidate, empty where the text cannot tell which is better; and why.
     """
     if not usable:
-        return Recommendation(candidate="", why="No type of the KV cache passes.")
+        return "", "No type of the KV cache passes."
     exact = min(usable, key=get_kld)
     rivals = [one for one in usable if one is not exact and count_bytes(one) <= count_bytes(exact)]
     answers = {one.name: _find_pair(one.name, exact.name, paired).answer for one in rivals}
@@ -62,16 +55,14 @@ def recommend(
             f"{describe_pair(_find_pair(one.name, exact.name, paired))}"
             for one in unclear
         )
-        return Recommendation(
-            candidate="", why=f"Which type of the KV cache loses least cannot be told: {others}."
-        )
+        return "", f"Which type of the KV cache loses least cannot be told: {others}."
     smaller = [one for one in usable if count_bytes(one) * _SAME_BYTES < count_bytes(chosen)]
     text = f"Of the types of the KV cache use {_explain(chosen, fp8, paired)}"
     text = f"{text}{_name_backends(chosen, engine)}"
     if smaller:
         smallest = min(smaller, key=lambda one: (count_bytes(one), get_kld(one)))
         text = f"{text}. The smallest that passes is {describe_candidate(smallest)}"
-    return Recommendation(candidate=chosen.name, why=f"{text}.")
+    return chosen.name, f"{text}."
 
 
 def _explain(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fp8calib.errors import format_ranges
 from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.figures import format_mean_kld
-from fp8calib.verification.judge.cache_types import Recommendation, get_kld, recommend
+from fp8calib.verification.judge.cache_types import get_kld, recommend
 from fp8calib.verification.judge.damaged import Fits, list_unfit_rows
 from fp8calib.verification.judge.kv_need import list_losing
 from fp8calib.verification.report import (
@@ -51,8 +51,8 @@ class Basis:
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
-    reference_ppl: float = 1.0
-    vocab_size: int = 0
+    broken: str = ""
+    """Why nothing can be told (`explain_broken`)."""
     engine: str = ""
     """Its name in texts."""
 
@@ -63,9 +63,12 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     Nothing is recommended if the unquantized model knows nothing. Nor is anything that fails its
     gate, that the text cannot judge, that is damaged, or that the engine cannot load.
     """
-    weights = [one for one in basis.candidates if not has_kv_only(one.name, basis.layers)]
+    weights = [
+        one
+        for one in basis.candidates
+        if one.name != SCALE_ONE and not has_kv_only(one.name, basis.layers)
+    ]
     scaled = _list_scaled(basis)
-    weights = [one for one in weights if one.name != SCALE_ONE]
     if len({one.engines for one in basis.candidates}) > 1:
         found = _compare_engines(basis)
     elif cached is not None:
@@ -78,12 +81,13 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
     else:
         verdicts = ", ".join(f"{one.name}: {one.verdict}" for one in basis.candidates)
         found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
-    broken = explain_broken(basis.reference_ppl, basis.vocab_size)
-    if broken:
+    if basis.broken:
         found = Decision(headline="")
-    first = " ".join(filter(None, (broken, *_list_collapses(basis), *_list_same_engines(basis))))
-    cache = _recommend_cache(basis, broken)
-    headline = f"{first} {found.headline} {cache.why}".strip()
+    first = " ".join(
+        filter(None, (basis.broken, *_list_collapses(basis), *_list_same_engines(basis)))
+    )
+    cache, cache_why = _recommend_cache(basis)
+    headline = f"{first} {found.headline} {cache_why}".strip()
     details = " ".join(
         text
         for one in basis.candidates
@@ -94,8 +98,8 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
         update={
             "headline": headline,
             "details": details,
-            "kv_cache": cache.candidate,
-            "kv_cache_why": cache.why,
+            "kv_cache": cache,
+            "kv_cache_why": cache_why,
         }
     )
 
@@ -374,11 +378,11 @@ def _join_layers(layers: Sequence[int]) -> str:
     return f"layers {shown} and {layers[-1]}"
 
 
-def _recommend_cache(basis: Basis, broken: str) -> Recommendation:
-    """Recommend a type of the KV cache; nothing where no types are compared."""
+def _recommend_cache(basis: Basis) -> tuple[str, str]:
+    """Recommend a type of the KV cache, and why; nothing where no types are compared."""
     types = [one for one in basis.candidates if one.has_own_type]
-    if not types or broken:
-        return Recommendation(candidate="", why="")
+    if not types or basis.broken:
+        return "", ""
     cached = [
         one
         for one in basis.candidates

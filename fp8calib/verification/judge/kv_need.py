@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from fp8calib.verification.damage_rows import SiteFit
 from fp8calib.verification.judge.damaged import is_damaged, loses
 from fp8calib.verification.report import (
     SCALE_ONE,
-    CandidateResult,
     KvNeed,
     PairedAnswer,
     PairedResult,
@@ -17,16 +15,6 @@ from fp8calib.verification.report import (
 
 _MEAN_LOSS_DB = 0.4
 """Many small losses count too: this is a tenth more noise in the mean over all sites."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedScales:
-    """What FP8 costs with scales that fit: the divergence that no other scale removes."""
-
-    kld: float
-    kld_se: float | None
-    added_by_one: PairedResult
-    """Scale 1.0 against them."""
 
 
 def list_losing(fits: Sequence[SiteFit]) -> list[SiteFit]:
@@ -43,19 +31,22 @@ def find_fitting(candidates: Sequence[str], fits: Mapping[str, Sequence[SiteFit]
 
 
 def assess_need(
-    unscaled: CandidateResult,
     losing: Sequence[SiteFit],
-    fitted: FittedScales | None,
+    fp8: tuple[float, float | None],
+    added: PairedResult | None,
     removed: Sequence[PairedResult],
 ) -> KvNeed:
-    """PairedAnswer whether scales are needed.
+    """Answer whether scales are needed.
 
     Where no site loses at scale 1.0, they are not, whatever the divergences are. Where a site is
     destroyed that a fitted scale keeps, they are. Else the paired divergence decides.
+
+    Args:
+        losing: the sites that lose at scale 1.0, the largest loss first.
+        fp8: what FP8 costs with scales that fit: the mean divergence, and its standard error.
+        added: scale 1.0 against such scales; None where they were not run.
+        removed: candidates against each other.
     """
-    assert unscaled.kld_mean is not None  # noqa: S101 -- of an emulation it is always known
-    kld, se = unscaled.kld_mean, unscaled.kld_se
-    added = None if fitted is None else fitted.added_by_one
     answer = {
         None: "cannot-tell",
         PairedAnswer.WORSE: "yes",
@@ -67,14 +58,12 @@ def assess_need(
         answer = "no"
     elif any(map(is_damaged, losing)):
         answer = "yes"
-    if fitted is not None:
-        kld, se = fitted.kld, fitted.kld_se
     return KvNeed(
         answer=answer,
         sites=tuple(fit.site for fit in losing),
         layers=tuple(sorted({fit.layer for fit in losing})),
-        fp8_kld=kld,
-        fp8_kld_se=se,
+        fp8_kld=fp8[0],
+        fp8_kld_se=fp8[1],
         added_by_one=added,
         removed=tuple(each for each in removed if each.base == SCALE_ONE),
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,37 +43,30 @@ Place = tuple[int, int]
 """The number of a group, and that of its choice."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What a traced layer saw of one micro-batch."""
-
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Inputs and outputs of linears, by module."""
-    heads: dict[Site, torch.Tensor] = field(default_factory=dict)
-    """K, V and q: [B, H, S, D]."""
-
-
 class _Tracing:
-    """Hooks that keep the tensors of a layer, and change none."""
+    """Hooks that keep the tensors of a layer for one micro-batch, and change none."""
 
     def __init__(self) -> None:
-        self.seen = _Seen()
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.outputs: dict[str, torch.Tensor] = {}
+        """Inputs and outputs of linears, by module."""
+        self.heads: dict[Site, torch.Tensor] = {}
+        """K, V and q: [B, H, S, D]."""
 
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.seen.heads[attention.site(Role.K)] = key
-        self.seen.heads[attention.site(Role.V)] = value
+        self.heads[attention.site(Role.K)] = key
+        self.heads[attention.site(Role.V)] = value
         return key, value
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         unscaled = query / attention.query_divisor  # as it is quantized
-        self.seen.heads[attention.site(Role.Q)] = unscaled
+        self.heads[attention.site(Role.Q)] = unscaled
         return unscaled * attention.query_divisor
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        self.seen.inputs[linear.module] = x
+        self.inputs[linear.module] = x
         return x
 
     def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
@@ -87,7 +79,7 @@ class _Tracing:
         """Keep the output of a linear."""
 
         def keep(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-            self.seen.outputs[name] = output
+            self.outputs[name] = output
 
         return module.register_forward_hook(keep)
 
@@ -226,17 +218,16 @@ class _Walk:
         index = pricing.layer.index
         state = self._load(store, index, place)
         leaves, before = ([], None) if state is None else _open_leaves(state)
-        hooks = _Tracing()
+        seen = _Tracing()
         geometry = self._streamed.geometry
         one_layer = geometry.model_copy(update={"layers": (geometry.layers[index],)})
         with ExitStack() as stack, torch.enable_grad():
             stack.enter_context(
-                open_hooks(self._streamed.model, one_layer, hooks, query=True, inputs=True)
+                open_hooks(self._streamed.model, one_layer, seen, query=True, inputs=True)
             )
             for name, module in pricing.linears.items():
-                stack.callback(hooks.watch(module, name).remove)
-            after = steps.run_layer(index, batch, self._cache(hooks), before, traces=True)
-        seen = hooks.seen
+                stack.callback(seen.watch(module, name).remove)
+            after = steps.run_layer(index, batch, self._cache(seen), before, traces=True)
         wanted = [*leaves, *seen.outputs.values(), *seen.heads.values()]
         gradients = _differentiate(
             pytree.tree_leaves(after.output),
@@ -345,7 +336,7 @@ class _Pricing:
 
     def price(
         self,
-        seen: _Seen,
+        seen: _Tracing,
         at_outputs: Mapping[str, torch.Tensor],
         at_heads: Mapping[Site, torch.Tensor],
     ) -> Iterator[tuple[Place, torch.Tensor]]:

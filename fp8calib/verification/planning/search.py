@@ -6,7 +6,7 @@ plan, and the plan that the caller gets is the best of those that were run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fp8calib.verification.compare.summary import Summary, standard_error, summarize
+from fp8calib.verification.compare.summary import Summary, average, summarize
+from fp8calib.verification.compare.text_runs import count_in_rounds
 from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
 from fp8calib.verification.planning.choices import Group, alone, count_bytes
 from fp8calib.verification.planning.frontier import Frontier, find_frontier, list_changes, repair
-from fp8calib.verification.sensitivity import LAYERS_AT_ONCE
 
 _LAYERS_SHARE = 0.75
 """The share of a pass that is spent in the layers; the head takes the rest."""
@@ -154,31 +154,27 @@ class Search:
 
     def _price_groups(self) -> dict[tuple[int, int], Cost]:
         """Estimate all choices, and measure those that cost most, as far as the passes go."""
-        costs = {place: self._estimate(slope) for place, slope in self._slopes.items()}
+        costs = {  # half the mean square of a derivative
+            place: self._cost(slope.double().square() / 2, is_measured=False)
+            for place, slope in self._slopes.items()
+        }
         places = [
             (g, c) for g, each in enumerate(self._groups) for c in range(1, len(each.choices))
         ]
         needed = [place for place in places if place not in costs]
         chosen = [*needed, *self._choose_measured(costs)]
         plans = {place: alone(self._groups, *place) for place in chosen}
-        self._count(sum(self._weigh(place) for place in chosen) + _count_references(chosen))
+        num_references = count_in_rounds(len(chosen)) - len(chosen)
+        self._count(sum(self._weigh(place) for place in chosen) + num_references)
         runs = self._run(plans.values())
-        measured = {place: self._measure(runs[plan][0]) for place, plan in plans.items()}
+        measured = {
+            place: self._cost(runs[plan][0].klds, is_measured=True) for place, plan in plans.items()
+        }
         return self._correct(costs, measured) | measured
 
-    def _estimate(self, slope: torch.Tensor) -> Cost:
-        """Take half the mean square of a derivative."""
-        return self._cost(slope.double().square() / 2, is_measured=False)
-
-    def _measure(self, scores: TokenScores) -> Cost:
-        return self._cost(scores.klds.double(), is_measured=True)
-
     def _cost(self, klds: torch.Tensor, *, is_measured: bool) -> Cost:
-        return Cost(
-            kld_mean=float(klds.mean()),
-            kld_se=standard_error(klds, self._run.lengths),
-            is_measured=is_measured,
-        )
+        kld_mean, kld_se = average(klds, self._run.lengths)
+        return Cost(kld_mean=kld_mean, kld_se=kld_se, is_measured=is_measured)
 
     def _weigh(self, place: tuple[int, int]) -> float:
         """Give the share of a pass that a group alone takes: it begins at its first layer."""
@@ -277,7 +273,7 @@ class Search:
     def _run_whole(self, found: Found, plans: Iterable[Plan]) -> None:
         """Run plans that were not run yet, and see what sums are off by."""
         new = [plan for plan in dict.fromkeys(plans) if plan not in found.runs]
-        self._count(len(new) + _count_references(new))
+        self._count(count_in_rounds(len(new)))
         for plan, (scores, reference) in self._run(new).items():
             found.runs[plan] = summarize(scores, reference, self._run.lengths)
         ratios = [
@@ -351,11 +347,6 @@ class Search:
         self._run_whole(found, [p for p in smaller if found.predict(p) * factor <= _NEAR * most])
         fitting = [p for p in found.runs if budget.read(found.runs[p]) <= most]
         return min([*fitting, best], key=lambda plan: count_bytes(self._groups, plan))
-
-
-def _count_references(plans: Sized) -> int:
-    """Count the passes of the unquantized model beside plans."""
-    return -(-len(plans) // LAYERS_AT_ONCE)
 
 
 def _find_price(frontier: Frontier, size: float) -> float:

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.machine.progress import Progress
 from fp8calib.verification.compare.summary import (
     Summary,
+    average,
     bounded_exp,
-    standard_error,
     summarize_logprobs,
 )
 from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.report import (
+    EstimateResult,
+    ExplanationResult,
+    ServerResult,
+    UnquantizedServer,
+)
 from fp8calib.verification.server.decoding import DecodingAnswers, assess_decoding
 from fp8calib.verification.server.diagnose import (
     Changes,
@@ -29,12 +34,6 @@ from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.sentences import Context, describe_diagnosis
-from fp8calib.verification.server_result import (
-    EstimateResult,
-    ExplanationResult,
-    ServerResult,
-    UnquantizedServer,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +93,11 @@ class Assessment:
     summary: Summary
     result: ServerResult
     logprobs: torch.Tensor
-    changes: torch.Tensor
-    """Its changes of each token: fp64 [N]."""
     reference: torch.Tensor
     """The log-probabilities that it is compared with: fp32 [N]."""
 
 
-def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress) -> Assessment:
+def assess(answers: ServerAnswers, evidence: ServerEvidence) -> Assessment:
     """Compare a server with the unquantized model, here or in a server, and with candidates."""
     lengths = list(map(len, evidence.sequences))
     scores = answers.scores
@@ -114,16 +111,14 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress)
         reference,
         lengths,
         agrees=_find_agreement(answers, evidence),
-        kld_mean=None if estimates.low is None else estimates.low.value,
-        kld_se=None if estimates.low is None else estimates.low.se,
+        kld=(None, None) if estimates.low is None else (estimates.low.value, estimates.low.se),
     )
-    found, faults = _diagnose(answers, evidence, changes, lengths, progress)
+    found, faults = _diagnose(answers, evidence, changes, lengths)
     context = Context(
         faults=faults,
         has_scales=evidence.has_scales,
         has_reference=answers.reference is not None,
         ppl_ratio=summary.ppl_ratio,
-        correlation=found.correlation,
         kld=estimates.describe(),
     )
     result = ServerResult(
@@ -154,7 +149,6 @@ def assess(answers: ServerAnswers, evidence: ServerEvidence, progress: Progress)
         summary=summary,
         result=result,
         logprobs=scores.logprobs,
-        changes=changes,
         reference=reference,
     )
 
@@ -190,9 +184,8 @@ def _estimate(
     if answers.num_given is None:
         if top is None:
             return _Estimates()
-        values = top.merged()
-        mean = EstimateResult(value=float(values.mean()), se=standard_error(values, lengths))
-        return _Estimates(bound=mean)
+        value, se = average(top.merged(), lengths)
+        return _Estimates(bound=EstimateResult(value=value, se=se))
     written = WrittenText(lengths=lengths, num_given=answers.num_given)
     return _Estimates(
         low=written.mean(low_variance(reference, server)),
@@ -262,17 +255,15 @@ def _diagnose(
     evidence: ServerEvidence,
     changes: torch.Tensor,
     lengths: Sequence[int],
-    progress: Progress,
-) -> tuple[Diagnosis, dict[str, Fault]]:
-    """Find what explains the server; give the faults that were tried, by name."""
-    faults = dict(evidence.faults)
+) -> tuple[Diagnosis, Mapping[str, Fault]]:
+    """Find what explains the server; give the faults that may be named, by name."""
     given = Changes(
         server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
     found = diagnose(given)
     layers = evidence.layer_faults
     if layers is None or not layers.bases or not needs_faults(found):
-        return found, faults
+        return found, evidence.faults
     base = max(layers.bases, key=lambda name: given.fit(name).correlation or 0.0)
     few = Changes(
         server=changes[: layers.num_tokens],
@@ -280,10 +271,12 @@ def _diagnose(
         lengths=lengths[: layers.num_sequences],
         noise=answers.noise,
     )
-    whole = dict(layers.run_whole(base, progress))
+    own = layers.faults_of(base)
+    faults = {**evidence.faults, **own}
+    whole = layers.run_whole(own)
     if whole:
-        tried = explain_with_faults(found, few, base, whole)
+        tried = explain_with_faults(found, few, base, own, whole)
         if tried.name in whole and not needs_faults(tried):
-            return tried, {**faults, **whole}
-    effects = {**layers.run_layers(base, progress), **whole}
-    return explain_with_faults(found, few, base, effects), {**faults, **effects}
+            return tried, faults
+    effects = {**layers.run_layers(own), **whole}
+    return explain_with_faults(found, few, base, own, effects), faults

@@ -51,6 +51,8 @@ _LEAST_KEY = 8
 """A shorter key is a placeholder such as `none`, which any message may hold."""
 _HINT_BUSY = "wait until it is free, raise --server-timeout, or lower --server-concurrency"
 _HINT_GATEWAY = "a proxy answers, and no server behind it: is the server running?"
+_HINT_TLS = "set SSL_CERT_FILE to the certificate of the server's authority, or check the URL"
+_HINT_BROKEN = "is the server running, and is the URL right? its log may name the cause"
 _HINT_LATE = "raise --server-timeout, or lower --server-concurrency"
 
 
@@ -263,8 +265,9 @@ class ServerClient:
                 delay = min(delay, limit / 4)  # most of what is left is for the answer
             except (httpx.TransportError, httpx.DecodingError) as error:
                 broken += 1
-                why, hint = self._explain_broken(error), _hint_broken(error)
-                if broken == _BROKEN_CONNECTIONS or _find_tls(error):
+                tls = _find_tls(error)
+                why, hint = self._explain_broken(error, tls), _HINT_TLS if tls else _HINT_BROKEN
+                if broken == _BROKEN_CONNECTIONS or tls:
                     raise self._fail(f"{path}: {why}", hint) from error
             else:
                 if answer.status not in _BUSY:
@@ -329,8 +332,8 @@ class ServerClient:
             raise self._fail(f"{path}: {answer.text}", "give the URL it is redirected to")
         return answer
 
-    def _explain_broken(self, error: httpx.RequestError) -> str:
-        if tls := _find_tls(error):
+    def _explain_broken(self, error: httpx.RequestError, tls: BaseException | None) -> str:
+        if tls is not None:
             return f"TLS: {self._clean(first_line(tls))}"
         if isinstance(error, httpx.ConnectTimeout):
             return f"no connection within {_CONNECT_S:g} s"
@@ -367,9 +370,3 @@ def _find_tls(error: httpx.RequestError) -> BaseException | None:
     while found is not None and not isinstance(found, ssl.SSLError):
         found = found.__cause__ or found.__context__
     return found
-
-
-def _hint_broken(error: httpx.RequestError) -> str:
-    if _find_tls(error):
-        return "set SSL_CERT_FILE to the certificate of the server's authority, or check the URL"
-    return "is the server running, and is the URL right? its log may name the cause"

@@ -6,14 +6,14 @@ A change is the log-probability of a token minus that by the unquantized model: 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 
 from fp8calib.verification.compare.summary import standard_error
-from fp8calib.verification.server.hypotheses import FaultEffect, LayerEffect
+from fp8calib.verification.server.hypotheses import Fault
 
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""
@@ -164,18 +164,22 @@ def diagnose(changes: Changes) -> Diagnosis:
 
 
 def explain_with_faults(
-    found: Diagnosis, changes: Changes, base: str, faults: Mapping[str, FaultEffect]
+    found: Diagnosis,
+    changes: Changes,
+    base: str,
+    faults: Mapping[str, Fault],
+    effects: Mapping[str, torch.Tensor],
 ) -> Diagnosis:
     """Try faults of the candidate `base` too; all on some of the sequences.
 
-    A fault is named only if it explains the server better than every candidate, beyond doubt; one
-    of all layers only if it leaves no more than roundings: other layers cannot be named beside it.
+    `effects` are the changes of those that were run. A fault is named only if it explains the
+    server better than every candidate, beyond doubt; one of all layers only if it leaves no more
+    than roundings: other layers cannot be named beside it.
     """
-    layers = {name: each for name, each in faults.items() if isinstance(each, LayerEffect)}
-    effects = {name: fault.changes for name, fault in faults.items()}
+    layers = {name: layer for name in effects if (layer := faults[name].layer) is not None}
     everything = replace(changes, candidates={**changes.candidates, **effects})
     fits = sorted(map(changes.fit, (UNQUANTIZED, *changes.candidates)), key=lambda f: f.residual)
-    tried = [n for n in faults if n in layers or _leaves_roundings(everything, base, faults[n], n)]
+    tried = [n for n in effects if n in layers or _leaves_roundings(everything, base, n, faults)]
     if not tried:
         return found
     fault = min(map(everything.fit, tried), key=lambda fit: fit.residual)
@@ -183,10 +187,10 @@ def explain_with_faults(
         judged = _judge(everything, [fault, *fits], fault)
         if judged.finding is ServerFinding.CANDIDATE:
             found = replace(judged, fits=(fault, *found.fits))
-    if (found.name in faults and found.name not in layers) or not layers:
+    if (found.name in effects and found.name not in layers) or not layers:
         return found
     if found.finding is ServerFinding.CANDIDATE and found.name in {base, *layers}:
-        others = _list_other_layers(everything, base, found.name, layers)
+        others = _list_other_layers(everything, base, found.name, layers, faults)
         return _conclude_others(found, base, others) if others else found
     is_related = found.finding is ServerFinding.CANDIDATE
     if is_related and _explains_most(found.fits[0], found.size**2):
@@ -194,7 +198,7 @@ def explain_with_faults(
     share, names = _sum_of_faults(everything, base, layers)
     if share < (_LAYERS_SHARE_RELATED if is_related else _LAYERS_SHARE):
         return found
-    return _conclude_others(found, base, [layers[name].layer for name in names])
+    return _conclude_others(found, base, [layers[name] for name in names])
 
 
 def _conclude_others(found: Diagnosis, base: str, layers: Sequence[int]) -> Diagnosis:
@@ -203,7 +207,11 @@ def _conclude_others(found: Diagnosis, base: str, layers: Sequence[int]) -> Diag
 
 
 def _list_other_layers(
-    changes: Changes, base: str, found: str, faults: Mapping[str, LayerEffect]
+    changes: Changes,
+    base: str,
+    found: str,
+    layers: Mapping[str, int],
+    faults: Mapping[str, Fault],
 ) -> list[int]:
     """List the layers whose scales are neither those of `base` nor 1.0, beyond one with a fault.
 
@@ -211,27 +219,27 @@ def _list_other_layers(
     difference that 1.0 makes there is in what is left; with 1.0, all of it; with any other scale,
     half: its roundings of `base` are missing, and those of 1.0 are not there either.
     """
-    own = faults[found].layer if found in faults else None
+    own = layers.get(found)
     start = changes.find(base)
-    if own is not None and not _leaves_roundings(changes, base, faults[found], found):
+    if own is not None and not _leaves_roundings(changes, base, found, faults):
         return [own]
-    lost = [fault for fault in faults.values() if fault.is_lost and fault.layer != own]
+    lost = [name for name, layer in layers.items() if faults[name].is_lost and layer != own]
     if not lost:
         return []
-    effects = torch.stack([fault.changes - start for fault in lost], 1)
+    effects = torch.stack([changes.find(name) - start for name in lost], 1)
     left = changes.server - changes.find(found)
     weights, errors = _regress(effects, left)
     others = [
-        fault.layer
-        for fault, weight, error in zip(lost, weights.tolist(), errors.tolist(), strict=True)
+        layers[name]
+        for name, weight, error in zip(lost, weights.tolist(), errors.tolist(), strict=True)
         if weight > _OTHER_WEIGHT and weight > _SURE_OTHER * error
     ]
     return [*others, *([own] if own is not None and others else [])]
 
 
-def _leaves_roundings(changes: Changes, base: str, fault: FaultEffect, name: str) -> bool:
+def _leaves_roundings(changes: Changes, base: str, name: str, faults: Mapping[str, Fault]) -> bool:
     """Tell whether a fault of `base` leaves only roundings; else the server clips otherwise."""
-    most = _LARGER if fault.mixup is None else _ROUNDINGS
+    most = _ROUNDINGS if faults[name].is_mixup else _LARGER
     return changes.fit(name).residual ** 2 <= most * mean_square(changes.find(base))
 
 
@@ -294,15 +302,13 @@ def needs_faults(found: Diagnosis) -> bool:
     return found.finding is ServerFinding.CANDIDATE and found.fits[0].residual ** 2 > enough
 
 
-def _sum_of_faults(
-    changes: Changes, base: str, faults: Mapping[str, LayerEffect]
-) -> tuple[float, list[str]]:
+def _sum_of_faults(changes: Changes, base: str, names: Collection[str]) -> tuple[float, list[str]]:
     """Explain what `base` leaves by a sum of faults: the share explained, and the main ones."""
     start = changes.find(base)
     left = changes.server - start
-    table = torch.stack([fault.changes - start for fault in faults.values()], 1)
+    table = torch.stack([changes.find(name) - start for name in names], 1)
     weights, _ = _regress(table, left)
     share = 1 - mean_square(left - table @ weights) / mean_square(left)
     sizes = (table * weights).square().mean(0)
-    names = list(faults)
-    return share, [names[i] for i in range(len(names)) if sizes[i] > _NOTABLE * sizes.max()]
+    notable = (sizes > _NOTABLE * sizes.max()).tolist()
+    return share, [name for name, is_main in zip(names, notable, strict=True) if is_main]

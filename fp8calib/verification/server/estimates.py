@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.compare.summary import average
 from fp8calib.verification.compare.token_scores import predicted_positions, split_sequences
-from fp8calib.verification.server_result import EstimateResult
+from fp8calib.verification.report import EstimateResult
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""
@@ -33,8 +33,8 @@ class WrittenText:
         """Average values [N] over the tokens that were written."""
         parts = list(split_sequences(self._is_own, self.lengths))
         own = [int(part.sum()) + 1 for part in parts]
-        kept = values[self._is_own]
-        return EstimateResult(value=float(kept.mean()), se=standard_error(kept, own))
+        value, se = average(values[self._is_own], own)
+        return EstimateResult(value=value, se=se)
 
     @property
     def _is_own(self) -> torch.Tensor:

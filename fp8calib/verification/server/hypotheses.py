@@ -2,90 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
 from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 CLIPPING = 8
 """A scale divided by less may not clip; dividing by a larger one clips the same large values."""
-
-
-class Mixup(StrEnum):
-    """How the right scales get to the wrong place, in all layers."""
-
-    SWAPPED = "swapped"
-    """K has the scale of V, and V that of K."""
-    INVERTED = "inverted"
-    """1 / scale, as where one tool multiplies by what another divides by."""
-    NEXT = "next"
-    """A layer has the scales of the next one; the last layer has its own."""
-    PREVIOUS = "previous"
-    """A layer has the scales of the previous one; the first layer has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A candidate with scales that are lost (1.0), too small or mixed up."""
 
-    base: str
-    """The candidate's name."""
-    layer: int | None
-    """None: the scales of all layers."""
-    is_lost: bool
-    role: Role | None = None
-    """None: K and V."""
-    mixup: Mixup | None = None
-
-    def with_changes(self, changes: torch.Tensor) -> FaultEffect:
-        """Join it with what the candidate changes with it."""
-        base, layer, is_lost = self.base, self.layer, self.is_lost
-        if layer is None:
-            return FaultEffect(
-                base=base,
-                layer=None,
-                is_lost=is_lost,
-                role=self.role,
-                mixup=self.mixup,
-                changes=changes,
-            )
-        return LayerEffect(base=base, layer=layer, is_lost=is_lost, changes=changes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedFault(Fault):
-    """A fault, and the candidate with it."""
-
     emulation: Emulation
+    effect: str
+    """What the server then does, in words."""
+    layer: int | None = None
+    """None: the scales of all layers."""
+    is_lost: bool = False
+    is_mixup: bool = False
+    """Whether the right scales are in the wrong places."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultEffect(Fault):
-    """What a candidate changes with a fault that does not run beside it."""
-
-    changes: torch.Tensor
-    """By token: fp64 [N]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEffect(FaultEffect):
-    """The same for a fault in one layer."""
-
-    layer: int
-
-
-def lose_query_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
+def lose_query_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
     """Quantize q of a candidate at 1.0; empty where it is not quantized with another scale."""
     return _lose_scales(name, emulation, Role.Q) if _find_scaled(emulation, Role.Q) else {}
 
 
-def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
+def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
     """Quantize K, or V, of a candidate at 1.0; empty unless both have other scales.
 
     Where only one of them has any, nothing but scale 1.0 is left without them.
@@ -95,125 +44,106 @@ def lose_kv_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
     return _lose_scales(name, emulation, Role.K) | _lose_scales(name, emulation, Role.V)
 
 
-def mix_up_scales(
-    name: str, emulation: Emulation, geometry: ModelGeometry
-) -> dict[str, EmulatedFault]:
+def mix_up_scales(name: str, emulation: Emulation, geometry: ModelGeometry) -> dict[str, Fault]:
     """Give K and V the scales of other places; without those that change nothing.
 
     A scale goes only to a place where one of the same shape is.
     """
+    known = _find_static(emulation, *KV_ROLES)
     pairs = ([attention.site(role) for role in KV_ROLES] for _, attention in geometry.attentions())
-    sites = [pair for pair in pairs if all(_has_scale(emulation, site) for site in pair)]
-    scales = [[_scale(emulation, site) for site in pair] for pair in sites]
-    mixed = {
-        Mixup.SWAPPED: [pair[::-1] for pair in scales],
-        Mixup.INVERTED: [[1 / scale for scale in pair] for pair in scales],
-        Mixup.NEXT: [*scales[1:], *scales[-1:]],
-        Mixup.PREVIOUS: [*scales[:1], *scales[:-1]],
-    }
-    faults: dict[str, EmulatedFault] = {}
-    for mixup, given in mixed.items():
+    sites = [pair for pair in pairs if all(site in known for site in pair)]
+    scales = [[known[site] for site in pair] for pair in sites]
+    mixed = (
+        (
+            "k and v scales swapped",
+            "k is quantized with the scales of v, and v with those of k",
+            [pair[::-1] for pair in scales],
+        ),
+        (  # as where one tool multiplies by what another divides by
+            "reciprocals of its scales",
+            "every k/v scale is 1 / scale",
+            [[1 / scale for scale in pair] for pair in scales],
+        ),
+        (  # the last layer has its own
+            "the scales of the next layer",
+            "every layer has the k/v scales of the next one",
+            [*scales[1:], *scales[-1:]],
+        ),
+        (  # the first layer has its own
+            "the scales of the previous layer",
+            "every layer has the k/v scales of the previous one",
+            [*scales[:1], *scales[:-1]],
+        ),
+    )
+    faults: dict[str, Fault] = {}
+    for mixup, effect, given in mixed:
         changed = {
-            site: replace(emulation.quantizers[site], scale=scale)
-            for places, pair, own in zip(sites, given, scales, strict=True)
-            for site, scale, old in zip(places, pair, own, strict=True)
-            if scale.shape == old.shape and not torch.equal(scale, old)
+            site: scale
+            for places, pair in zip(sites, given, strict=True)
+            for site, scale in zip(places, pair, strict=True)
+            if scale.shape == known[site].shape and not torch.equal(scale, known[site])
         }
         if changed:
-            faults[f"{name} with {_MIXED[mixup]}"] = EmulatedFault(
-                base=name,
-                layer=None,
-                is_lost=False,
-                mixup=mixup,
-                emulation=_change(emulation, changed),
-            )
+            mixed_up = _rescale(emulation, changed)
+            faults[f"{name} with {mixup}"] = Fault(emulation=mixed_up, effect=effect, is_mixup=True)
     return faults
-
-
-_MIXED = {
-    Mixup.SWAPPED: "k and v scales swapped",
-    Mixup.INVERTED: "reciprocals of its scales",
-    Mixup.NEXT: "the scales of the next layer",
-    Mixup.PREVIOUS: "the scales of the previous layer",
-}
 
 
 def has_scaled_kv(emulation: Emulation) -> bool:
     """Tell whether K or V of any layer has a scale other than 1.0."""
-    return any(_find_scaled(emulation, role) for role in KV_ROLES)
+    return bool(_find_scaled(emulation, *KV_ROLES))
 
 
-def list_layer_faults(
-    name: str, emulation: Emulation, geometry: ModelGeometry
-) -> Iterator[tuple[str, EmulatedFault]]:
+def list_layer_faults(name: str, emulation: Emulation, geometry: ModelGeometry) -> dict[str, Fault]:
     """List the faults of single layers of a candidate with KV scales, by their names."""
+    scaled = _find_scaled(emulation, *KV_ROLES)
+    faults: dict[str, Fault] = {}
     for layer, attention in geometry.attentions():
-        found = {
-            site: emulation.quantizers[site]
-            for site in map(attention.site, KV_ROLES)
-            if site in emulation.quantizers and _is_scaled(emulation.quantizers[site])
-        }
-        if found:
-            one = {site: replace(each, scale=torch.tensor(1.0)) for site, each in found.items()}
-            yield (
-                f"{name} with layer {layer.index} at scale 1.0",
-                EmulatedFault(
-                    base=name,
-                    layer=layer.index,
-                    is_lost=True,
-                    emulation=_change(emulation, one),
-                ),
+        own = {site: scale for site, scale in scaled.items() if site.module == attention.module}
+        if own:
+            small = _rescale(emulation, {site: scale / CLIPPING for site, scale in own.items()})
+            place = f"{name} with layer {layer.index}"
+            faults[f"{place} at scale 1.0"] = Fault(
+                emulation=_rescale(emulation, dict.fromkeys(own, _ONE)),
+                effect=f"the k/v scales of layer {layer.index} are not in use",
+                layer=layer.index,
+                is_lost=True,
             )
-            small = {site: _divide(quantizer) for site, quantizer in found.items()}
-            yield (
-                f"{name} with layer {layer.index} at 1/{CLIPPING} of its scales",
-                EmulatedFault(
-                    base=name,
-                    layer=layer.index,
-                    is_lost=False,
-                    emulation=_change(emulation, small),
-                ),
+            faults[f"{place} at 1/{CLIPPING} of its scales"] = Fault(
+                emulation=small,
+                effect=f"values of layer {layer.index} clip, as its scales are too small",
+                layer=layer.index,
             )
+    return faults
 
 
-def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, EmulatedFault]:
-    scaled = _find_scaled(emulation, role)
-    lost = {site: replace(each, scale=torch.tensor(1.0)) for site, each in scaled.items()}
-    fault = EmulatedFault(
-        base=name, layer=None, is_lost=True, role=role, emulation=_change(emulation, lost)
-    )
-    return {f"{name} without its {role} scales": fault}
+_ONE = torch.tensor(1.0)
 
 
-def _has_scale(emulation: Emulation, site: Site) -> bool:
-    quantizer = emulation.quantizers.get(site)
-    return quantizer is not None and isinstance(quantizer.scale, torch.Tensor)
+def _lose_scales(name: str, emulation: Emulation, role: Role) -> dict[str, Fault]:
+    lost = _rescale(emulation, dict.fromkeys(_find_scaled(emulation, role), _ONE))
+    where = " in all layers" if role in KV_ROLES else ""
+    effect = f"{role} is quantized at scale 1.0{where}"
+    return {f"{name} without its {role} scales": Fault(emulation=lost, effect=effect, is_lost=True)}
 
 
-def _scale(emulation: Emulation, site: Site) -> torch.Tensor:
-    scale = emulation.quantizers[site].scale
-    assert isinstance(scale, torch.Tensor)  # noqa: S101 -- `_has_scale`
-    return scale
-
-
-def _find_scaled(emulation: Emulation, role: Role) -> dict[Site, Quantizer]:
-    """Find the sites of a role that have a scale other than 1.0."""
+def _find_static(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:
+    """Find the static scales of some roles."""
     return {
-        site: quantizer
+        site: quantizer.scale
         for site, quantizer in emulation.quantizers.items()
-        if site.role is role and _is_scaled(quantizer)
+        if site.role in roles and isinstance(quantizer.scale, torch.Tensor)
     }
 
 
-def _change(emulation: Emulation, changed: Mapping[Site, Quantizer]) -> Emulation:
-    return replace(emulation, quantizers={**emulation.quantizers, **changed})
+def _find_scaled(emulation: Emulation, *roles: Role) -> dict[Site, torch.Tensor]:
+    """Find those that are other than 1.0."""
+    found = _find_static(emulation, *roles)
+    return {site: scale for site, scale in found.items() if bool((scale != 1).any())}
 
 
-def _divide(quantizer: Quantizer) -> Quantizer:
-    assert isinstance(quantizer.scale, torch.Tensor)  # noqa: S101 -- `_is_scaled`
-    return replace(quantizer, scale=quantizer.scale / CLIPPING)
-
-
-def _is_scaled(quantizer: Quantizer) -> bool:
-    scale = quantizer.scale
-    return isinstance(scale, torch.Tensor) and bool((scale != 1).any())
+def _rescale(emulation: Emulation, scales: Mapping[Site, torch.Tensor]) -> Emulation:
+    """Quantize some sites with other scales."""
+    quantizers = emulation.quantizers
+    changed = {site: replace(quantizers[site], scale=scale) for site, scale in scales.items()}
+    return replace(emulation, quantizers={**quantizers, **changed})

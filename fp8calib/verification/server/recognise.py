@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,9 @@ async def check_tokenizer(
         if there is None:
             return "the tokenizers were not compared: the server has no /tokenize"
         if there != here:
-            place = next(_list_differences(here, there))
+            pairs = enumerate(zip(here, there, strict=False))
+            shorter = min(len(here), len(there))
+            place = next((number for number, (one, other) in pairs if one != other), shorter)
             raise ModelError(
                 f"{client.endpoint.url}: the server has another model: its tokenizer turns "
                 f"{shorten(text[:40])!r} into {_show(there, place)}, and the model's into "
@@ -144,13 +146,6 @@ async def check_tokenizer(
                 hint="name the model that is served, or the right server",
             )
     return ""
-
-
-def _list_differences(here: Sequence[int], there: Sequence[int]) -> Iterator[int]:
-    for place, (one, other) in enumerate(zip(here, there, strict=False)):
-        if one != other:
-            yield place
-    yield min(len(here), len(there))
 
 
 def _show(ids: Sequence[int], place: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.data.sequences import DataPlan
-from fp8calib.verification.compare.summary import bounded_exp, list_figures, list_positions
+from fp8calib.verification.compare.summary import compute_ppl, list_figures, summarize_positions
 from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -45,7 +45,7 @@ def add_server(
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
-        by_position=list_positions(-assessment.changes, None, list(map(len, plan.sequences))),
+        by_position=summarize_positions(assessment.logprobs, assessment.reference, plan.lengths),
     )
     last = [one for one in report.candidates if one.name == SCALE_ONE]
     others = [one for one in report.candidates if one.name != SCALE_ONE]
@@ -65,7 +65,6 @@ def report_alone(
     model: str, engine: str, assessment: Assessment, gate: Gate, plan: DataPlan, duration_s: float
 ) -> tuple[VerifyReport, Mapping[str, torch.Tensor]]:
     """Make the report of a server beside an unquantized one or a dump, and what --dump writes."""
-    mean = float(assessment.reference.double().mean())
     report = VerifyReport(
         model=model,
         engine=engine,
@@ -77,7 +76,7 @@ def report_alone(
         sequences=len(plan.sequences),
         seq_len=plan.seq_len,
         duration_s=duration_s,
-        reference=ReferenceResult(ppl=bounded_exp(-mean)),
+        reference=ReferenceResult(ppl=compute_ppl(assessment.reference)),
         candidates=(),
         layers=(),
         decision=Decision(headline=""),

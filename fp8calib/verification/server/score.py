@@ -67,18 +67,168 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerText:
-    """What is sent to a server."""
+class ConnectedServer:
+    """A server that is ready to score text."""
 
-    sequences: Sequence[torch.Tensor]
-    """Token ids: 1-D int64."""
+    options: ServerOptions
+    server: Server
     vocab_size: int
     """The size of the model's vocabulary."""
 
+    def score(
+        self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str
+    ) -> ServerScores:
+        """Ask for the log-probabilities of sequences of token ids: 1-D int64.
+
+        Raises:
+            ServerError: the server fails, or answers with something else.
+            ModelError: it has another model.
+        """
+        kind, num_top = self.server.kind, self.options.num_top
+
+        async def ask(client: ServerClient, number: int) -> SequenceScores:
+            ids = sequences[number].tolist()
+            request = kind.make_scoring(self.server.model, ids, num_top)
+            answer = await client.post(kind.path, request)
+            where = f"{client.endpoint.url}{kind.path}: "
+            if not answer.is_ok:
+                raise _refuse(kind, where, answer, len(ids), num_top)
+            if answer.body is None:
+                raise ServerError(
+                    f"{where}the answer is not JSON: {answer.text}",
+                    hint="is there a proxy before the server? name the server itself",
+                )
+            try:
+                scores = kind.read_scores(answer.body, ids, num_top)
+            except AnswerError as error:
+                raise ServerError(
+                    f"{where}the answer to sequence {number} (counting from 0) {error.message}",
+                    hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
+                ) from error
+            self._require_vocabulary(f"{where}the answer", scores.top_ids.flatten().tolist())
+            return scores
+
+        return ServerScores(
+            url=self.options.endpoint.url,
+            kind=kind.name,
+            model=self.server.model,
+            sequences=self._ask_each(sequences, ask, progress, stage),
+        )
+
+    def write(
+        self, sequences: Sequence[torch.Tensor], progress: Progress
+    ) -> tuple[torch.Tensor, ...]:
+        """Replace every sequence, but for its first tokens, by what it writes at temperature 1.
+
+        Raises:
+            ServerError: the server fails, or cannot continue token ids.
+        """
+        kind, given = self.server.kind, count_given(sequences)
+
+        async def ask(client: ServerClient, number: int) -> torch.Tensor:
+            start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
+            request = kind.make_writing(self.server.model, start, count, SEED + number)
+            more = await self._continue(
+                client, number, request, lambda body: kind.read_written(body, count)
+            )
+            self._require_vocabulary(self._name_continuation(number), more)
+            return torch.tensor([*start, *more])
+
+        return self._ask_each(sequences, ask, progress, "writing text")
+
+    def decode(
+        self, sequences: Sequence[torch.Tensor], progress: Progress, *, stage: str
+    ) -> tuple[Decoded, ...]:
+        """Let it replace the second half of every sequence by the tokens it finds most likely.
+
+        Raises:
+            ServerError: the server fails, or cannot continue token ids.
+        """
+        kind = self.server.kind
+
+        async def ask(client: ServerClient, number: int) -> Decoded:
+            count = count_written(len(sequences[number]))
+            start = sequences[number][:-count].tolist()
+            request = kind.make_decoding(self.server.model, start, count)
+            more = await self._continue(
+                client, number, request, lambda body: kind.read_decoded(body, count)
+            )
+            tokens, logprobs = zip(*more, strict=True)
+            self._require_vocabulary(self._name_continuation(number), tokens)
+            ids = torch.tensor([*start, *tokens])
+            return Decoded(ids=ids, logprobs=torch.tensor(logprobs, dtype=torch.float32))
+
+        return self._ask_each(sequences, ask, progress, stage)
+
+    async def _continue(
+        self,
+        client: ServerClient,
+        number: int,
+        request: Mapping[str, Any],
+        read: Callable[[Any], T],
+    ) -> T:
+        """Ask for the continuation of a sequence."""
+        path = self.server.kind.path
+        try:
+            answer = await client.post(path, request)
+            if not answer.is_ok:
+                raise AnswerError(f"is {answer.status}: {answer.text}")
+            return read(answer.body)
+        except AnswerError as error:
+            raise ServerError(
+                f"{client.endpoint.url}{path}: the continuation of sequence {number} "
+                f"{error.message}",
+                hint=error.hint or "the server's log may name the cause",
+            ) from error
+
+    def _name_continuation(self, number: int) -> str:
+        return f"{self.options.endpoint.url}: the continuation of sequence {number}"
+
+    def _require_vocabulary(self, where: str, tokens: Sequence[int]) -> None:
+        largest = max(tokens, default=0)
+        if largest >= self.vocab_size:
+            raise ModelError(
+                f"{where} has token {largest}, and the model has {self.vocab_size} tokens",
+                hint="the server has another model: name the one that is served",
+            )
+
+    def _ask_each(
+        self,
+        sequences: Sequence[torch.Tensor],
+        ask: Callable[[ServerClient, int], Awaitable[T]],
+        progress: Progress,
+        stage: str,
+    ) -> tuple[T, ...]:
+        """Ask about every sequence, several at once; the first error ends all."""
+        progress.stage(stage, sum(map(len, sequences)), unit="tokens")
+        numbers = iter(range(len(sequences)))
+        found: dict[int, T] = {}
+
+        async def work(client: ServerClient) -> None:
+            for number in numbers:
+                found[number] = await ask(client, number)
+                progress.advance(len(sequences[number]))
+
+        async def run() -> None:
+            async with _open_client(self.options) as client, asyncio.TaskGroup() as tasks:
+                for _ in range(self.options.concurrency):
+                    tasks.create_task(work(client))
+
+        with hidden_key(self.options.endpoint):
+            try:
+                run_to_end(run())
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+        return tuple(found[number] for number in range(len(sequences)))
+
 
 def connect(
-    options: ServerOptions, sequences: Sequence[torch.Tensor], tokenizer: Any | None
-) -> Server:
+    options: ServerOptions,
+    sequences: Sequence[torch.Tensor],
+    tokenizer: Any | None,
+    *,
+    vocab_size: int,
+) -> ConnectedServer:
     """Find out what runs behind the URL, and refuse what cannot score `sequences`.
 
     Raises:
@@ -102,147 +252,8 @@ def connect(
             return replace(server, note=f"{options.endpoint.option}: {note}" if note else "")
 
     with hidden_key(options.endpoint):
-        return run_to_end(ask())
-
-
-def score(
-    options: ServerOptions,
-    server: Server,
-    text: ServerText,
-    progress: Progress,
-    *,
-    stage: str,
-) -> ServerScores:
-    """Ask a server for the log-probabilities of a text.
-
-    Raises:
-        ServerError: the server fails, or answers with something else.
-        ModelError: it has another model.
-    """
-    progress.stage(stage, sum(map(len, text.sequences)), unit="tokens")
-
-    async def ask(client: ServerClient, number: int) -> SequenceScores:
-        return await _ask(client, server, text, number, options.num_top)
-
-    with hidden_key(options.endpoint):
-        found = _ask_each(options, text.sequences, ask, progress)
-    return ServerScores(
-        url=options.endpoint.url,
-        kind=server.kind.name,
-        model=server.model,
-        sequences=tuple(found),
-    )
-
-
-def write(
-    options: ServerOptions,
-    server: Server,
-    text: ServerText,
-    progress: Progress,
-) -> tuple[torch.Tensor, ...]:
-    """Replace every sequence, but for its first tokens, by what a server writes at temperature 1.
-
-    Raises:
-        ServerError: the server fails, or cannot continue token ids.
-    """
-    sequences = text.sequences
-    given = count_given(sequences)
-    progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
-
-    async def ask(client: ServerClient, number: int) -> torch.Tensor:
-        start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-
-        def make() -> Mapping[str, Any]:
-            return server.kind.make_writing(server.model, start, count, SEED + number)
-
-        def read(body: Any) -> list[int]:
-            return server.kind.read_written(body, count)
-
-        more = await _continue(client, server, number, make, read)
-        _require_vocabulary(_name_continuation(options, number), more, text)
-        return torch.tensor([*start, *more])
-
-    with hidden_key(options.endpoint):
-        return tuple(_ask_each(options, sequences, ask, progress))
-
-
-def decode(
-    options: ServerOptions, server: Server, text: ServerText, progress: Progress, *, stage: str
-) -> tuple[Decoded, ...]:
-    """Let a server replace the second half of every sequence by the tokens it finds most likely.
-
-    Raises:
-        ServerError: the server fails, or cannot continue token ids.
-    """
-    sequences = text.sequences
-    progress.stage(stage, sum(map(len, sequences)), unit="tokens")
-
-    async def ask(client: ServerClient, number: int) -> Decoded:
-        count = count_written(len(sequences[number]))
-        start = sequences[number][:-count].tolist()
-
-        def make() -> Mapping[str, Any]:
-            return server.kind.make_decoding(server.model, start, count)
-
-        def read(body: Any) -> list[tuple[int, float]]:
-            return server.kind.read_decoded(body, count)
-
-        more = await _continue(client, server, number, make, read)
-        tokens, logprobs = zip(*more, strict=True)
-        _require_vocabulary(_name_continuation(options, number), tokens, text)
-        ids = torch.tensor([*start, *tokens])
-        return Decoded(ids=ids, logprobs=torch.tensor(logprobs, dtype=torch.float32))
-
-    with hidden_key(options.endpoint):
-        return tuple(_ask_each(options, sequences, ask, progress))
-
-
-async def _continue(
-    client: ServerClient,
-    server: Server,
-    number: int,
-    make: Callable[[], Mapping[str, Any]],
-    read: Callable[[Any], T],
-) -> T:
-    """Ask for the continuation of a sequence."""
-    path = server.kind.path
-    try:
-        answer = await client.post(path, make())
-        if not answer.is_ok:
-            raise AnswerError(f"is {answer.status}: {answer.text}")
-        return read(answer.body)
-    except AnswerError as error:
-        raise ServerError(
-            f"{client.endpoint.url}{path}: the continuation of sequence {number} {error.message}",
-            hint=error.hint or "the server's log may name the cause",
-        ) from error
-
-
-def _ask_each(
-    options: ServerOptions,
-    sequences: Sequence[torch.Tensor],
-    ask: Callable[[ServerClient, int], Awaitable[T]],
-    progress: Progress,
-) -> list[T]:
-    """Ask about every sequence, several at once; the first error ends all."""
-    numbers = iter(range(len(sequences)))
-    found: dict[int, T] = {}
-
-    async def work(client: ServerClient) -> None:
-        for number in numbers:
-            found[number] = await ask(client, number)
-            progress.advance(len(sequences[number]))
-
-    async def run() -> None:
-        async with _open_client(options) as client, asyncio.TaskGroup() as tasks:
-            for _ in range(options.concurrency):
-                tasks.create_task(work(client))
-
-    try:
-        run_to_end(run())
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [found[number] for number in range(len(sequences))]
+        server = run_to_end(ask())
+    return ConnectedServer(options=options, server=server, vocab_size=vocab_size)
 
 
 def _open_client(options: ServerOptions) -> ServerClient:
@@ -252,44 +263,6 @@ def _open_client(options: ServerOptions) -> ServerClient:
         concurrency=options.concurrency,
         count=options.count,
     )
-
-
-async def _ask(
-    client: ServerClient, server: Server, text: ServerText, number: int, num_top: int
-) -> SequenceScores:
-    kind, ids = server.kind, text.sequences[number].tolist()
-    request = kind.make_scoring(server.model, ids, num_top)
-    answer = await client.post(kind.path, request)
-    where = f"{client.endpoint.url}{kind.path}: "
-    if not answer.is_ok:
-        raise _refuse(kind, where, answer, len(ids), num_top)
-    if answer.body is None:
-        raise ServerError(
-            f"{where}the answer is not JSON: {answer.text}",
-            hint="is there a proxy before the server? name the server itself",
-        )
-    try:
-        scores = kind.read_scores(answer.body, ids, num_top)
-        _require_vocabulary(f"{where}the answer", scores.top_ids.flatten().tolist(), text)
-        return scores
-    except AnswerError as error:
-        raise ServerError(
-            f"{where}the answer to sequence {number} (counting from 0) {error.message}",
-            hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
-        ) from error
-
-
-def _name_continuation(options: ServerOptions, number: int) -> str:
-    return f"{options.endpoint.url}: the continuation of sequence {number}"
-
-
-def _require_vocabulary(where: str, tokens: Sequence[int], text: ServerText) -> None:
-    largest = max(tokens, default=0)
-    if largest >= text.vocab_size:
-        raise ModelError(
-            f"{where} has token {largest}, and the model has {text.vocab_size} tokens",
-            hint="the server has another model: name the one that is served",
-        )
 
 
 def _refuse(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Fit, ServerFinding
-from fp8calib.verification.server.hypotheses import Fault, Mixup
+from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
+from fp8calib.verification.server.hypotheses import Fault
 
 _CLOSE = 0.9
 """Below this correlation, the sentence says what else there may be."""
@@ -28,8 +27,6 @@ class Context:
     has_reference: bool
     """Whether an unquantized server was asked too."""
     ppl_ratio: float
-    correlation: float
-    """With the candidate that explains the server."""
     kld: str
     """The KL divergence, in words; empty if unknown."""
 
@@ -39,7 +36,7 @@ def describe_diagnosis(found: Diagnosis, context: Context) -> str:
     how = f"(correlation {found.correlation:.2f})"
     match found.finding:
         case ServerFinding.CANDIDATE:
-            return f"the server {_describe_candidate(found.name, how, context)}."
+            return f"the server {_describe_candidate(found, how, context)}."
         case ServerFinding.UNQUANTIZED if context.has_reference and not found.size:
             return (
                 "the server and --reference-server give the same log-probabilities, bit for bit: "
@@ -93,44 +90,25 @@ def _name(candidate: str) -> str:
     return "the unquantized model" if candidate == UNQUANTIZED else candidate
 
 
-def _describe_candidate(name: str, how: str, context: Context) -> str:
+def _describe_candidate(found: Diagnosis, how: str, context: Context) -> str:
+    name = found.name
     fault = context.faults.get(name)
     if fault is None and name != SCALE_ONE:
-        close = context.correlation >= _CLOSE
+        close = found.correlation >= _CLOSE
         rest = "" if close else "; the rest is the engine's arithmetic, or scales close to these"
         return f"is explained by {name} {how}{rest}"
     if fault is None:
         end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
         return f"behaves like {SCALE_ONE} {how}: {end}"
-    if fault.mixup is not None:
-        return f"behaves like {name} {how}: {_MIXUPS[fault.mixup]}"
-    if fault.layer is None:
-        where = " in all layers" if fault.role in KV_ROLES else ""
-        return f"behaves like {name} {how}: {fault.role} is quantized at scale 1.0{where}"
-    if fault.is_lost:
-        return f"behaves like {name} {how}: the k/v scales of layer {fault.layer} are not in use"
-    clip = f"values of layer {fault.layer} clip, as its scales are too small"
-    return f"behaves like {name} {how}: {clip}"
-
-
-_MIXUPS = {
-    Mixup.SWAPPED: "k is quantized with the scales of v, and v with those of k",
-    Mixup.INVERTED: "every k/v scale is 1 / scale",
-    Mixup.NEXT: "every layer has the k/v scales of the next one",
-    Mixup.PREVIOUS: "every layer has the k/v scales of the previous one",
-}
+    return f"behaves like {name} {how}: {fault.effect}"
 
 
 def _describe_plain(found: Diagnosis, context: Context) -> str:
-    least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=_energy)
+    least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=lambda fit: fit.energy)
     changes = f"{found.size:.2g} nats, those of {least.name} {least.energy**0.5:.2g}"
     is_sure = context.has_scales or found.size < _NOTHING
     other = "" if is_sure else ", or has scales that fit it: name them with --scales"
     return f"its KV cache is not FP8{other} (its changes are {changes})"
-
-
-def _energy(fit: Fit) -> float:
-    return fit.energy
 
 
 def _list_layers(found: Diagnosis) -> str:

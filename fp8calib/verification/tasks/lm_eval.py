@@ -83,16 +83,13 @@ def run_tasks(
         rows: list[TaskResult] = []
         for candidate in candidates:
             progress.stage(f"tasks on {candidate.name}", None, unit="texts")
-            with _emulated_if_needed(reference, candidate.emulation):
+            emulation = candidate.emulation
+            is_plain = not emulation.quantizers and not emulation.weights
+            with nullcontext() if is_plain else emulated_model(reference, emulation):
                 scores = _run_harness(harness, tasks)
             rows += compare_scores(candidate.name, expected, scores)
             warnings += _list_missing(candidate.name, expected, scores)
     return TaskOutcome(rows=tuple(rows), setup=setup, warnings=tuple(warnings))
-
-
-def _emulated_if_needed(reference: ReferenceModel, emulation: Emulation) -> Any:
-    is_empty = not emulation.quantizers and not emulation.weights
-    return nullcontext() if is_empty else emulated_model(reference, emulation)
 
 
 # --- before -------------------------------------------------------------------------------------

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.geometry.sites import Role
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.server.diagnose import (
     UNQUANTIZED,
     Changes,
+    Diagnosis,
     ServerFinding,
     diagnose,
     explain_with_faults,
     needs_faults,
 )
 from fp8calib.verification.server.hypotheses import (
-    FaultEffect,
-    LayerEffect,
+    Fault,
     list_layer_faults,
     lose_kv_scales,
     lose_query_scales,
@@ -45,14 +44,25 @@ def changes(server: torch.Tensor, noise: float = 0.0, **candidates: torch.Tensor
     return Changes(server=server, candidates=candidates, lengths=lengths, noise=noise)
 
 
-def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> LayerEffect:
+Effect = tuple[Fault, torch.Tensor]
+"""A fault, and what it changes."""
+
+
+def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> Effect:
     """Give what a fault of a layer changes."""
-    return LayerEffect(base="x", layer=layer, is_lost=is_lost, changes=found)
+    return Fault(emulation=Emulation(), effect="", layer=layer, is_lost=is_lost), found
 
 
-def lost_in_all(role: Role, found: torch.Tensor) -> FaultEffect:
+def lost_in_all(found: torch.Tensor) -> Effect:
     """Give what K or V at 1.0 in all layers changes."""
-    return FaultEffect(base="x", layer=None, is_lost=True, role=role, changes=found)
+    return Fault(emulation=Emulation(), effect="", is_lost=True), found
+
+
+def explain(found: Diagnosis, given: Changes, effects: Mapping[str, Effect]) -> Diagnosis:
+    """Try faults of the candidate x."""
+    faults = {name: fault for name, (fault, _) in effects.items()}
+    changed = {name: each for name, (_, each) in effects.items()}
+    return explain_with_faults(found, given, "x", faults, changed)
 
 
 def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
@@ -110,7 +120,7 @@ def test_a_sum_of_faults_means_other_scales() -> None:
     given = changes(base + one + two + draw(5), x=base)
     effects = (one * 0.5, two * 0.5, draw(6, 0.5))
     faults = {str(i): effect(i, base + each) for i, each in enumerate(effects)}
-    found = explain_with_faults(diagnose(given), given, "x", faults)
+    found = explain(diagnose(given), given, faults)
     assert found.finding is ServerFinding.OTHER_SCALES
     assert found.layers == (0, 1)
 
@@ -119,11 +129,9 @@ def test_a_fault_of_all_layers_that_leaves_more_than_roundings_is_not_named() ->
     """It explains the server far better than the base, but the sum of two layers does so too."""
     base, one, two = draw(1), draw(2, 3.0), draw(4, 3.0)
     given = changes(base + one + two + draw(5), x=base)
-    faults: dict[str, FaultEffect] = {
-        str(i): effect(i, base + each * 0.3) for i, each in enumerate((one, two))
-    }
-    faults["v"] = lost_in_all(Role.V, base + (one + two) * 0.5)
-    found = explain_with_faults(diagnose(given), given, "x", faults)
+    faults = {str(i): effect(i, base + each * 0.3) for i, each in enumerate((one, two))}
+    faults["v"] = lost_in_all(base + (one + two) * 0.5)
+    found = explain(diagnose(given), given, faults)
     assert (found.finding, found.layers) == (ServerFinding.OTHER_SCALES, (0, 1))
 
 
@@ -132,10 +140,10 @@ def test_beside_a_fault_of_all_layers_no_others_are_named() -> None:
     base, lost, more = draw(1), draw(2), draw(3, 1.1)
     given = changes(0.7 * (base + lost) + more, x=base)
     faults = {
-        "v": lost_in_all(Role.V, base + lost),
+        "v": lost_in_all(base + lost),
         "0": effect(0, base + more * 0.1, is_lost=True),
     }
-    found = explain_with_faults(diagnose(given), given, "x", faults)
+    found = explain(diagnose(given), given, faults)
     assert (found.finding, found.name, found.layers) == (ServerFinding.CANDIDATE, "v", ())
 
 
@@ -150,7 +158,7 @@ def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
     for is_own in (False, True):
         server = x - roundings[0][0] + roundings[0][2] if is_own else x
         given = changes(server + draw(99, 0.3), x=x, one=at_one)
-        found = explain_with_faults(diagnose(given), given, "x", faults)
+        found = explain(diagnose(given), given, faults)
         assert found.finding is (ServerFinding.OTHER_SCALES if is_own else ServerFinding.CANDIDATE)
         assert found.layers == ((0,) if is_own else ())
 
@@ -169,12 +177,9 @@ def test_a_fault_is_named_only_beyond_doubt() -> None:
     given = changes(base + more + draw(3, 0.7), x=base)
     found = diagnose(given)
     assert needs_faults(found)
-    assert explain_with_faults(found, given, "x", {"fault": effect(0, base + more)}).name == "x"
+    assert explain(found, given, {"fault": effect(0, base + more)}).name == "x"
     clear = replace(given, server=base + more * 20)
-    assert (
-        explain_with_faults(found, clear, "x", {"fault": effect(0, base + more * 20)}).name
-        == "fault"
-    )
+    assert explain(found, clear, {"fault": effect(0, base + more * 20)}).name == "fault"
 
 
 @pytest.fixture(scope="module")
@@ -235,15 +240,14 @@ def test_servers_that_lose_scales_are_told_from_right_and_unquantized_ones(
     scaled = dict.fromkeys(here.emulate(None).quantizers, 3.0)
     emulations = {"scale-1.0": here.emulate(None), "scales": here.emulate(scaled)}
     faults = {
-        **dict(list_layer_faults("scales", emulations["scales"], here.geometry)),
+        **list_layer_faults("scales", emulations["scales"], here.geometry),
         **lose_kv_scales("scales", emulations["scales"]),
     }
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(3, planted.VOCABULARY, (6, 64), generator=generator).tolist()
     reference = here.score(Emulation(), text)
     candidates = emulate(here, emulations, text, reference)
-    ran = emulate(here, {n: each.emulation for n, each in faults.items()}, text, reference)
-    effects = {name: fault.with_changes(ran[name]) for name, fault in faults.items()}
+    effects = emulate(here, {n: each.emulation for n, each in faults.items()}, text, reference)
     for dtype in (torch.float32, torch.bfloat16):
         there = planted.Runner(tmp_path, dtype)
         for expected, fault in SERVERS.items():
@@ -262,7 +266,7 @@ def test_servers_that_lose_scales_are_told_from_right_and_unquantized_ones(
             )
             found = diagnose(given)
             if needs_faults(found):
-                found = explain_with_faults(found, given, "scales", effects)
+                found = explain_with_faults(found, given, "scales", faults, effects)
             finding = ServerFinding.CANDIDATE if fault else ServerFinding.UNQUANTIZED
             assert (found.finding, found.name) == (finding, expected), dtype
 
@@ -276,9 +280,9 @@ def test_lost_k_or_v_scales_are_faults_where_both_have_scales(folder: Path) -> N
         assert lose_kv_scales("x", only) == {}
     faults = lose_kv_scales("x", runner.emulate(dict.fromkeys(sites, 3.0)))
     assert list(faults) == ["x without its k scales", "x without its v scales"]
-    for fault in faults.values():
+    for role, fault in zip(("k", "v"), faults.values(), strict=True):
         assert fault.layer is None
         quantizers = fault.emulation.quantizers
         assert {s for s in sites if quantizers[s].scale == 1.0} == {
-            s for s in sites if s.role is fault.role
+            s for s in sites if s.role == role
         }

@@ -16,6 +16,18 @@ _MOST_PROBABILITY = 1.01
 _LARGEST_TOKEN = 2**31 - 1
 
 
+PLAIN_SAMPLING: Mapping[str, Any] = {
+    "ignore_eos": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Tokens from the whole distribution; what the model's generation_config says is overridden."""
+
+
 class AnswerError(Exception):
     """An answer that is not what the kind of server gives."""
 
@@ -115,12 +127,11 @@ class Position:
 def join_positions(
     positions: Sequence[Position], ids: Sequence[int], num_top: int, kind: ServerKind
 ) -> SequenceScores:
-    """Join what an answer says about tokens 2..L of `ids`.
+    """Join what an answer says about tokens 2..L of `ids`, whose count was checked.
 
     Raises:
-        AnswerError: there are more or fewer positions, other tokens, or no log-probabilities.
+        AnswerError: there are other tokens, or no log-probabilities.
     """
-    check_count(len(positions), ids, kind)
     for place, (position, expected) in enumerate(zip(positions, ids[1:], strict=True), start=1):
         if position.token != expected:
             raise AnswerError(
@@ -149,9 +160,7 @@ def join_positions(
     )
 
 
-def check_count(
-    count: int, ids: Sequence[int], kind: ServerKind, *, is_first: bool = False
-) -> None:
+def check_count(count: int, ids: Sequence[int], kind: ServerKind, *, is_first: bool) -> None:
     """Refuse an answer about more or fewer tokens than 2..L of `ids`.
 
     `is_first` tells that they are the first of them. A cache of prompts leaves out first ones.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8calib.verification.server.kinds.kind import (
+    PLAIN_SAMPLING,
     AnswerError,
     Position,
     SequenceScores,
@@ -74,20 +75,14 @@ class SglangServer:
         count: int,
         seed: int,
     ) -> Mapping[str, Any]:
-        """Ask for a continuation; what the model's generation_config says is overridden."""
+        """Ask for a continuation."""
         return {
             "input_ids": list(ids),
             "sampling_params": {
                 "max_new_tokens": count,
                 "min_new_tokens": count,
-                "ignore_eos": True,
-                "temperature": 1.0,
-                "top_p": 1.0,
+                **PLAIN_SAMPLING,
                 "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
                 "sampling_seed": seed,
             },
         }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8calib.verification.server.kinds.kind import (
+    PLAIN_SAMPLING,
     AnswerError,
     Position,
     SequenceScores,
@@ -73,20 +74,14 @@ class VllmServer:
     def make_writing(
         self, model: str, ids: Sequence[int], count: int, seed: int
     ) -> Mapping[str, Any]:
-        """Ask for a continuation; what the model's generation_config says is overridden."""
+        """Ask for a continuation."""
         return {
             "model": model,
             "prompt": list(ids),
             "max_tokens": count,
             "min_tokens": count,
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "top_p": 1.0,
+            **PLAIN_SAMPLING,
             "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "seed": seed,
             "add_special_tokens": False,
             "return_token_ids": True,
