@@ -565,7 +565,7 @@ def test_an_engine_is_compared_with_the_first(
     )
     assert found.headline == (
         f"Same arithmetic: vllm = vllm==0.31. w8a16: against vllm, tgi {expected}. vllm cannot "
-        "load w8a16. w8a16 in tgi: fail."
+        "use w8a16. w8a16 in tgi: fail."
     )
     assert found.remedy is Remedy.NONE
 
