@@ -22,17 +22,8 @@ from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.rules import AMAX, Fallback, Rule, SiteRules
-from fp8calib.scales.scale_table import ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
-
-_SHARED = "reads another layer's K and V, so it carries that layer's scale"
-WHY_NOT_OBSERVED = {
-    ScaleSource.SHARED: _SHARED,
-    ScaleSource.ABSENT: _SHARED,
-    ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
-    ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
-}
-"""Why a scale was not computed from its site's statistics."""
 
 _KV_ALONE = (
     "only its kv_cache section is written: `fp8calib calibrate` measures the scales of weights and "
@@ -265,7 +256,7 @@ def _write(
 def _list_notes(dialect: Dialect, job: WriteJob, shown: Path) -> Iterator[Note]:
     for table in filter(None, (job.linears, job.table)):
         for site, scale in table.not_observed():
-            yield Note(str(site), WHY_NOT_OBSERVED[scale.source])
+            yield Note(str(site), scale.why_not_observed)
         yield from _note_kept_amax(table)
     for name, why in job.skipped.items():
         yield Note(name, f"left out of {dialect.name}: {why}")

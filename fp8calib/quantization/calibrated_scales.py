@@ -17,7 +17,6 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors
-from fp8calib.dialects.write import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.fp8.schemes import list_without_calibration
@@ -314,4 +313,4 @@ def _find_prefixes(layer: Layer) -> Iterator[str]:
 
 
 def _explain_substitutes(table: ScaleTable) -> Iterable[str]:
-    return (f"{site}: {WHY_NOT_OBSERVED[scale.source]}" for site, scale in table.not_observed())
+    return (f"{site}: {scale.why_not_observed}" for site, scale in table.not_observed())

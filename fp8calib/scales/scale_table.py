@@ -30,6 +30,15 @@ class ScaleSource(StrEnum):
     """The fallback, because no token reached the site."""
 
 
+_SHARED = "reads another layer's K and V, so it carries that layer's scale"
+_WHY_NOT_OBSERVED = {
+    ScaleSource.SHARED: _SHARED,
+    ScaleSource.ABSENT: _SHARED,
+    ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
+    ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The scales of one site: fp32 [tp], or [tp, heads] per head."""
@@ -40,6 +49,12 @@ class Scale:
     """Whether no value was computed from the site's own statistics."""
     is_joint: bool = False
     """Whether a file stores it for k and v together."""
+
+    @property
+    def why_not_observed(self) -> str:
+        """Why it was not computed from its site's statistics, with a substitute's value."""
+        number = f", {float(self.values.max()):.4g}" if self.is_substitute else ""
+        return f"{_WHY_NOT_OBSERVED[self.source]}{number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +111,8 @@ def fill_missing(
         raise ExportError(
             f"no scale can be computed for {len(missing)} sites ({cut_list(missing, 5)}): "
             "their amax is zero",
-            hint="--fallback layer-max takes the largest scale of the same role in the layer",
+            hint="--fallback layer-max takes the largest scale of the same role in the layer, or "
+            "1.0 where there is none",
         )
     return {
         site: Scale(

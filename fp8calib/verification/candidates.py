@@ -589,10 +589,18 @@ def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> b
     if shape != original.tensors[name].shape:
         return True
     if len(shape) < 2:
-        return not torch.equal(checkpoint.read(name), original.read(name))
+        return not _are_equal(checkpoint.read(name), original.read(name))
     step = max(_ELEMENTS_AT_ONCE // max(prod(shape[1:]), 1), 1)
     blocks = ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))
     return not all(
-        torch.equal(checkpoint.read_rows(name, *block), original.read_rows(name, *block))
+        _are_equal(checkpoint.read_rows(name, *block), original.read_rows(name, *block))
         for block in blocks
     )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare values, then bits: NaN differs from itself."""
+    if torch.equal(one, other):
+        return True
+    bits = (each.flatten().view(torch.uint8) for each in (one, other))
+    return torch.equal(*bits)

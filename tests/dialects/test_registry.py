@@ -239,7 +239,8 @@ def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Pat
         _write(stats, out, ("kv-scales",))
     written = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
     assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
-    assert written.notes == (Note(str(site), "no token reached it, so its scale is the fallback"),)
+    why = "no token reached it, so its scale is the fallback, 1"
+    assert written.notes == (Note(str(site), why),)
 
 
 def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:

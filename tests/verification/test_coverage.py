@@ -18,7 +18,7 @@ from fp8calib.verification.emulation.coverage import find_plan_gaps
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
-from tests.cli.program import fail, succeed
+from tests.cli.program import fail, run, succeed
 from tests.kit.checkpoints import change_config, change_tensors
 from tests.verification.by_hand import make_subject, opened, plan_scheme
 
@@ -157,6 +157,21 @@ def test_a_checkpoint_with_another_embedding_or_head_or_without_a_tensor_is_refu
     damage(tmp_path / "q", name)
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
     assert says in fail(4, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
+
+
+def test_a_token_without_numbers_is_the_same_in_the_checkpoint(tmp_path: Path) -> None:
+    """NaN differs from itself; a row that no token reads costs no verification."""
+    zoo.save("llama", tmp_path / "m")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[EMBEDDING][-1] = float("nan")
+        return tensors
+
+    change_tensors(tmp_path / "m", spoil)
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
+    outcome = run("verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
+    assert "is not that of the model" not in outcome.err
 
 
 def test_what_text_never_meets_is_left_out_and_told(tmp_path: Path) -> None:
