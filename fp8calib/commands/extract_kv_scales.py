@@ -31,6 +31,7 @@ from fp8calib.jobs.export.attachment import (
     require_server,
 )
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.replayed_geometry import complete_geometry
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
@@ -194,7 +195,7 @@ def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
             find_scale_serving(
                 place,
                 out / place.relative_to(folder),
-                geometry,
+                complete_geometry(geometry, place),
                 model=checkpoint.folder,
                 model_name=str(request.model),
                 tp=table.tp,

@@ -17,6 +17,9 @@ from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
+UNKNOWN = "unknown: "
+"""How the reason of a limitation starts that cannot be judged."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCommand:
@@ -258,6 +261,6 @@ def _list_limitations(
         yield Limitation(engine=engine.title, why=f"KV scales: {fault.why}", is_blocking=False)
     elif fault is not None:
         yield Limitation(engine=engine.title, why=fault.why, is_blocking=not report.only_on)
-    unknown = [f"unknown: {why}" for why in report.unknown if report.weights is None]
+    unknown = [f"{UNKNOWN}{why}" for why in report.unknown if report.weights is None]
     for why in (*unknown, *report.problems):
         yield Limitation(engine=engine.title, why=why, is_blocking=False)

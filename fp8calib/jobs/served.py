@@ -7,6 +7,7 @@ from pathlib import Path
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.serving import find_scale_serving
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.jobs.replayed_geometry import complete_geometry
 from fp8calib.recipe import Recipe
 from fp8calib.results.served import Served
 
@@ -36,7 +37,7 @@ def find_served(
             find_scale_serving(
                 folder / dialect.path(tp),
                 out / dialect.path(tp),
-                geometry,
+                complete_geometry(geometry, folder / dialect.path(tp)),
                 model=model,
                 model_name=model_name,
                 tp=tp,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from fp8calib.engines.serving import UNKNOWN
+
 
 def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterator[str]:
     """Give the lines for the `serving`, `limitations` and `other_engines` of a report.
@@ -41,12 +43,16 @@ def describe_serving_briefly(
         lines = "".join(f"\n    {item['command']}" for item in items)
         yield f"serve {name} with {', '.join(engines)}:{lines}"
     unable: dict[str, list[str]] = {}
+    doubtful: dict[str, list[str]] = {}
     for item in report["limitations"]:
-        if item["is_blocking"] and item["format"] in explained:
+        if item["why"].startswith(UNKNOWN):
+            doubtful.setdefault(item["format"], []).append(item["engine"])
+        elif item["is_blocking"] and item["format"] in explained:
             yield _explain(item["format"], item)
         elif item["is_blocking"]:
             unable.setdefault(item["format"], []).append(item["engine"])
     yield from _join(unable, "cannot be used by", "says why")
+    yield from _join(doubtful, "cannot be judged for", "says why")
 
 
 def _explain(name: str, item: Mapping[str, Any]) -> str:

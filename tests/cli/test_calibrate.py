@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo
 from tests.cli.conftest import ALL_FORMATS, QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.kit.checkpoints import change_config
 
 K0 = "model.layers.0.self_attn.k_scale"
 
@@ -501,3 +503,14 @@ def test_reasons_are_given_for_the_formats_that_were_asked_for(
     assert "rfc: cannot be used by vLLM, " in quiet
     asked = succeed(*command, "--format", "rfc", "--out", tmp_path / "asked").out
     assert "rfc, vLLM: cannot use it: " in asked
+
+
+def test_what_no_replay_can_judge_gets_no_command(data: Path, model: Path, tmp_path: Path) -> None:
+    """The config has one layer, the files two: only the engine's own loader tells."""
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    change_config(folder, num_hidden_layers=1)
+    outcome = succeed("calibrate", folder, "--data", data, *QUICK, "--out", tmp_path / "out")
+    assert "serve kv-overlay with" not in outcome.out
+    line = "  kv-overlay: cannot be judged for vLLM, SGLang, TGI (`fp8calib check` says why)"
+    assert line in outcome.out.splitlines()
+    assert run("check", tmp_path / "out" / "kv-overlay").code == 9

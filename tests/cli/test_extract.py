@@ -165,9 +165,11 @@ def test_a_json_of_one_form_is_served_beside_the_model(
     report = extract(sources.save_autofp8(tmp_path / "q"), "--format", "vllm-json", "--tp", 2)
     target = tmp_path / "out" / "kv_cache_scales.tp2.json"
     assert report["files"] == [target.name]
-    command = report["serving"][0]["command"]
-    assert f"--model-path {model} " in command
-    assert f"--quantization-param-path {target} --tp-size 2" in command
+    (serving,) = report["serving"]
+    assert serving["engine"].endswith("0.4-0.6")
+    assert f"--model {model} " in serving["command"]
+    ranks = "--tensor-parallel-size 2"
+    assert f"--quantization-param-path {target} {ranks}" in serving["command"]
     assert report["layers"][0]["k"] == [JOINT[0]] * 2
 
 
