@@ -333,8 +333,9 @@ def _write(
         ) from error
     raise ExportError(
         failed.message,
-        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME}` writes scales "
-        f"without another run. {failed.hint}".strip(),
+        hint=f"the statistics are saved: `fp8calib export {job.folder / STATS_NAME} --model "
+        f"{job.name} --format kv-overlay --out DIR` writes scales without another run. "
+        f"{failed.hint}".strip(),
     ) from failed
 
 

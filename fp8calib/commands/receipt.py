@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.commands.verify import run as verify
-from fp8calib.errors import UsageError
+from fp8calib.errors import DataError, UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.receipt.check import (
     compare_again,
@@ -179,7 +179,15 @@ def _measure_again(
             trust_remote_code=request.trust_remote_code,
         )
         held_out = _describe_auto(asked) if text.part == "auto" else None
-        verify(asked, reporter, held_out=held_out)
+        try:
+            verify(asked, reporter, held_out=held_out)
+        except DataError as error:
+            if request.data is not None:
+                raise
+            hint = (
+                f"the receipt names its text {', '.join(text.specs)}: say with --data where it is"
+            )
+            raise DataError(error.message, hint=hint) from error
         return read_receipt(place)[0]
 
 

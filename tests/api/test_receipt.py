@@ -293,6 +293,18 @@ def test_other_folders_measure_again_whatever_their_names_are(
     succeed("receipt", "verify", receipt, "--model", tmp_path / "model", *both, "--rerun")
 
 
+def test_text_that_lies_elsewhere_is_asked_for_by_the_right_option(
+    place: Path, model: Path, tmp_path: Path
+) -> None:
+    document = json.loads((place / "receipt.json").read_bytes())
+    document["text"]["specs"] = ["moved.jsonl"]
+    path = tmp_path / "receipt.json"
+    path.write_bytes(reseal(document))
+    files = ("--model", model, "--scales", place / "fp8")
+    told = fail(5, "receipt", "verify", path, *files, "--rerun")
+    assert "the receipt names its text moved.jsonl: say with --data where it is" in told
+
+
 def test_what_has_no_canonical_form_costs_no_result(
     place: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
