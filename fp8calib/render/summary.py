@@ -34,10 +34,15 @@ def _summarize(title: str, rows: Sequence[Magnitude]) -> str:
     least = min(known, key=lambda row: row.value)
     most = max(known, key=lambda row: row.value)
     ends = f"{title}: {least.value:.4g} ({least.place}) to {most.value:.4g} ({most.place})"
+    zeros = [row.place for row in rows if row.value == 0]
     outliers = list(_find_outliers(known))
-    if not outliers:
-        return ends
-    return f"{ends}; outliers: {_cut_outliers(outliers)}"
+    return "; ".join(
+        (
+            ends,
+            *([f"outliers: {_cut_outliers(outliers)}"] if outliers else []),
+            *([f"all zero: {cut_list(zeros, _SHOWN_OUTLIERS)}"] if zeros else []),
+        )
+    )
 
 
 def _cut_outliers(outliers: Sequence[tuple[Magnitude, float]], most: int = _SHOWN_OUTLIERS) -> str:
