@@ -31,10 +31,7 @@ from fp8calib.engines.weights.missing_tensors import (
 )
 from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.reader import LinearReader, make_plain_reader
-from fp8calib.engines.weights.rules import (
-    apply_rules,
-    list_split_expert_findings,
-)
+from fp8calib.engines.weights.rules import apply_rules, list_split_expert_findings
 from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten
@@ -75,7 +72,6 @@ class WeightReplay:
         if (stack := _find_stack(self._tensors)) is not None:
             self._doubts.append(f"{_UNCHECKED} where one tensor holds many experts ({stack})")
         matrices = _list_matrices(self._tensors)
-        self._shared: list[Finding] = []
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         self._has_old_blocks = bool(stored) and _names_old_blocks(folder)
         if self._has_old_blocks:
@@ -112,7 +108,6 @@ class WeightReplay:
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
-        self._shared = list(list_split_expert_findings(self._weights))
         largest = self._opened(Opened.INDEXED).values.largest
         unmeasured = self._tensors
         if stats is not None:
@@ -130,9 +125,9 @@ class WeightReplay:
 
     def _list_findings(self, engine: Engine) -> Iterator[Finding]:
         """List what an engine does with the weights other than loading them as they are."""
-        yield from (each for each in self._shared if each.engine == engine.loader)
         if self._weights is not None:
-            yield from apply_rules(engine.loader, engine.weight_rules, self._weights)
+            yield from list_split_expert_findings(engine.loader, self._weights)
+            yield from apply_rules(engine.weight_rules, self._weights)
             yield from list_block_findings(
                 engine.loader,
                 self._weights,

@@ -692,7 +692,7 @@ def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refu
     )
 
     rules = find_replayed("vllm").weight_rules
-    found = [each.status for each in apply_rules("vllm", rules, weights)]
+    found = [each.status for each in apply_rules(rules, weights)]
 
     assert (Status.REFUSED in found) is is_refused
 

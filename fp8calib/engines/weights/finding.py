@@ -23,10 +23,6 @@ class Finding:
     why: str
     """In words, to follow the subject."""
     fix: str = ""
-    source: str = ""
-    """The engine's version and the file that shows it, read or run."""
-    engine: str = ""
-    """The key of the engine; empty where the finding is true of all, or is asked of one."""
     is_silent: bool = False
     """The engine raises no error for it alone. With a finding that is unknown beside it, whether
     the engine starts is unknown too."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.module_paths import name_fused_group
-
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +47,3 @@ class QuantizedWeights:
     """The paths of the linears that are not FP8."""
     is_mixed: bool = False
     """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
-
-
-def list_split_experts(quantized: Collection[str], unquantized: Collection[str]) -> list[str]:
-    """List the layers with experts of which only a part is quantized.
-
-    Args:
-        quantized: the paths of the quantized linears.
-        unquantized: the paths of the others.
-    """
-    sides = [
-        {found[1] for found in matches if found}
-        for matches in (map(_EXPERT.fullmatch, modules) for modules in (quantized, unquantized))
-    ]
-    return sorted(sides[0] & sides[1])

@@ -5,27 +5,21 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.quantized import QuantizedWeights, list_split_experts
+from fp8calib.engines.weights.quantized import QuantizedWeights
 from fp8calib.engines.weights.weight_rule import WeightRule
 
 
-def apply_rules(
-    engine: str, rules: Iterable[WeightRule], weights: QuantizedWeights
-) -> Iterator[Finding]:
+def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
     """List what the rules of an engine's record say about FP8 weights."""
     for rule in rules:
         if _holds_for(rule, weights) and (found := _find_linear(rule, weights)):
-            yield Finding(
-                engine=engine,
-                status=rule.status,
-                why=_explain(rule, found, str(weights.config.get("model_type"))),
-                source=rule.source,
-                fix=rule.fix,
-            )
+            why = _explain(rule, found, str(weights.config.get("model_type")))
+            yield Finding(status=rule.status, why=why, fix=rule.fix)
 
 
 def _holds_for(rule: WeightRule, weights: QuantizedWeights) -> bool:
@@ -64,21 +58,23 @@ def _explain(rule: WeightRule, example: str, model_type: str) -> str:
     return f"{why}; {options} leaves them unquantized" if options else why
 
 
-def list_split_expert_findings(weights: QuantizedWeights) -> Iterator[Finding]:
-    """List engines that treat the experts of a layer alike where only some are quantized."""
-    quantized = [each.module for each in weights.linears]
-    layers = list_split_experts(quantized, weights.unquantized)
-    sources = {
-        "vllm": "vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
-        "sglang": "SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
-    }
-    for engine, source in sources.items():
-        if layers:
-            yield Finding(
-                engine=engine,
-                status=Status.MISREAD,
-                why="it joins the experts of a layer, and only a part of them is quantized "
-                f"({layers[0]}): it stops, or its answers are wrong",
-                source=source,
-                fix="quantize all of them, or none",
-            )
+_JOINING = ("vllm", "sglang")
+"""vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method); SGLang 0.5.23
+compressed_tensors/compressed_tensors.py (get_moe_scheme)."""
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.[^.]+")
+
+
+def list_split_expert_findings(engine: str, weights: QuantizedWeights) -> Iterator[Finding]:
+    """List layers of which only some experts are quantized, where an engine treats them alike."""
+    quantized, others = (
+        {found[1] for found in map(_EXPERT.fullmatch, modules) if found}
+        for modules in ([each.module for each in weights.linears], weights.unquantized)
+    )
+    layers = sorted(quantized & others)
+    if layers and engine in _JOINING:
+        yield Finding(
+            status=Status.MISREAD,
+            why="it joins the experts of a layer, and only a part of them is quantized "
+            f"({layers[0]}): it stops, or its answers are wrong",
+            fix="quantize all of them, or none",
+        )
