@@ -147,11 +147,10 @@ class WeightReplay:
                 reader = self._make_reader(engine)
                 reader.require_judged(self._folder)
                 yield from compare_linears(reader, opened.groups, opened.values, self._schemes)
-            except Unjudged as doubt:
-                yield Finding(status=Status.UNKNOWN, why=doubt.why)
             except Refusal as refusal:
-                yield Finding(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
-                return
+                yield Finding.of(refusal)
+                if not isinstance(refusal, Unjudged):
+                    return
         if self._folder.tensors:
             yield from compare_parameters(
                 rules,
@@ -263,18 +262,20 @@ def _is_mixed(folder: ScaleFolder) -> bool:
 
 def _has_quantization(folder: ScaleFolder) -> bool:
     """Check whether any engine finds a quantization config."""
-    inner = folder.config.get("text_config")
-    sections = (folder.config, inner if isinstance(inner, dict) else {})
     keys = ("quantization_config", "compression_config")
     return folder.modelopt is not None or any(
-        section.get(key) is not None for section in sections for key in keys
+        section.get(key) is not None for section in _list_sections(folder) for key in keys
     )
 
 
 def _unties_head(folder: ScaleFolder) -> bool:
+    return any(each.get("tie_word_embeddings") is False for each in _list_sections(folder))
+
+
+def _list_sections(folder: ScaleFolder) -> tuple[Mapping[str, object], ...]:
+    """List the model's config and that of its text part."""
     inner = folder.config.get("text_config")
-    sections = (folder.config, inner if isinstance(inner, dict) else {})
-    return any(section.get("tie_word_embeddings") is False for section in sections)
+    return (folder.config, inner) if isinstance(inner, dict) else (folder.config,)
 
 
 def _names_old_blocks(folder: ScaleFolder) -> bool:

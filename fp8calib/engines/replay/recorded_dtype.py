@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict
-from fp8calib.engines.status import Status
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.formats import NVFP4_CACHE
 
 _OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
@@ -83,11 +80,5 @@ def amend_for_dtype(
         return report
     text = f"the scales are for {dtype[:40]!a}: {why}"
     only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
-    amended = report.change(partial(_amend, why=text, fix=fix))
+    amended = report.change(lambda one: one.misread(text, fix))
     return amended.model_copy(update={"only_on": only_on})
-
-
-def _amend(verdict: LoadVerdict, why: str, fix: str) -> LoadVerdict:
-    if verdict.status is not Status.USED:
-        return verdict
-    return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})

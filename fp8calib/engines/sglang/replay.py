@@ -15,12 +15,7 @@ from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.kv_cache_method import (
-    PairRules,
-    is_negative,
-    is_not_positive,
-    judge_pair,
-)
+from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import (
     METHODS_FIX,
@@ -28,7 +23,6 @@ from fp8calib.engines.replay.quantization_config import (
     find_quantization,
 )
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     CLASS,
@@ -42,7 +36,6 @@ from fp8calib.engines.sglang.model_types import (
     has_class,
     has_place,
 )
-from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -86,7 +79,7 @@ def replay_sglang(
         _judge(context, loaded, layer.index, attention, fault, release)
         for layer, attention in geometry.attentions()
     ]
-    note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
+    context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = note_drafter(context.report(layers), geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""
@@ -297,8 +290,12 @@ def _judge(
         return context.judge_absent_layer(
             index, why=fault, fix=_find_place_fix(context.geometry, fault, release)
         )
-    is_unset = is_not_positive if release.has(_ZERO_UNSET) else is_negative
-    rules = PairRules("SGLang", is_unset, why, _FIX.format(path=path))
+    rules = PairRules(
+        engine="SGLang",
+        zero_is_unset=release.has(_ZERO_UNSET),
+        absent_why=why,
+        absent_fix=_FIX.format(path=path),
+    )
     verdict = judge_pair(context, index, loaded, rules)
     return verdict.change(_misread_latents) if attention.kind == "latent" else verdict
 
@@ -317,10 +314,7 @@ def _misread_latents(one: LoadVerdict) -> LoadVerdict:
     The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
     `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
     """
-    if one.status is not Status.USED or one.value == 1.0:
-        return one
-    misread = {"status": Status.MISREAD, "why": _LATENTS, "fix": _LATENTS_FIX}
-    return one.model_copy(update=misread)
+    return one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
 
 
 _LATENTS = (

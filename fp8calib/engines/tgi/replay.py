@@ -18,7 +18,6 @@ from fp8calib.engines.replay.load_context import LoadContext, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -80,7 +79,7 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         _require_weights(folder, files, geometry, method)
     context = LoadContext(folder, geometry, files)
     layers = [_judge(context, layer.index, attention) for layer, attention in geometry.attentions()]
-    note_unread(context, "TGI does not load it")
+    context.note_unread("TGI does not load it")
     if "kv_cache_torch_dtype" in folder.config:
         context.problems.append(
             "kv_cache_torch_dtype is read only by the branch of pull request 2028"

@@ -29,7 +29,6 @@ from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -93,7 +92,7 @@ def _report_loaded(
     ]
     if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
         context.problems.insert(0, _SINCE_RENAMED)
-    note_unread(context, "reported as unexpected")
+    context.note_unread("reported as unexpected")
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
     weights = next(_list_weight_faults(context, loaded), None)

@@ -27,7 +27,7 @@ from fp8calib.engines.vllm.model_types import (
     UNQUANTIZED_LINEARS,
 )
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
-from fp8calib.engines.weights.expected import Expected
+from fp8calib.engines.weights.expected import Expected, OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.reader import LinearReader
 from fp8calib.engines.weights.schemes import (
@@ -158,9 +158,11 @@ class VllmReader(LinearReader):
         """Tell whether vLLM creates a group by the config: some routers and mixers too."""
         return super().creates(group) or group.path.endswith(self._created)
 
-    def list_expected(self, group: LinearGroup, linear: StoredLinear) -> Mapping[str, Expected]:
+    def list_expected(
+        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
+    ) -> Mapping[str, Expected]:
         """List the tensors of a linear, of which some models' loaders take other names too."""
-        expected = super().list_expected(group, linear)
+        expected = super().list_expected(group, linear, scheme)
         if not self._renames:
             return expected
         return {_find_spelling(linear, name): each for name, each in expected.items()}

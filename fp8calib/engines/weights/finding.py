@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from fp8calib.engines.replay.verdicts import LoadVerdict
+from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Unjudged
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 
@@ -29,6 +29,12 @@ class Finding:
     if_loaded: str = ""
     """Where it is unknown whether the engine stops: what it does if it does not stop. Empty where
     it then serves the subject."""
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> Finding:
+        """Make the finding of an engine that does not start, or of which that cannot be told."""
+        status = Status.UNKNOWN if isinstance(refusal, Unjudged) else Status.REFUSED
+        return cls(status=status, why=refusal.why, fix=refusal.fix)
 
     @property
     def text(self) -> str:

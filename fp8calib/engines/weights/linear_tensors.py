@@ -12,7 +12,7 @@ from dataclasses import replace
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import list_scale_shapes
 from fp8calib.dialects.kv.parse_names import parse_name
-from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import (
     INPUT_SCALE,
@@ -91,11 +91,8 @@ def _compare_group(
 ) -> Iterator[Finding]:
     try:
         scheme = reader.find_scheme(group)
-    except Unjudged as doubt:
-        yield Finding(status=Status.UNKNOWN, why=doubt.why)
-        return
     except Refusal as refusal:
-        yield Finding(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
+        yield Finding.of(refusal)
         return
     if isinstance(scheme, Unquantized):
         for linear in group.members:
@@ -111,7 +108,7 @@ def _compare_group(
         for each in group.members
     )
     for linear in group.members:
-        expected = reader.list_expected(group, linear)
+        expected = reader.list_expected(group, linear, scheme)
         yield from _list_strays(linear, expected, "the config")
         weight = linear.tensors.get(WEIGHT)
         if weight is not None and weight.dtype in PLAIN_DTYPES:

@@ -24,6 +24,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
 from fp8calib.engines.weights.finding import Finding, join_alike
+from fp8calib.engines.weights.stored import LAYER, count_experts
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -49,7 +50,6 @@ _EXPERT_PARTS = {
     "down_proj": ("down_proj", "w2"),
 }
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
-_LAYER = re.compile(r"(.*?\.)(\d+)\.")
 _NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
 _PREFERRED_BY_VLLM = "consolidated"
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
@@ -312,22 +312,11 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
 def _list_surplus_experts(
     geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[str]:
-    prefix, counts = _find_decoder(geometry), _count_experts(geometry)
+    prefix, counts = _find_decoder(geometry), count_experts(geometry)
     for name in sorted(tensors.keys() - set(geometry.leftovers)):
-        expert, layer = split_expert(name.rpartition(".")[0]), _LAYER.match(name)
-        if expert is None or layer is None or layer[1] != prefix:
-            continue
-        if expert[1] >= counts.get(int(layer[2]), expert[1] + 1):
+        expert, layer = split_expert(name.rpartition(".")[0]), _find_layer(prefix, name)
+        if expert is not None and expert[1] >= counts.get(layer, expert[1] + 1):
             yield name
-
-
-def _count_experts(geometry: ModelGeometry) -> dict[int, int]:
-    """Count the experts of each layer that has some."""
-    return {
-        layer.index: number
-        for layer in geometry.layers
-        if (number := max((each.num_experts for each in layer.linears), default=0))
-    }
 
 
 def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
@@ -410,13 +399,11 @@ class _StoredNames:
     def list_absent_experts(self, geometry: ModelGeometry) -> Iterator[str]:
         """List the weights that some experts of decoder layers lack, and others have."""
         prefix = _find_decoder(geometry)
-        counts = _count_experts(geometry)
+        counts = count_experts(geometry)
         projections = dict.fromkeys(sorted(projection for _, _, projection in self._numbered))
         for path in sorted({path for path, _ in self._experts}):
-            layer = _LAYER.match(path)
-            if layer is None or layer[1] != prefix:
-                continue
-            for number, projection in product(range(counts.get(int(layer[2]), 0)), projections):
+            count = counts.get(_find_layer(prefix, path), 0)
+            for number, projection in product(range(count), projections):
                 if (path, number, projection) not in self._numbered:
                     yield f"{path}.{number}.{projection}.weight"
 
@@ -431,8 +418,14 @@ def _is_other_weight(name: str, entry: TensorEntry) -> bool:
 def _find_decoder(geometry: ModelGeometry) -> str | None:
     """Find what the names of tensors in decoder layers begin with, before the layer's number."""
     modules = (attention.checkpoint_module for _, attention in geometry.attentions())
-    found = _LAYER.match(next(modules, ""))
+    found = LAYER.match(next(modules, ""))
     return None if found is None else found[1]
+
+
+def _find_layer(decoder: str | None, path: str) -> int:
+    """Find the number of the decoder layer that a path is in; -1 where it is elsewhere."""
+    found = LAYER.match(path)
+    return int(found[2]) if found is not None and found[1] == decoder else -1
 
 
 def _list_other_shapes(
@@ -479,12 +472,11 @@ def _list_expert_misfits(
         return
     for name, entry in tensors.items():
         module, _, leaf = name.rpartition(".")
-        layer = _LAYER.match(name)
         is_expert = leaf == "weight" and len(entry.shape) == 2 and split_expert(module) is not None
         if not is_expert or entry.dtype not in _FORMATS or entry.shape in expected:
             continue
         # Towers and draft layers have experts of their own.
-        if layer is None or layer[1] != decoder or int(layer[2]) >= len(geometry.layers):
+        if not 0 <= _find_layer(decoder, name) < len(geometry.layers):
             continue
         nearest = min(expected, key=partial(_count_differences, entry.shape))
         yield _describe_misfit(name, entry.shape, nearest)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, load_finder
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
-from fp8calib.engines.weights.expected import Expected, list_expected
+from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.engines.weights.schemes import Found, GroupSchemes, Unquantized
+from fp8calib.engines.weights.schemes import Found, GroupSchemes
 from fp8calib.errors import ModelError
 
 _CONFIG_KEYS = (
@@ -56,15 +57,10 @@ class LinearReader:
         """Tell whether the engine creates a group by the config, whatever is stored."""
         return group.is_known
 
-    def list_expected(self, group: LinearGroup, linear: StoredLinear) -> Mapping[str, Expected]:
-        """List the tensors that a quantized linear has to have; empty where it is not quantized.
-
-        Raises:
-            Refusal: as for `find_scheme`.
-        """
-        scheme = self.find_scheme(group)
-        if isinstance(scheme, Unquantized):
-            return {}
+    def list_expected(
+        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
+    ) -> Mapping[str, Expected]:
+        """List the tensors that a linear quantized by this scheme has to have."""
         return list_expected(group, linear, scheme, self._dialect)
 
 
