@@ -22,10 +22,9 @@ from fp8calib.engines.sglang.model_types import find_unlisted
 from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.expected import OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup
-from fp8calib.engines.weights.reader import LinearReader
-from fp8calib.engines.weights.schemes import (
+from fp8calib.engines.weights.reader import (
     Found,
-    GroupSchemes,
+    LinearReader,
     Section,
     Unquantized,
     covers_parts,
@@ -67,15 +66,15 @@ def make_sglang_reader(
     is_replaced = quantization.get("quant_method") == "w4afp8"
     section = _W4AFP8_LINEARS if is_replaced else quantization
     unlisted = find_unlisted(geometry.architecture, release)
-    return LinearReader(folder, SglangSchemes(section, folder.config, release, unlisted))
+    return SglangReader(folder, section, release, unlisted)
 
 
-class SglangSchemes(GroupSchemes):
-    """The schemes of a release.
+class SglangReader(LinearReader):
+    """The linears that a release creates.
 
     Args:
+        folder: the checkpoint.
         section: the config that SGLang uses; empty where there is none.
-        config: the model's config.json.
         release: whose rules hold.
         unlisted: the names of what the model's class joins without saying of which projections.
     """
@@ -83,24 +82,24 @@ class SglangSchemes(GroupSchemes):
     formats = (*FORMATS, "pack-quantized")
 
     def __init__(
-        self, section: Section, config: Section, release: Release, unlisted: Collection[str]
+        self, folder: ScaleFolder, section: Section, release: Release, unlisted: Collection[str]
     ) -> None:
         self._release = release
         self._unlisted = unlisted
-        super().__init__(section, config)
+        super().__init__(folder, section)
         algorithm = str(self.section.get("quant_algo")).upper()
         self._is_mx = self.method == "mxfp8" or algorithm == "MXFP8"
         self._is_mixed = algorithm == "MIXED_PRECISION"
         if self._is_mx:
             self.excluded = self._read_mx_exclusions(self.section)
 
-    def find(self, group: LinearGroup) -> Found:
-        """Find a group's scheme."""
+    def find_configured(self, group: LinearGroup) -> Found:
+        """Find the scheme that the config gives to a group."""
         is_compressed = self.method == "compressed-tensors"
         is_head = group.kind is GroupKind.HEAD
         if is_head and is_compressed and not self._release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
-        found = self.find_fp8(group) if self._is_mx else super().find(group)
+        found = self.find_fp8(group) if self._is_mx else super().find_configured(group)
         if isinstance(found, StoredScheme) and found.is_mx:
             if self._is_mixed:
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")

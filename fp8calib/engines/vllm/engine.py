@@ -73,9 +73,9 @@ def _replay_folder(
 
 
 def _make_reader(release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
-    from fp8calib.engines.vllm.linears import VllmReader  # noqa: PLC0415
+    from fp8calib.engines.vllm.linears import make_vllm_reader  # noqa: PLC0415
 
-    return VllmReader(folder, geometry, release)
+    return make_vllm_reader(folder, geometry, release)
 
 
 _BLOOM_RESHAPES = WeightRule(

@@ -24,8 +24,7 @@ from fp8calib.engines.weights.expected import (
 )
 from fp8calib.engines.weights.finding import Finding, join_alike
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.engines.weights.reader import LinearReader
-from fp8calib.engines.weights.schemes import Unquantized
+from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.engines.weights.stored import ScaleValues
 from fp8calib.fp8.schemes import BLOCK, find_nearest
 
