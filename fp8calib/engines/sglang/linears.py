@@ -100,12 +100,13 @@ class SglangReader(LinearReader):
         if is_head and is_compressed and not self._release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
         found = self.find_fp8(group) if self._is_mx else super().find_configured(group)
-        if isinstance(found, StoredScheme) and found.is_mx:
+        if not isinstance(found, StoredScheme):
+            return found
+        if found.is_mx:
             if self._is_mixed:
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
             require_mx(self._release, self.method, group, _MX_ERRORS[self.method])
-        has_blocks = getattr(found, "weights", None) is Granularity.BLOCK
-        if is_head and is_compressed and has_blocks:
+        if is_head and is_compressed and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
@@ -121,15 +122,15 @@ class SglangReader(LinearReader):
         """Find the format of a config group, which older releases do not read."""
         return super().find_own_format(group) if self._release.has(_GROUP_FORMATS) else None
 
-    def read_group(self, group: Section) -> Found:
+    def read_group(self, group: Section) -> StoredScheme:
         """Read a config group, for which older releases have fewer schemes."""
         scheme = super().read_group(group)
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
-        is_alone = getattr(scheme, "inputs", None) is InputScaling.NONE
-        if is_alone and getattr(scheme, "weights", None) is Granularity.BLOCK:
+        is_alone = scheme.inputs is InputScaling.NONE
+        if is_alone and scheme.weights is Granularity.BLOCK:
             raise Unjudged("weights in blocks whose inputs are not quantized")
-        is_channel = getattr(scheme, "weights", None) is Granularity.CHANNEL
+        is_channel = scheme.weights is Granularity.CHANNEL
         if is_alone and is_channel and not self._release.has(_CHANNELS_ALONE):
             why = (
                 "it takes FP8 weights per channel whose inputs are not quantized for packed "

@@ -246,18 +246,17 @@ def _refuse_strays(
         target = name_sglang_parameter(name, model_type, release)
         is_stray = target not in places
         asserts = model_type == "qwen3_next" and has_place(model_type, release)
-        is_passed = _is_passed(stored, model_type, asserts=asserts)
-        if is_strict and is_stray and not is_passed:
+        if is_strict and is_stray and not _is_passed(stored, model_type, asserts=asserts):
             error = "AssertionError" if asserts else "KeyError"
-            why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
-            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
-        is_unchanged = is_stray and target == name
-        if indexes and is_unchanged:
-            why = f"{stored}: SGLang's {model_type} has no such parameter (KeyError)"
-            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
-        if _PROJECTION.search(name) and fuses_first:
-            why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
-            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
+            fault = f"has no such parameter ({error})"
+        elif indexes and is_stray and target == name:
+            fault = "has no such parameter (KeyError)"
+        elif fuses_first and _PROJECTION.search(name):
+            fault = "looks for it in qkv_proj (KeyError)"
+        else:
+            continue
+        why = f"{stored}: SGLang's {model_type} {fault}"
+        raise Refusal(why, fix=_find_name_fix(context.geometry, release))
 
 
 def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:

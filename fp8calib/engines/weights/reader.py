@@ -257,7 +257,7 @@ class LinearReader:
         is_linear = group.kind is not GroupKind.HEAD
         return "Linear" if is_linear and "Linear" in self.targets else None
 
-    def read_group(self, group: Section) -> Found:
+    def read_group(self, group: Section) -> StoredScheme | OtherScheme:
         """Read a config group of compressed-tensors.
 
         Raises:
