@@ -29,9 +29,13 @@ from fp8calib.engines.weights.missing_tensors import (
     list_index_problems,
     list_opened_tensors,
 )
-from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.reader import LinearReader, make_plain_reader
-from fp8calib.engines.weights.rules import apply_rules, list_split_expert_findings
+from fp8calib.engines.weights.rules import (
+    QuantizedLinear,
+    QuantizedWeights,
+    apply_rules,
+    list_split_expert_findings,
+)
 from fp8calib.engines.weights.stored import ScaleValues, list_groups, read_scale_values
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import ModelError, shorten

@@ -24,8 +24,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
-from fp8calib.engines.weights.rules import apply_rules
+from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights, apply_rules
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.formats import NVFP4_CACHE
 
@@ -30,9 +31,7 @@ def find_cache_flag(folder: ScaleFolder) -> str:
 def _find_algorithm(folder: ScaleFolder) -> str:
     """Find ModelOpt's name for the format of the cache, in upper case; empty without one."""
     for outer in (folder.config.get("quantization_config"), folder.modelopt):
-        nested = outer.get("quantization", outer) if isinstance(outer, dict) else None
-        if not isinstance(nested, dict):
-            continue
+        nested = find_modelopt_section(outer) if isinstance(outer, dict) else {}
         algorithm, scheme = nested.get("kv_cache_quant_algo"), nested.get("kv_cache_scheme")
         if isinstance(algorithm, str):
             return algorithm.upper()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from inspect import signature
 
 import torch
@@ -106,17 +105,14 @@ def _report_loaded(
 def _judge(
     context: LoadContext, loaded: LoadedModel, index: int, attention: Attention
 ) -> LayerVerdict:
-    if attention.producer is not None:
+    owner = index if attention.producer is None else attention.producer
+    if owner != index:
         context.problems.append(
             "scales of layers that read another layer's cache are reported as unexpected: the "
             "layer that writes the cache quantizes it"
         )
-        index_of_cache = attention.producer
-        attention = context.geometry.layers[index_of_cache].attention or attention
-    else:
-        index_of_cache = index
-    judge = partial(_judge_role, context, loaded, attention)
-    k, v = (judge((index_of_cache, role)) for role in KV_ROLES)
+        attention = context.geometry.layers[owner].attention or attention
+    k, v = (_judge_role(context, loaded, attention, (owner, role)) for role in KV_ROLES)
     return LayerVerdict(layer=index, k=k, v=v)
 
 

@@ -12,10 +12,10 @@ from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.vllm.kv_method import CONFIG_KEYS, find_exclusions, name_method
+from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
 from fp8calib.engines.vllm.model_types import (
     CREATED_LINEARS,
     HEADLESS_TYPES,

@@ -14,7 +14,7 @@ from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
+from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, METHODS_FIX, find_quantization
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
@@ -27,7 +27,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
-from fp8calib.engines.vllm.kv_method import CONFIG_KEYS, KvMethod, find_kv_method
+from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.model_types import (
     EXPANDED_TYPES,
     TYPES_WITH_QUARK_EXPERTS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 from fp8calib.geometry.module_paths import name_fused_group
 from fp8calib.geometry.tensor_parallel import rank_range

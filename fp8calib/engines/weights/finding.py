@@ -36,6 +36,11 @@ class Finding:
         status = Status.UNKNOWN if isinstance(refusal, Unjudged) else Status.REFUSED
         return cls(status=status, why=refusal.why, fix=refusal.fix)
 
+    @classmethod
+    def doubt(cls, subject: str, why: str, *, fix: str, if_loaded: str = "") -> Finding:
+        """Make the finding that it is unknown whether the engine stops at a subject."""
+        return cls(status=Status.UNKNOWN, subject=subject, why=why, fix=fix, if_loaded=if_loaded)
+
     @property
     def text(self) -> str:
         """The subject and the reason."""
@@ -44,6 +49,10 @@ class Finding:
     def judge(self) -> LoadVerdict:
         """Make the verdict on the weights."""
         return LoadVerdict(status=self.status, why=self.text, fix=self.fix)
+
+
+CUT = "it is cut, or fills a part"
+"""What becomes of a tensor whose shape is not that of its parameter, if the engine starts."""
 
 
 def join_alike(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
-from fp8calib.engines.weights.finding import Finding, join_alike
+from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.stored import LAYER, count_experts
 from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import shorten
@@ -254,14 +254,16 @@ def _list_name_doubts(
             why = "has a name that the engine leaves out: its expert is uninitialised memory"
             yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
         else:
-            yield _doubt(name, "is not in the model's class", _NAMES_FIX)
+            yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
     for name in _list_surplus_experts(geometry, tensors):
-        yield _doubt(name, "is of an expert that the model does not have", _NAMES_FIX)
+        why = "is of an expert that the model does not have"
+        yield Finding.doubt(name, why, fix=_NAMES_FIX)
     if not geometry.architecture.endswith(_WRAPPER):
         is_bare = geometry.model_type in rules.bare_types
         for name in geometry.renamed:
             if name in tensors and not (is_bare and _lacks_root(geometry, name)):
-                yield _doubt(name, "has another name than the model's class gives it", _NAMES_FIX)
+                why = "has another name than the model's class gives it"
+                yield Finding.doubt(name, why, fix=_NAMES_FIX)
 
 
 def _judge_tied_head(
@@ -272,11 +274,7 @@ def _judge_tied_head(
     if is_headless and _HEAD in tensors and not geometry.architecture.endswith(_WRAPPER):
         return Finding(status=Status.REFUSED, subject=_HEAD, why=_HEADLESS, fix=_TIED_FIX)
     is_tied = {geometry.model_type, geometry.architecture} & {*rules.tied_types}
-    return _doubt(_HEAD, _TIED, _TIED_FIX) if is_headless or is_tied else None
-
-
-def _doubt(name: str, why: str, fix: str, if_loaded: str = "") -> Finding:
-    return Finding(status=Status.UNKNOWN, subject=name, why=why, fix=fix, if_loaded=if_loaded)
+    return Finding.doubt(_HEAD, _TIED, fix=_TIED_FIX) if is_headless or is_tied else None
 
 
 def _lacks_root(geometry: ModelGeometry, name: str) -> bool:
@@ -450,7 +448,7 @@ def _is_same(found: Shape, expected: Shape) -> bool:
 
 def _describe_misfit(name: str, found: Shape, expected: Shape) -> Finding:
     why = f"has shape {list(found)}, and the config means {list(expected)}"
-    return _doubt(name, why, _MISFIT_FIX, if_loaded="it is cut, or fills a part")
+    return Finding.doubt(name, why, fix=_MISFIT_FIX, if_loaded=CUT)
 
 
 def _list_expert_misfits(

@@ -25,7 +25,7 @@ from fp8calib.dialects.fp8.registry import FP8_DIALECTS, load_finder
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.compressed_groups import read_compressed_group
 from fp8calib.engines.weights.expected import Expected, OtherScheme, list_expected
@@ -35,12 +35,6 @@ from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
 from fp8calib.geometry.module_paths import name_fused_group
 
 Section = Mapping[str, object]
-_CONFIG_KEYS = (
-    "quantization_config",
-    "modelopt",
-    "text_config.quantization_config",
-    "compression_config",
-)
 _METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}
 """Other names of methods; the second is a subclass (vLLM 0.32.0 `deepseek_v4/quant_config.py`)."""
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
@@ -371,7 +365,7 @@ def make_plain_reader(folder: ScaleFolder, *, joins_experts: bool = True) -> Lin
     Raises:
         Refusal: the config is no object.
     """
-    section = find_quantization(folder, keys=_CONFIG_KEYS) or {}
+    section = find_quantization(folder, keys=CONFIG_KEYS) or {}
     return LinearReader(folder, section, joins_experts=joins_experts)
 
 
