@@ -58,8 +58,8 @@ class Arguments:
 
     strategy: str
     dynamic: bool
-    group_size: int | None
-    block: tuple[int, int] | None
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
     has_exponents: bool = False
     """Scales are stored as exponents of two (`scale_dtype` uint8)."""
 

@@ -27,6 +27,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.tgi.numerics import NUMERICS
+from fp8calib.engines.weights.weight_rule import SKIPPED_WORDS
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
@@ -37,7 +38,6 @@ _TYPES_WITH_KV_SCALES = (
 )
 """Model types whose modeling files call `get_kv_scales` (TGI db931fc); llama's file runs phi3 and
 granite."""
-_SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
 _LOADABLE = {
     ("float", 8): ("float-quantized", "naive-quantized"),
     ("int", 8): ("pack-quantized", "int-quantized", "naive-quantized", "marlin-24"),
@@ -65,7 +65,7 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         Refusal: TGI does not start.
     """
     del tp  # every rank uses the same number
-    files = [file for file in folder.files if not any(word in file for word in _SKIPPED_WORDS)]
+    files = [file for file in folder.files if not any(word in file for word in SKIPPED_WORDS)]
     require_readable(folder, files)
     _refuse_doubled(folder, files)
     quantization = find_quantization(folder, keys=("quantization_config", "compression_config"))

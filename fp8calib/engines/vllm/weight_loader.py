@@ -61,7 +61,6 @@ _PARAMETERS: Mapping[KvMethod | None, tuple[str, ...]] = {
 }
 """The parameters that a method creates in `Attention`."""
 _ROOT = "model."
-_WRAPPER = "ForConditionalGeneration"
 _KV_NAME = re.compile(
     r"_*(?:[qkv]|kv|qkv|key|value|query|prob)(?:_cache|_proj|_output)*"
     r"_(?:scales?|scale_inv|zero_points?|amax)",
@@ -192,7 +191,6 @@ def make_loader(
     """
     geometry = context.geometry
     modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
-    is_wrapped = geometry.architecture.endswith(_WRAPPER)
     return WeightLoader(
         kind=_find_kind(geometry),
         model_type=geometry.model_type,
@@ -200,7 +198,7 @@ def make_loader(
         places=places,
         attends={f"{path}.attn" for path in modules}
         | {path for path in modules if path.endswith(".attn")},
-        skips="" if is_wrapped else SKIPPED_ROOTS.get(geometry.model_type, ""),
+        skips="" if geometry.is_wrapped else SKIPPED_ROOTS.get(geometry.model_type, ""),
         stored={name.rpartition(".")[0] for name in context.tensors if not is_scale_name(name)},
     )
 
@@ -212,7 +210,7 @@ def _map_output(name: str) -> str:
 
 def _find_kind(geometry: ModelGeometry) -> LoaderKind:
     kind = LOADERS.get(geometry.model_type, LoaderKind.BACKEND)
-    if not geometry.architecture.endswith(_WRAPPER):
+    if not geometry.is_wrapped:
         return kind
     if geometry.architecture not in NATIVE_WRAPPERS:
         return LoaderKind.BACKEND

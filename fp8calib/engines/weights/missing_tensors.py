@@ -25,7 +25,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
 from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.stored import LAYER, count_experts
-from fp8calib.engines.weights.weight_rule import NameRules, Opened
+from fp8calib.engines.weights.weight_rule import SKIPPED_WORDS, NameRules, Opened
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
@@ -40,7 +40,6 @@ _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
 _TIED = "is of its own by config.json, but the class may take the embedding instead"
 _HEADLESS = "is of its own by config.json, but the engine's class has no output layer, and stops"
 _HEAD = "lm_head.weight"
-_WRAPPER = "ForConditionalGeneration"
 _DRAFT = "mtp"
 _SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
@@ -50,7 +49,6 @@ _EXPERT_PARTS = {
     "down_proj": ("down_proj", "w2"),
 }
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
-_NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
 _PREFERRED_BY_VLLM = "consolidated"
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
@@ -72,8 +70,7 @@ def _list_opened_files(folder: ScaleFolder, opened: Opened) -> list[str]:
     weight_map = folder.indexed
     named = set(folder.tensors) if weight_map is None else set(weight_map.values())
     if opened is Opened.ALL:
-        skipped = _NOT_OPENED_BY_TGI
-        named = {each for each in folder.tensors if not any(word in each for word in skipped)}
+        named = {each for each in folder.tensors if not any(word in each for word in SKIPPED_WORDS)}
     elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
         named = {SINGLE_FILE_NAME}
     return [file for file in folder.files if file in named and file in folder.tensors]
@@ -258,7 +255,7 @@ def _list_name_doubts(
     for name in _list_surplus_experts(geometry, tensors):
         why = "is of an expert that the model does not have"
         yield Finding.doubt(name, why, fix=_NAMES_FIX)
-    if not geometry.architecture.endswith(_WRAPPER):
+    if not geometry.is_wrapped:
         is_bare = geometry.model_type in rules.bare_types
         for name in geometry.renamed:
             if name in tensors and not (is_bare and _lacks_root(geometry, name)):
@@ -271,7 +268,7 @@ def _judge_tied_head(
 ) -> Finding | None:
     """Judge an output layer that is untied in config.json alone; None where the class has one."""
     is_headless = geometry.model_type in rules.headless_types
-    if is_headless and _HEAD in tensors and not geometry.architecture.endswith(_WRAPPER):
+    if is_headless and _HEAD in tensors and not geometry.is_wrapped:
         return Finding(status=Status.REFUSED, subject=_HEAD, why=_HEADLESS, fix=_TIED_FIX)
     is_tied = {geometry.model_type, geometry.architecture} & {*rules.tied_types}
     return Finding.doubt(_HEAD, _TIED, fix=_TIED_FIX) if is_headless or is_tied else None
