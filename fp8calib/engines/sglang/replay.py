@@ -92,28 +92,33 @@ def replay_sglang(
 def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
     """Check whether a model's attention layers have parameters for KV scales."""
     try:
-        return not _find_fault(folder, geometry, release)
+        return _find_fault(folder, geometry, release) is None
     except Refusal:
         return False
 
 
-def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> str:
-    """Say why attention layers have no parameters for KV scales; empty where they have.
+_Fault = tuple[str, str]
+"""Why attention layers have no parameters for KV scales, and what to do."""
+
+
+def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
+    """Say why attention layers have no parameters for KV scales; None where they have.
 
     Raises:
         Refusal: SGLang does not start with this config.
     """
     fault = _find_config_fault(find_sglang_config(folder), release)
-    if fault:
-        return fault
-    if not has_class(geometry.architecture, release):
+    if fault is None and not has_class(geometry.architecture, release):
         since = release.begins[CLASS][geometry.architecture]
         why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
-        return f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
-    if not has_place(geometry.model_type, release):
+        why = f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
+        fault = why, _NEWER_FIX
+    if fault is None and not has_place(geometry.model_type, release):
         owner = f"{release.title}'s attention of {geometry.model_type}"
-        return f"{owner} has no parameters for KV scales, so it uses 1.0"
-    return ""
+        fault = f"{owner} has no parameters for KV scales, so it uses 1.0", _NEWER_FIX
+    if fault is not None and not has_place(geometry.model_type, SGLANG_RELEASES[-1]):
+        return fault[0], _PLACELESS_FIX
+    return fault
 
 
 def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
@@ -138,21 +143,27 @@ def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
 _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
-def _find_config_fault(quantization: Mapping[str, object] | None, release: Release) -> str:
+def _find_config_fault(
+    quantization: Mapping[str, object] | None, release: Release
+) -> _Fault | None:
     if quantization is None:
-        return "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
+        why = "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
+        return why, _SCHEME_FIX
     method = str(quantization.get("quant_method", "modelopt"))
     if method == "compressed-tensors" and not release.has(_KV_COMPRESSED):
         since = release.begins[_KV_COMPRESSED][""]
         why = f"{release.title} loads no KV scales with quant_method {method}, which {since} does"
-        return f"{why}, so it uses 1.0"
-    if method == "compressed-tensors":
-        return _find_scheme_fault(quantization.get("kv_cache_scheme"))
-    if method.startswith("modelopt"):
-        return _find_modelopt_fault(quantization)
+        return f"{why}, so it uses 1.0", _NEWER_FIX
     if method in ("fp8", "quark", "mxfp8"):
-        return ""
-    return f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
+        return None
+    if method == "compressed-tensors":
+        why = _find_scheme_fault(quantization.get("kv_cache_scheme"))
+    elif method.startswith("modelopt"):
+        why = _find_modelopt_fault(quantization)
+    else:
+        why = f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
+        return why, METHODS_FIX
+    return (why, _SCHEME_FIX) if why else None
 
 
 def _find_scheme_fault(scheme: object) -> str:
@@ -280,15 +291,13 @@ def _judge(
     loaded: dict[Slot, StoredScale],
     index: int,
     attention: Attention,
-    fault: str,
+    fault: _Fault | None,
     release: Release,
 ) -> LayerVerdict:
     path = _inner_path(attention)
     why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
-    if fault:
-        return context.judge_absent_layer(
-            index, why=fault, fix=_find_place_fix(context.geometry, fault, release)
-        )
+    if fault is not None:
+        return context.judge_absent_layer(index, why=fault[0], fix=fault[1])
     rules = PairRules(
         engine="SGLang",
         zero_is_unset=release.has(_ZERO_UNSET),
@@ -297,14 +306,6 @@ def _judge(
     )
     verdict = judge_pair(context, index, loaded, rules)
     return verdict.change(_misread_latents) if attention.kind == "latent" else verdict
-
-
-def _find_place_fix(geometry: ModelGeometry, fault: str, release: Release) -> str:
-    if not has_place(geometry.model_type, SGLANG_RELEASES[-1]):
-        return _PLACELESS_FIX
-    if fault.startswith(release.title):
-        return _NEWER_FIX
-    return METHODS_FIX if fault.startswith("quant_method") else _SCHEME_FIX
 
 
 def _misread_latents(one: LoadVerdict) -> LoadVerdict:
