@@ -311,20 +311,14 @@ def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
 
     Faults that stop every model (no quantization_config, a missing shard) keep their verdict.
     """
-    engines = {
-        key: _withdraw_from(key, engine, model_type) for key, engine in report.engines.items()
-    }
+    unknown = f"model_type {model_type} is unknown to this tool"
+    engines = {}
+    for key, engine in report.engines.items():
+        why = f"{unknown}, which therefore cannot say whether {key} has a place for the scale"
+        engines[key] = engine.change(partial(_withdraw, why=why)).add_problems(
+            f"{unknown}: its layers are found by tensor names"
+        )
     return report.model_copy(update={"engines": engines})
-
-
-def _withdraw_from(key: str, report: EngineReport, model_type: str) -> EngineReport:
-    why = (
-        f"model_type {model_type} is unknown to this tool, which therefore cannot say whether "
-        f"{key} has a place for the scale"
-    )
-    return report.change(partial(_withdraw, why=why)).add_problems(
-        f"model_type {model_type} is unknown to this tool: its layers are found by tensor names"
-    )
 
 
 def _withdraw(verdict: LoadVerdict, why: str) -> LoadVerdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
@@ -78,12 +79,12 @@ def replay_row(
     attentions = {layer.index: each for layer, each in geometry.attentions()}
     if not row.runs_vllm:
         context = open_indexed(folder, geometry, error="an error")
-        absent = (
+        layers = tuple(
             context.judge_absent_layer(index, why=row.why, fix=_CONSTANT_FIX)
             for index in attentions
         )
-        layers = tuple(_put_value(layer, row.value) for layer in absent)
-        return EngineReport(layers=layers, problems=tuple(context.problems))
+        report = EngineReport(layers=layers, problems=tuple(context.problems))
+        return report.change(lambda one: one.model_copy(update={"value": row.value}))
     report = replay_vllm(folder, geometry, tp, VLLM_RUN, on_gpus=False)
     judged = (
         _judge_plugin(row, quantization, layer, attentions[layer.layer]) for layer in report.layers
@@ -95,10 +96,6 @@ def replay_row(
     classes = set(row.jax_classes).intersection(named if isinstance(named, list) else ())
     is_noted = bool(row.note) and (bool(classes) or not row.jax_classes)
     return report.add_problems(row.note) if is_noted else report
-
-
-def _put_value(layer: LayerVerdict, value: float | None) -> LayerVerdict:
-    return layer.change(lambda one: one.model_copy(update={"value": value}))
 
 
 def _judge_plugin(
@@ -125,9 +122,6 @@ def _judge_plugin(
 
 
 def _make_engine(row: CacheRow, engine: Engine) -> Engine:
-    def replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-        return replay_row(row, folder, geometry, tp)
-
     of_vllm = replace(
         engine, loads_like=VLLM.key, make_reader=VLLM.make_reader, name_rules=VLLM.name_rules
     )
@@ -135,7 +129,7 @@ def _make_engine(row: CacheRow, engine: Engine) -> Engine:
         of_vllm if row.runs_vllm else engine,
         is_brief=True,
         no_numerics="its arithmetic has not been read",
-        replay_folder=replay_folder,
+        replay_folder=partial(replay_row, row),
         splits_heads=True,
         weight_rules=(*engine.weight_rules, MX_UNREAD),
     )

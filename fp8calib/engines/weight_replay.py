@@ -29,9 +29,10 @@ from fp8calib.engines.weights.missing_tensors import (
     list_index_problems,
     list_opened_tensors,
 )
-from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.reader import LinearReader, make_plain_reader
 from fp8calib.engines.weights.rules import (
+    QuantizedLinear,
+    QuantizedWeights,
     apply_rules,
     list_split_expert_findings,
 )
@@ -75,7 +76,6 @@ class WeightReplay:
         if (stack := _find_stack(self._tensors)) is not None:
             self._doubts.append(f"{_UNCHECKED} where one tensor holds many experts ({stack})")
         matrices = _list_matrices(self._tensors)
-        self._shared: list[Finding] = []
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         self._has_old_blocks = bool(stored) and _names_old_blocks(folder)
         if self._has_old_blocks:
@@ -112,7 +112,6 @@ class WeightReplay:
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
-        self._shared = list(list_split_expert_findings(self._weights))
         largest = self._opened(Opened.INDEXED).values.largest
         unmeasured = self._tensors
         if stats is not None:
@@ -130,9 +129,9 @@ class WeightReplay:
 
     def _list_findings(self, engine: Engine) -> Iterator[Finding]:
         """List what an engine does with the weights other than loading them as they are."""
-        yield from (each for each in self._shared if each.engine == engine.loader)
         if self._weights is not None:
-            yield from apply_rules(engine.loader, engine.weight_rules, self._weights)
+            yield from list_split_expert_findings(engine.loader, self._weights)
+            yield from apply_rules(engine.weight_rules, self._weights)
             yield from list_block_findings(
                 engine.loader,
                 self._weights,
@@ -152,11 +151,10 @@ class WeightReplay:
                 reader = self._make_reader(engine)
                 reader.require_judged(self._folder)
                 yield from compare_linears(reader, opened.groups, opened.values, self._schemes)
-            except Unjudged as doubt:
-                yield Finding(status=Status.UNKNOWN, why=doubt.why)
             except Refusal as refusal:
-                yield Finding(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
-                return
+                yield Finding.of(refusal)
+                if not isinstance(refusal, Unjudged):
+                    return
         if self._folder.tensors:
             yield from compare_parameters(
                 rules,
@@ -268,18 +266,20 @@ def _is_mixed(folder: ScaleFolder) -> bool:
 
 def _has_quantization(folder: ScaleFolder) -> bool:
     """Check whether any engine finds a quantization config."""
-    inner = folder.config.get("text_config")
-    sections = (folder.config, inner if isinstance(inner, dict) else {})
     keys = ("quantization_config", "compression_config")
     return folder.modelopt is not None or any(
-        section.get(key) is not None for section in sections for key in keys
+        section.get(key) is not None for section in _list_sections(folder) for key in keys
     )
 
 
 def _unties_head(folder: ScaleFolder) -> bool:
+    return any(each.get("tie_word_embeddings") is False for each in _list_sections(folder))
+
+
+def _list_sections(folder: ScaleFolder) -> tuple[Mapping[str, object], ...]:
+    """List the model's config and that of its text part."""
     inner = folder.config.get("text_config")
-    sections = (folder.config, inner if isinstance(inner, dict) else {})
-    return any(section.get("tie_word_embeddings") is False for section in sections)
+    return (folder.config, inner) if isinstance(inner, dict) else (folder.config,)
 
 
 def _names_old_blocks(folder: ScaleFolder) -> bool:

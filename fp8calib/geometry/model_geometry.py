@@ -200,6 +200,11 @@ class ModelGeometry(Frozen):
         return tuple(index for index, owner in owners.items() if owner in wanted)
 
     @property
+    def is_wrapped(self) -> bool:
+        """Whether its class has other inputs beside text, and holds the text model."""
+        return self.architecture.endswith("ForConditionalGeneration")
+
+    @property
     def has_latent_attention(self) -> bool:
         """Whether any layer is multi-head latent attention."""
         return any(attention.kind == "latent" for _, attention in self.attentions())

@@ -215,9 +215,7 @@ def make_plan(
     config = checkpoint.load_config()
     tag = _make_tag(checkpoint, config, settings, scales, rounding)
     measured = make_metadata(
-        fmt=None,
         origin=scales.origin,
-        provenance=None,
         geometry=scales.geometry if scales.kv else None,
     )
     metadata = {_TAG_KEY: tag, **measured, **(rounding.metadata if rounding else {})}

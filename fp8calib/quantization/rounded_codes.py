@@ -17,8 +17,8 @@ import torch
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.fp8.schemes import Granularity, Scheme, count_blocks
 from fp8calib.quantization.shard_layout import OutputTensor, lay_out
+from fp8calib.quantization.weight_scales import count_parts
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
@@ -92,7 +92,7 @@ class RoundedCodes:
             OutputTensor(
                 name=_SCALES.format(m.tensor),
                 dtype="F32",
-                shape=_shape_parts(m, schemes.of(m.module)),
+                shape=count_parts(m.shape, schemes.of(m.module)),
             )
             for m in matrices
         ]
@@ -149,10 +149,3 @@ class RoundedCodes:
         for file in (self._files or {}).values():
             file.close()
         self._files = None
-
-
-def _shape_parts(matrix: Matrix, scheme: Scheme) -> tuple[int, ...]:
-    """Give the shape of the scales of a weight: (), rows or blocks."""
-    if scheme.weights is Granularity.BLOCK:
-        return count_blocks(matrix.shape, scheme.block)
-    return matrix.shape[:1] if scheme.weights is Granularity.CHANNEL else ()

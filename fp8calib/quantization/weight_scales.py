@@ -120,8 +120,10 @@ def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def count_parts(shape: tuple[int, int], scheme: Scheme) -> tuple[int, ...]:
-    """Give the shape of what `part_amax` computes of a whole weight."""
-    return count_blocks(shape, scheme.block) if scheme.weights is Granularity.BLOCK else shape[:1]
+    """Give the shape of the scales of a whole weight: (), rows or blocks."""
+    if scheme.weights is Granularity.BLOCK:
+        return count_blocks(shape, scheme.block)
+    return shape[:1] if scheme.weights is Granularity.CHANNEL else ()
 
 
 def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:

@@ -27,15 +27,11 @@ class LayerSchemes:
 
     def of(self, module: str) -> Scheme:
         """Give the scheme of a linear."""
-        index = self._find(module)
-        return self.default if index is None else self.by_pattern[index][1]
+        pattern = self.pattern_of(module)
+        return self.default if pattern is None else dict(self.by_pattern)[pattern]
 
     def pattern_of(self, module: str) -> str | None:
         """Give the pattern that a linear has its scheme from; None for the default."""
-        index = self._find(module)
-        return None if index is None else self.by_pattern[index][0]
-
-    def _find(self, module: str) -> int | None:
         patterns = tuple(pattern for pattern, _ in self.by_pattern)
         return _find_first(patterns, module) if patterns else None
 
@@ -66,10 +62,9 @@ class LayerSchemes:
 
 
 @lru_cache(maxsize=1 << 17)
-def _find_first(patterns: tuple[str, ...], module: str) -> int | None:
+def _find_first(patterns: tuple[str, ...], module: str) -> str | None:
     """Find the first pattern that matches a linear, or a module around it."""
-    matching = (i for i, each in enumerate(patterns) if matches_module(each, module, option=OPTION))
-    return next(matching, None)
+    return next((each for each in patterns if matches_module(each, module, option=OPTION)), None)
 
 
 def make_layer_schemes(

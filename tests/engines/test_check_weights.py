@@ -24,8 +24,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.blocks import list_block_findings
-from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
-from fp8calib.engines.weights.rules import apply_rules
+from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights, apply_rules
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
@@ -692,7 +691,7 @@ def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refu
     )
 
     rules = find_replayed("vllm").weight_rules
-    found = [each.status for each in apply_rules("vllm", rules, weights)]
+    found = [each.status for each in apply_rules(rules, weights)]
 
     assert (Status.REFUSED in found) is is_refused
 

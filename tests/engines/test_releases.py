@@ -125,7 +125,7 @@ def test_another_version_has_the_rules_of_a_release_and_says_so(
     engine = find_emulated(name)[0]
     assert engine.version == version
     options: Any = SimpleNamespace(engine=engine, scheme=None)
-    (warning,) = warn_of_loading(options, Loading(refused={}, doubts={}))
+    (warning,) = warn_of_loading(options, Loading(refused={}, unused={}, doubts={}))
     assert warning.startswith(f"vLLM: {note}")
 
 

@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from compressed_tensors.quantization import (
     QuantizationType,
 )
 
+from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 from fp8calib.engines.weights.expected import OtherScheme
 from fp8calib.engines.weights.linears import (
@@ -36,8 +38,9 @@ from fp8calib.engines.weights.linears import (
     LinearGroup,
     StoredLinear,
 )
-from fp8calib.engines.weights.schemes import GroupSchemes, Unquantized
+from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.fp8.schemes import InputScaling
+from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.real_engines.package import Package
 
 LAYER = "model.layers.0"
@@ -52,6 +55,8 @@ PATHS: Mapping[str, str] = {
     "lm_head": "ParallelLMHead",
 }
 """The modules of a model, with their classes."""
+NOTHING = ScaleFolder(path=Path("no-folder"), config={}, tensors={}, scales={})
+EMPTY = ModelGeometry(architecture="", model_type="", checkpoint_dtype="bfloat16", layers=())
 _STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _TOKEN = {**_STATIC, "dynamic": True, "strategy": "token"}
 _TENSOR, _CHANNEL = ({**_STATIC, "strategy": name} for name in ("tensor", "channel"))
@@ -352,10 +357,10 @@ def make_group(path: str) -> LinearGroup:
     return LinearGroup(path=path, kind=kind, members=tuple(members), is_known=True)
 
 
-def describe_group(make: Callable[[], GroupSchemes], path: str) -> str:
+def describe_group(make: Callable[[], LinearReader], path: str) -> str:
     """Give what `check` expects of a module in one word; "unknown" where it expects nothing."""
     try:
-        found = make().find(make_group(path))
+        found = make().find_configured(make_group(path))
     except Unjudged:
         return "unknown"
     except Refusal:

@@ -15,7 +15,7 @@ import pytest
 
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.sglang.linears import SglangSchemes
+from fp8calib.engines.sglang.linears import SglangReader
 from fp8calib.engines.sglang.model_types import (
     has_place,
 )
@@ -36,6 +36,7 @@ from tests.real_engines.release_configs import (
     CONFIGS as CLASSES,
 )
 from tests.real_engines.release_configs import (
+    NOTHING,
     PARTS,
     PATHS,
     describe_group,
@@ -183,7 +184,7 @@ def test_linears_have_the_scheme_that_the_release_chooses(
             whole = {**section, "packed_modules_mapping": parts}
             expected = configs.choose(name, whole, path)
             found = describe_group(
-                lambda each=section: SglangSchemes(each, {}, release, unlisted),  # type: ignore[misc]
+                lambda each=section: SglangReader(NOTHING, each, release, unlisted),  # type: ignore[misc]
                 path,
             )
             is_ruled = PATHS[path] == "FusedMoE" and (found, expected) == ("alone", "refused")

@@ -12,11 +12,13 @@ from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.kv_method import find_exclusions, find_kv_method
-from fp8calib.engines.vllm.linears import VllmSchemes
+from fp8calib.engines.vllm.linears import VllmReader
 from tests.engines.check_handmade import MODELOPT, PER_TENSOR
 from tests.real_engines.package import find_symbol, open_release
 from tests.real_engines.release_configs import (
     CONFIGS,
+    EMPTY,
+    NOTHING,
     PARTS,
     PATHS,
     describe_group,
@@ -150,6 +152,9 @@ def test_linears_have_the_scheme_that_the_release_chooses(release: Release, name
             if is_expert and has_other_format:
                 continue
             expected = configs.choose(name, section, path, packed_modules_mapping=PARTS)
-            found = describe_group(lambda each=section: VllmSchemes(each, {}, release), path)  # type: ignore[misc]
+            found = describe_group(
+                lambda each=section: VllmReader(NOTHING, each, EMPTY, release),  # type: ignore[misc]
+                path,
+            )
             is_ruled = is_expert and (found, expected) == ("alone", "refused")
             assert is_ruled or found in (expected, "unknown"), (section, path)

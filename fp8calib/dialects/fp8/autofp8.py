@@ -32,18 +32,12 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     size = None if block is None else read_block(path, "weight_block_size", block)
     if size is not None and scheme == "static":
         raise refusal(path, "activation_scheme is static, but there is a weight_block_size")
-    ignored = [
-        *read_list(path, config, "ignored_layers"),
-        *read_list(path, config, "modules_to_not_convert"),
-    ]
-    weights = Arguments(
-        strategy="tensor" if size is None else "block", dynamic=False, group_size=None, block=size
-    )
+    ignored = read_list(path, config, "ignored_layers", "modules_to_not_convert")
+    weights = Arguments(strategy="tensor" if size is None else "block", dynamic=False, block=size)
     inputs = Arguments(
         strategy="tensor" if size is None else "group",
         dynamic=scheme == "dynamic",
         group_size=None if size is None else size[1],
-        block=None,
     )
 
     def find(module: str) -> StoredScheme:

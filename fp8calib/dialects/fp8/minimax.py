@@ -27,10 +27,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     if block is not None and read_block(path, _BLOCK_KEY, block) != MX_BLOCK:
         fault = f"{_BLOCK_KEY} is {block!a:.60}"
         raise refusal(path, fault, hint=f"blocks of MXFP8 are {list(MX_BLOCK)}")
-    ignored = [
-        *read_list(path, config, "ignored_layers"),
-        *read_list(path, config, "modules_to_not_convert"),
-    ]
+    ignored = read_list(path, config, "ignored_layers", "modules_to_not_convert")
     scheme = SCHEMES["mxfp8"]
 
     def find(module: str) -> StoredScheme:

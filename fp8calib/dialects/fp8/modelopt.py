@@ -50,10 +50,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     """Read ModelOpt's config, from config.json or hf_quant_config.json."""
     inner = config.get("quantization")
     fields = inner if isinstance(inner, dict) else config
-    ignored = [
-        *read_list(path, fields, "exclude_modules"),
-        *read_list(path, fields, "ignore"),
-    ]
+    ignored = read_list(path, fields, "exclude_modules", "ignore")
     layers = fields.get("quantized_layers")
     by_layer = layers if isinstance(layers, dict) else {}
     algorithm = fields.get("quant_algo")

@@ -58,8 +58,8 @@ class Arguments:
 
     strategy: str
     dynamic: bool
-    group_size: int | None
-    block: tuple[int, int] | None
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
     has_exponents: bool = False
     """Scales are stored as exponents of two (`scale_dtype` uint8)."""
 
@@ -102,12 +102,15 @@ def matches_entry(path: Path, module: str, expression: str) -> bool:
         raise refusal(path, fault, hint="correct the quantization config") from error
 
 
-def read_list(path: Path, config: Fields, key: str) -> list[object]:
-    """Read a list from a config; one that is missing or null is empty."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, list):
-        raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list")
-    return value or []
+def read_list(path: Path, config: Fields, *keys: str) -> list[object]:
+    """Read the items of lists from a config; a list that is missing or null is empty."""
+    items: list[object] = []
+    for key in keys:
+        value = config.get(key)
+        if value is not None and not isinstance(value, list):
+            raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list")
+        items += value or []
+    return items
 
 
 def read_names(path: Path, config: Fields, key: str) -> list[str]:

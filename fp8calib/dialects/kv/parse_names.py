@@ -30,14 +30,6 @@ class ScaleName:
     roles: tuple[Role, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Owners:
-    """The attention of each scale, and the names that are ignored."""
-
-    found: Mapping[ScaleName, Attention]
-    ignored: tuple[str, ...]
-
-
 _SUFFIXES: Mapping[str, tuple[Spelling, tuple[Role, ...]]] = {
     f".{suffix}": (spelling, roles)
     for role in (Role.K, Role.V, Role.Q)
@@ -79,12 +71,14 @@ def find_spelling(name: str) -> Spelling | None:
     return parsed.spelling
 
 
-def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName]) -> Owners:
+def find_owners(
+    path: Path, geometry: ModelGeometry, names: Collection[ScaleName]
+) -> dict[ScaleName, Attention]:
     """Find the attention module of every name, even if the model is wrapped in another.
 
     The path of the layers is compared as the model and its checkpoint spell it, then without
     wrappers, then as a longer or shorter spelling. Names elsewhere (vision towers, draft layers)
-    are ignored; a name under that path that belongs to no layer is of another model.
+    are left out; a name under that path that belongs to no layer is of another model.
 
     Raises:
         ModelError: no name fits the model, several paths do, or a name has no layer.
@@ -97,15 +91,14 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
     modules = {(index, rest): attention for (_, index, rest), attention in places.items()}
     roots = _choose_roots(path, geometry, frozenset(root for root, _, _ in places), names)
     found: dict[ScaleName, Attention] = {}
-    ignored: list[str] = []
     extra: list[str] = []
     for name in names:
         root, index, rest = _split(name.path)
         # vLLM's attention layer is inside the module: `self_attn.attn` is `self_attn`.
         attention = modules.get((index, rest)) or modules.get((index, rest.removesuffix(".attn")))
         if root not in roots or is_of_draft_layer(geometry, name.path):
-            ignored.append(name.full)
-        elif attention is None:
+            continue
+        if attention is None:
             extra.append(name.full)
         else:
             found[name] = attention
@@ -113,7 +106,7 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
         fault = f"{cut_list(extra)}: the model has no such attention"
         layers = f"it has {len(geometry.layers)} layers"
         raise refusal(path, fault, hint=f"{layers}; the scales may be of another model")
-    return Owners(found, tuple(ignored))
+    return found
 
 
 def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:

@@ -71,10 +71,11 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         for file in files:
             stack.callback(file.close)
         stored = [
-            (owners.found[name], _read(name, file, owners.found[name], found.drops_bad_query))
+            (owners[name], _read(name, file, owners[name], found.drops_bad_query))
             for name, file in named
-            if name in owners.found
+            if name in owners
         ]
+    ignored = [name.full for name, _ in named if name not in owners]
     scales = [item for item in stored if item[1].name.spelling is not Spelling.ZERO_POINT]
     bad_queries = _find_bad_queries([item for _, item in scales])
     if bad_queries:
@@ -89,9 +90,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         origin=find_origin(place, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
-        notes=tuple(
-            _list_notes(owners.ignored, {item.name.spelling for _, item in scales}, bad_queries)
-        ),
+        notes=tuple(_list_notes(ignored, {item.name.spelling for _, item in scales}, bad_queries)),
     )
 
 

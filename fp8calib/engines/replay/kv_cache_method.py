@@ -7,7 +7,6 @@ A scale that was not loaded is -1.0 (vLLM 0.32.0 `quantization/kv_cache.py`, run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,27 +21,17 @@ _SINGLE = ".kv_scale"
 _BOTH_FIX = "store a k_scale and a v_scale for the layer, both above zero"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairRules:
     """What differs between the two engines, and the verdict on scales that are absent."""
 
     engine: str
-    is_unset: Callable[[float], bool]
-    """Which numbers count as not loaded, where both k and v are such."""
+    zero_is_unset: bool
+    """Whether k and v that are both zero count as not loaded, as negative numbers do."""
     absent_why: str
     absent_fix: str
     dtype: torch.dtype = torch.float32
     """That of the parameters, to which stored numbers are rounded."""
-
-
-def is_negative(value: float) -> bool:
-    """Test for a scale that was not loaded as vLLM does."""
-    return value < 0
-
-
-def is_not_positive(value: float) -> bool:
-    """Test for a scale that was not loaded as SGLang does."""
-    return value <= 0
 
 
 def require_scalar(stored: StoredScale, engine: str) -> float:
@@ -76,7 +65,7 @@ def judge_pair(
             k=judge_number(k, str(stored[Role.K])),
             v=judge_number(v, str(stored[Role.V])),
         )
-    if rules.is_unset(k) and rules.is_unset(v):
+    if all(one < 0 or (one == 0 and rules.zero_is_unset) for one in (k, v)):
         return LayerVerdict(
             layer=index,
             k=_unset(context, (index, Role.K), stored[Role.K], k, rules),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
+from fp8calib.dialects.kv.parse_names import (
+    ScaleName,
+    is_of_draft_layer,
+    is_probability_scale,
+    parse_name,
+)
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
 from fp8calib.engines.status import Status
@@ -109,6 +114,35 @@ class LoadContext:
                 )
             loaded[slot] = stored
         return loaded
+
+    def list_queries(self) -> list[StoredScale]:
+        """List the scales of q, which are noted but not judged."""
+        return [
+            stored
+            for stored, parsed in self._list_parsed()
+            if parsed.roles == (Role.Q,) and parsed.spelling is not Spelling.ZERO_POINT
+        ]
+
+    def list_zero_points(self) -> list[StoredScale]:
+        """List the zero points of q, k and v."""
+        found = self._list_parsed()
+        return [stored for stored, parsed in found if parsed.spelling is Spelling.ZERO_POINT]
+
+    def _list_parsed(self) -> Iterator[tuple[StoredScale, ScaleName]]:
+        for name, stored in self.scales.items():
+            if (parsed := parse_name(name)) is not None:
+                yield stored, parsed
+
+    def list_optional_scales(self) -> tuple[tuple[str, list[StoredScale]], ...]:
+        """List the scales of q and of attention probabilities, each kind with its name."""
+        probabilities = [each for name, each in self.scales.items() if is_probability_scale(name)]
+        return ("q_scale", self.list_queries()), ("prob_scale", probabilities)
+
+    def note_unread(self, why: str) -> None:
+        """Note that the engine ignores these scales, where there are any."""
+        for what, found in self.list_optional_scales():
+            if found:
+                self.problems.append(f"{what} ({len(found)}, such as {found[0]}): {why}")
 
     def judge_absent_layer(self, index: int, *, why: str, fix: str) -> LayerVerdict:
         """Judge a layer that got neither a k nor a v scale; arguments as for `judge_absent`."""

@@ -12,6 +12,13 @@ METHODS_FIX = (
     "ModelOpt or Quark, or a kv-overlay of the unquantized model"
 )
 """For a method of quantization beside which vLLM and SGLang have no place for KV scales."""
+CONFIG_KEYS = (
+    "quantization_config",
+    "modelopt",
+    "text_config.quantization_config",
+    "compression_config",
+)
+"""Where vLLM looks for the quantization config, in order."""
 
 
 def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:

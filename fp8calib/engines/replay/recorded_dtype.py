@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict
-from fp8calib.engines.status import Status
+from fp8calib.engines.replay.quantization_config import find_modelopt_section
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.formats import NVFP4_CACHE
 
 _OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
@@ -33,9 +31,7 @@ def find_cache_flag(folder: ScaleFolder) -> str:
 def _find_algorithm(folder: ScaleFolder) -> str:
     """Find ModelOpt's name for the format of the cache, in upper case; empty without one."""
     for outer in (folder.config.get("quantization_config"), folder.modelopt):
-        nested = outer.get("quantization", outer) if isinstance(outer, dict) else None
-        if not isinstance(nested, dict):
-            continue
+        nested = find_modelopt_section(outer) if isinstance(outer, dict) else {}
         algorithm, scheme = nested.get("kv_cache_quant_algo"), nested.get("kv_cache_scheme")
         if isinstance(algorithm, str):
             return algorithm.upper()
@@ -83,11 +79,5 @@ def amend_for_dtype(
         return report
     text = f"the scales are for {dtype[:40]!a}: {why}"
     only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
-    amended = report.change(partial(_amend, why=text, fix=fix))
+    amended = report.change(lambda one: one.misread(text, fix))
     return amended.model_copy(update={"only_on": only_on})
-
-
-def _amend(verdict: LoadVerdict, why: str, fix: str) -> LoadVerdict:
-    if verdict.status is not Status.USED:
-        return verdict
-    return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})

@@ -27,6 +27,12 @@ class LoadVerdict(_Frozen):
     why: str
     fix: str = ""
 
+    def misread(self, why: str, fix: str) -> LoadVerdict:
+        """Return a scale that is used as misread; of any other, return the same verdict."""
+        if self.status is not Status.USED:
+            return self
+        return self.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})
+
 
 class LayerVerdict(_Frozen):
     """What an engine does with the scales of one layer."""

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import (
-    SCALE_FACTOR,
-    Engine,
-    Launch,
-    MakeReader,
-    ReplayFolder,
-    ReplayJson,
-)
+from fp8calib.engines.engine import SCALE_FACTOR, Engine, Launch
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.engines.status import Status
@@ -30,24 +24,20 @@ if TYPE_CHECKING:
 _KERNELS_READ = "kernels and functions that Numerics names are those of 0.5.23"
 
 
-def _make_replay(release: Release) -> ReplayFolder:
-    def replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-        from fp8calib.engines.sglang.replay import replay_sglang  # noqa: PLC0415
+def _replay_folder(
+    release: Release, folder: ScaleFolder, geometry: ModelGeometry, tp: int
+) -> EngineReport:
+    from fp8calib.engines.sglang.replay import replay_sglang  # noqa: PLC0415
 
-        return replay_sglang(folder, geometry, tp, release)
-
-    return replay_folder
+    return replay_sglang(folder, geometry, tp, release)
 
 
-def _make_json_replay(release: Release) -> ReplayJson:
-    def replay_json(
-        path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
-    ) -> EngineReport:
-        from fp8calib.engines.sglang.scales_file import replay_sglang_json  # noqa: PLC0415
+def _replay_json(
+    release: Release, path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
+) -> EngineReport:
+    from fp8calib.engines.sglang.scales_file import replay_sglang_json  # noqa: PLC0415
 
-        return replay_sglang_json(path, geometry, tp, model, release)
-
-    return replay_json
+    return replay_sglang_json(path, geometry, tp, model, release)
 
 
 _POOL = "SGLang 0.5.23 srt/mem_cache/memory_pool.py MHATokenToKVPool.set_kv_buffer"
@@ -116,13 +106,10 @@ _NUMERICS = Numerics(
 )
 
 
-def _make_reader_factory(release: Release) -> MakeReader:
-    def make_reader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
-        from fp8calib.engines.sglang.linears import make_sglang_reader  # noqa: PLC0415
+def _make_reader(release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
+    from fp8calib.engines.sglang.linears import make_sglang_reader  # noqa: PLC0415
 
-        return make_sglang_reader(folder, geometry, release)
-
-    return make_reader
+    return make_sglang_reader(folder, geometry, release)
 
 
 _WEIGHT_RULES = (
@@ -201,12 +188,12 @@ def _make_engine(release: Release) -> Engine:
         numerics=_NUMERICS,
         cache_types=release.list_values("--kv-cache-dtype"),
         scale_factor=float(release.list_values(SCALE_FACTOR)[0].partition(" on ")[0]),
-        replay_folder=_make_replay(release),
-        replay_json=_make_json_replay(release),
+        replay_folder=partial(_replay_folder, release),
+        replay_json=partial(_replay_json, release),
         tensor_file_condition="it is read only inside a model folder without "
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
-        make_reader=_make_reader_factory(release),
+        make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES,
         name_rules=_NAME_RULES,
     )

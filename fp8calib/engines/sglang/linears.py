@@ -22,10 +22,9 @@ from fp8calib.engines.sglang.model_types import find_unlisted
 from fp8calib.engines.sglang.replay import find_sglang_config
 from fp8calib.engines.weights.expected import OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup
-from fp8calib.engines.weights.reader import LinearReader
-from fp8calib.engines.weights.schemes import (
+from fp8calib.engines.weights.reader import (
     Found,
-    GroupSchemes,
+    LinearReader,
     Section,
     Unquantized,
     covers_parts,
@@ -67,15 +66,15 @@ def make_sglang_reader(
     is_replaced = quantization.get("quant_method") == "w4afp8"
     section = _W4AFP8_LINEARS if is_replaced else quantization
     unlisted = find_unlisted(geometry.architecture, release)
-    return LinearReader(folder, SglangSchemes(section, folder.config, release, unlisted))
+    return SglangReader(folder, section, release, unlisted)
 
 
-class SglangSchemes(GroupSchemes):
-    """The schemes of a release.
+class SglangReader(LinearReader):
+    """The linears that a release creates.
 
     Args:
+        folder: the checkpoint.
         section: the config that SGLang uses; empty where there is none.
-        config: the model's config.json.
         release: whose rules hold.
         unlisted: the names of what the model's class joins without saying of which projections.
     """
@@ -83,30 +82,31 @@ class SglangSchemes(GroupSchemes):
     formats = (*FORMATS, "pack-quantized")
 
     def __init__(
-        self, section: Section, config: Section, release: Release, unlisted: Collection[str]
+        self, folder: ScaleFolder, section: Section, release: Release, unlisted: Collection[str]
     ) -> None:
         self._release = release
         self._unlisted = unlisted
-        super().__init__(section, config)
+        super().__init__(folder, section)
         algorithm = str(self.section.get("quant_algo")).upper()
         self._is_mx = self.method == "mxfp8" or algorithm == "MXFP8"
         self._is_mixed = algorithm == "MIXED_PRECISION"
         if self._is_mx:
             self.excluded = self._read_mx_exclusions(self.section)
 
-    def find(self, group: LinearGroup) -> Found:
-        """Find a group's scheme."""
+    def find_configured(self, group: LinearGroup) -> Found:
+        """Find the scheme that the config gives to a group."""
         is_compressed = self.method == "compressed-tensors"
         is_head = group.kind is GroupKind.HEAD
         if is_head and is_compressed and not self._release.has(_HEAD_COMPRESSED):
             return Unquantized(why="this release does not quantize the output layer")
-        found = self.find_fp8(group) if self._is_mx else super().find(group)
-        if isinstance(found, StoredScheme) and found.is_mx:
+        found = self.find_fp8(group) if self._is_mx else super().find_configured(group)
+        if not isinstance(found, StoredScheme):
+            return found
+        if found.is_mx:
             if self._is_mixed:
                 raise Unjudged("MXFP8 in a mixed precision, whose scales few models find")
             require_mx(self._release, self.method, group, _MX_ERRORS[self.method])
-        has_blocks = getattr(found, "weights", None) is Granularity.BLOCK
-        if is_head and is_compressed and has_blocks:
+        if is_head and is_compressed and found.weights is Granularity.BLOCK:
             why = "compressed-tensors' output layer in blocks is not supported"
             raise Refusal(f"{why} (NotImplementedError)", fix="leave it out of the targets")
         return found
@@ -122,15 +122,15 @@ class SglangSchemes(GroupSchemes):
         """Find the format of a config group, which older releases do not read."""
         return super().find_own_format(group) if self._release.has(_GROUP_FORMATS) else None
 
-    def read_group(self, group: Section) -> Found:
+    def read_group(self, group: Section) -> StoredScheme:
         """Read a config group, for which older releases have fewer schemes."""
         scheme = super().read_group(group)
         if isinstance(scheme, OtherScheme):
             raise Unjudged(f"weights of the form {scheme.form} are not judged offline")
-        is_alone = getattr(scheme, "inputs", None) is InputScaling.NONE
-        if is_alone and getattr(scheme, "weights", None) is Granularity.BLOCK:
+        is_alone = scheme.inputs is InputScaling.NONE
+        if is_alone and scheme.weights is Granularity.BLOCK:
             raise Unjudged("weights in blocks whose inputs are not quantized")
-        is_channel = getattr(scheme, "weights", None) is Granularity.CHANNEL
+        is_channel = scheme.weights is Granularity.CHANNEL
         if is_alone and is_channel and not self._release.has(_CHANNELS_ALONE):
             why = (
                 "it takes FP8 weights per channel whose inputs are not quantized for packed "

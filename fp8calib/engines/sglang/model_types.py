@@ -53,7 +53,6 @@ _WRAPPERS = {
 }
 """Multimodal classes that load the text model's weights themselves; the others pass them on, or do
 as the tables say for the type of the text model."""
-_WRAPPED = "ForConditionalGeneration"
 
 
 def find_sglang_type(geometry: ModelGeometry) -> str:
@@ -92,5 +91,5 @@ def takes_sglang_json(geometry: ModelGeometry, release: Release) -> bool:
     """Check whether SGLang's class reads a file of scales; multimodal classes do not."""
     if not has_class(geometry.architecture, release):
         return False
-    is_wrapped = geometry.architecture.endswith(_WRAPPED) and geometry.model_type != "glm5_next"
+    is_wrapped = geometry.is_wrapped and geometry.model_type != "glm5_next"
     return geometry.model_type in release.list_values(_READS_FILE) and not is_wrapped

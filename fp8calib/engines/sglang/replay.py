@@ -15,12 +15,7 @@ from fp8calib.engines.engine import SCALE_FACTOR
 from fp8calib.engines.facts.release import SGLANG_RELEASES, Release
 from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.kv_cache_method import (
-    PairRules,
-    is_negative,
-    is_not_positive,
-    judge_pair,
-)
+from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import (
     METHODS_FIX,
@@ -28,7 +23,6 @@ from fp8calib.engines.replay.quantization_config import (
     find_quantization,
 )
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     CLASS,
@@ -42,7 +36,6 @@ from fp8calib.engines.sglang.model_types import (
     has_class,
     has_place,
 )
-from fp8calib.engines.status import Status
 from fp8calib.fp8.formats import NVFP4_CACHE
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -86,7 +79,7 @@ def replay_sglang(
         _judge(context, loaded, layer.index, attention, fault, release)
         for layer, attention in geometry.attentions()
     ]
-    note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
+    context.note_unread("SGLang does not read it, and does not use it to quantize the query")
     report = note_drafter(context.report(layers), geometry, release)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     nvfp4 = ""
@@ -99,28 +92,33 @@ def replay_sglang(
 def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> bool:
     """Check whether a model's attention layers have parameters for KV scales."""
     try:
-        return not _find_fault(folder, geometry, release)
+        return _find_fault(folder, geometry, release) is None
     except Refusal:
         return False
 
 
-def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> str:
-    """Say why attention layers have no parameters for KV scales; empty where they have.
+_Fault = tuple[str, str]
+"""Why attention layers have no parameters for KV scales, and what to do."""
+
+
+def _find_fault(folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> _Fault | None:
+    """Say why attention layers have no parameters for KV scales; None where they have.
 
     Raises:
         Refusal: SGLang does not start with this config.
     """
     fault = _find_config_fault(find_sglang_config(folder), release)
-    if fault:
-        return fault
-    if not has_class(geometry.architecture, release):
+    if fault is None and not has_class(geometry.architecture, release):
         since = release.begins[CLASS][geometry.architecture]
         why = f"{release.title} has no class {geometry.architecture}, which came with {since}"
-        return f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
-    if not has_place(geometry.model_type, release):
+        why = f"{why}, and loads no KV scales with transformers' class, so it uses 1.0"
+        fault = why, _NEWER_FIX
+    if fault is None and not has_place(geometry.model_type, release):
         owner = f"{release.title}'s attention of {geometry.model_type}"
-        return f"{owner} has no parameters for KV scales, so it uses 1.0"
-    return ""
+        fault = f"{owner} has no parameters for KV scales, so it uses 1.0", _NEWER_FIX
+    if fault is not None and not has_place(geometry.model_type, SGLANG_RELEASES[-1]):
+        return fault[0], _PLACELESS_FIX
+    return fault
 
 
 def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
@@ -145,21 +143,27 @@ def find_sglang_config(folder: ScaleFolder) -> Mapping[str, object] | None:
 _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
-def _find_config_fault(quantization: Mapping[str, object] | None, release: Release) -> str:
+def _find_config_fault(
+    quantization: Mapping[str, object] | None, release: Release
+) -> _Fault | None:
     if quantization is None:
-        return "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
+        why = "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
+        return why, _SCHEME_FIX
     method = str(quantization.get("quant_method", "modelopt"))
     if method == "compressed-tensors" and not release.has(_KV_COMPRESSED):
         since = release.begins[_KV_COMPRESSED][""]
         why = f"{release.title} loads no KV scales with quant_method {method}, which {since} does"
-        return f"{why}, so it uses 1.0"
-    if method == "compressed-tensors":
-        return _find_scheme_fault(quantization.get("kv_cache_scheme"))
-    if method.startswith("modelopt"):
-        return _find_modelopt_fault(quantization)
+        return f"{why}, so it uses 1.0", _NEWER_FIX
     if method in ("fp8", "quark", "mxfp8"):
-        return ""
-    return f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
+        return None
+    if method == "compressed-tensors":
+        why = _find_scheme_fault(quantization.get("kv_cache_scheme"))
+    elif method.startswith("modelopt"):
+        why = _find_modelopt_fault(quantization)
+    else:
+        why = f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
+        return why, METHODS_FIX
+    return (why, _SCHEME_FIX) if why else None
 
 
 def _find_scheme_fault(scheme: object) -> str:
@@ -253,18 +257,17 @@ def _refuse_strays(
         target = name_sglang_parameter(name, model_type, release)
         is_stray = target not in places
         asserts = model_type == "qwen3_next" and has_place(model_type, release)
-        is_passed = _is_passed(stored, model_type, asserts=asserts)
-        if is_strict and is_stray and not is_passed:
+        if is_strict and is_stray and not _is_passed(stored, model_type, asserts=asserts):
             error = "AssertionError" if asserts else "KeyError"
-            why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
-            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
-        is_unchanged = is_stray and target == name
-        if indexes and is_unchanged:
-            why = f"{stored}: SGLang's {model_type} has no such parameter (KeyError)"
-            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
-        if _PROJECTION.search(name) and fuses_first:
-            why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
-            raise Refusal(why, fix=_find_name_fix(context.geometry, release))
+            fault = f"has no such parameter ({error})"
+        elif indexes and is_stray and target == name:
+            fault = "has no such parameter (KeyError)"
+        elif fuses_first and _PROJECTION.search(name):
+            fault = "looks for it in qkv_proj (KeyError)"
+        else:
+            continue
+        why = f"{stored}: SGLang's {model_type} {fault}"
+        raise Refusal(why, fix=_find_name_fix(context.geometry, release))
 
 
 def _is_passed(stored: StoredScale, model_type: str, *, asserts: bool) -> bool:
@@ -288,27 +291,21 @@ def _judge(
     loaded: dict[Slot, StoredScale],
     index: int,
     attention: Attention,
-    fault: str,
+    fault: _Fault | None,
     release: Release,
 ) -> LayerVerdict:
     path = _inner_path(attention)
     why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
-    if fault:
-        return context.judge_absent_layer(
-            index, why=fault, fix=_find_place_fix(context.geometry, fault, release)
-        )
-    is_unset = is_not_positive if release.has(_ZERO_UNSET) else is_negative
-    rules = PairRules("SGLang", is_unset, why, _FIX.format(path=path))
+    if fault is not None:
+        return context.judge_absent_layer(index, why=fault[0], fix=fault[1])
+    rules = PairRules(
+        engine="SGLang",
+        zero_is_unset=release.has(_ZERO_UNSET),
+        absent_why=why,
+        absent_fix=_FIX.format(path=path),
+    )
     verdict = judge_pair(context, index, loaded, rules)
     return verdict.change(_misread_latents) if attention.kind == "latent" else verdict
-
-
-def _find_place_fix(geometry: ModelGeometry, fault: str, release: Release) -> str:
-    if not has_place(geometry.model_type, SGLANG_RELEASES[-1]):
-        return _PLACELESS_FIX
-    if fault.startswith(release.title):
-        return _NEWER_FIX
-    return METHODS_FIX if fault.startswith("quant_method") else _SCHEME_FIX
 
 
 def _misread_latents(one: LoadVerdict) -> LoadVerdict:
@@ -317,10 +314,7 @@ def _misread_latents(one: LoadVerdict) -> LoadVerdict:
     The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
     `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
     """
-    if one.status is not Status.USED or one.value == 1.0:
-        return one
-    misread = {"status": Status.MISREAD, "why": _LATENTS, "fix": _LATENTS_FIX}
-    return one.model_copy(update=misread)
+    return one if one.value == 1.0 else one.misread(_LATENTS, _LATENTS_FIX)
 
 
 _LATENTS = (

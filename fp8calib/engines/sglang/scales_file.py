@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.scales_file import replay_scales_file
-from fp8calib.engines.replay.verdicts import EngineReport, LoadVerdict, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal
 from fp8calib.engines.sglang.model_types import find_sglang_type, takes_sglang_json
 from fp8calib.engines.sglang.replay import has_kv_method
 from fp8calib.engines.status import Status
@@ -47,10 +47,4 @@ def replay_sglang_json(
     if has_kv_method(model, geometry, release):
         why = "the model's quantization_config makes k_scale a parameter: setting it is a TypeError"
         raise Refusal(why, fix="store the scales in the checkpoint")
-    return report.change(_misread)
-
-
-def _misread(verdict: LoadVerdict) -> LoadVerdict:
-    if verdict.status is not Status.USED:
-        return verdict
-    return verdict.model_copy(update={"status": Status.MISREAD, "why": _WHY, "fix": _FIX})
+    return report.change(lambda one: one.misread(_WHY, _FIX))

@@ -18,7 +18,6 @@ from fp8calib.engines.replay.load_context import LoadContext, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -28,6 +27,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.tgi.numerics import NUMERICS
+from fp8calib.engines.weights.weight_rule import SKIPPED_WORDS
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
@@ -38,7 +38,6 @@ _TYPES_WITH_KV_SCALES = (
 )
 """Model types whose modeling files call `get_kv_scales` (TGI db931fc); llama's file runs phi3 and
 granite."""
-_SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
 _LOADABLE = {
     ("float", 8): ("float-quantized", "naive-quantized"),
     ("int", 8): ("pack-quantized", "int-quantized", "naive-quantized", "marlin-24"),
@@ -66,7 +65,7 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         Refusal: TGI does not start.
     """
     del tp  # every rank uses the same number
-    files = [file for file in folder.files if not any(word in file for word in _SKIPPED_WORDS)]
+    files = [file for file in folder.files if not any(word in file for word in SKIPPED_WORDS)]
     require_readable(folder, files)
     _refuse_doubled(folder, files)
     quantization = find_quantization(folder, keys=("quantization_config", "compression_config"))
@@ -80,7 +79,7 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         _require_weights(folder, files, geometry, method)
     context = LoadContext(folder, geometry, files)
     layers = [_judge(context, layer.index, attention) for layer, attention in geometry.attentions()]
-    note_unread(context, "TGI does not load it")
+    context.note_unread("TGI does not load it")
     if "kv_cache_torch_dtype" in folder.config:
         context.problems.append(
             "kv_cache_torch_dtype is read only by the branch of pull request 2028"

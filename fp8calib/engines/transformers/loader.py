@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -61,7 +60,7 @@ def load_on_meta(folder: ScaleFolder) -> LoadedModel:
         if not folder.is_on_disk:
             path = Path(stack.enter_context(TemporaryDirectory()))
             _write_imagined(folder, path)
-        stack.enter_context(_observe(lambda file: _open(Path(file), opened), faults))
+        stack.enter_context(_observe(opened, faults))
         stack.enter_context(_DtypesOfCpu())  # type: ignore[no-untyped-call]
         # it draws numbers for parameters that are missing, and takes half of the time
         stack.enter_context(mock.patch(f"{_MODEL}.initialize_weights"))
@@ -250,30 +249,22 @@ def _silence() -> Iterator[None]:
 
 
 @contextmanager
-def _observe(
-    make: Callable[[str], AbstractContextManager[Any]], faults: list[Any]
-) -> Iterator[None]:
-    """Let transformers open safetensors files with another function, and note what it reports."""
+def _observe(opened: dict[str, _OpenFile], faults: list[Any]) -> Iterator[None]:
+    """Let transformers open files without their tensors' values, and note what it reports."""
     from transformers import modeling_utils  # noqa: PLC0415 -- slow
 
-    names = ("safe_open", "log_state_dict_report")
-    originals = {name: getattr(modeling_utils, name) for name in names}
+    log = modeling_utils.log_state_dict_report
 
     def report(*arguments: Any, **named: Any) -> None:
         faults.append(named["loading_info"])
-        originals["log_state_dict_report"](*arguments, **named)
+        log(*arguments, **named)
 
-    modeling_utils.safe_open = lambda file, *_, **__: make(file)
-    modeling_utils.log_state_dict_report = report
-    try:
+    def open_file(file: str, *_: object, **__: object) -> _OpenFile:
+        path = Path(file)
+        return opened.setdefault(path.name, _OpenFile(path))
+
+    with mock.patch.multiple(modeling_utils, safe_open=open_file, log_state_dict_report=report):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(modeling_utils, name, original)
-
-
-def _open(path: Path, opened: dict[str, _OpenFile]) -> _OpenFile:
-    return opened.setdefault(path.name, _OpenFile(path))
 
 
 class _OpenFile:
@@ -287,12 +278,7 @@ class _OpenFile:
     def __enter__(self) -> _OpenFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def metadata(self) -> Mapping[str, str] | None:

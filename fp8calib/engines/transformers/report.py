@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from inspect import signature
 
 import torch
@@ -29,7 +28,6 @@ from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.stored_queries import note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -93,7 +91,7 @@ def _report_loaded(
     ]
     if any(Status.USED in (layer.k.status, layer.v.status) for layer in layers):
         context.problems.insert(0, _SINCE_RENAMED)
-    note_unread(context, "reported as unexpected")
+    context.note_unread("reported as unexpected")
     context.problems += _note_unexpected(folder, loaded)
     report = amend_for_dtype(context.report(layers), folder, fnuz=_FNUZ, e5m2=_E5M2)
     weights = next(_list_weight_faults(context, loaded), None)
@@ -107,17 +105,14 @@ def _report_loaded(
 def _judge(
     context: LoadContext, loaded: LoadedModel, index: int, attention: Attention
 ) -> LayerVerdict:
-    if attention.producer is not None:
+    owner = index if attention.producer is None else attention.producer
+    if owner != index:
         context.problems.append(
             "scales of layers that read another layer's cache are reported as unexpected: the "
             "layer that writes the cache quantizes it"
         )
-        index_of_cache = attention.producer
-        attention = context.geometry.layers[index_of_cache].attention or attention
-    else:
-        index_of_cache = index
-    judge = partial(_judge_role, context, loaded, attention)
-    k, v = (judge((index_of_cache, role)) for role in KV_ROLES)
+        attention = context.geometry.layers[owner].attention or attention
+    k, v = (_judge_role(context, loaded, attention, (owner, role)) for role in KV_ROLES)
     return LayerVerdict(layer=index, k=k, v=v)
 
 

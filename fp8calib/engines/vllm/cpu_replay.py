@@ -6,7 +6,6 @@ from fp8calib.engines.facts.release import VLLM_RUN
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.load_context import match_to_layers
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict
-from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.replay import replay_vllm
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -30,10 +29,9 @@ def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
 
     def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
         scale = stored.get((index, role))
-        if one.status is not Status.USED or scale is None or _fits_ranks(scale, heads[index], tp):
+        if scale is None or _fits_ranks(scale, heads[index], tp):
             return one
-        fault = {"status": Status.MISREAD, "why": _LARGEST.format(scale), "fix": _LARGEST_FIX}
-        return one.model_copy(update=fault)
+        return one.misread(_LARGEST.format(scale), _LARGEST_FIX)
 
     layers = (
         LayerVerdict(

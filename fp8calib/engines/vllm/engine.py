@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Engine, Launch, MakeReader, ReplayFolder, Storage
+from fp8calib.engines.engine import Engine, Launch, Storage
 from fp8calib.engines.facts.release import VLLM_RELEASES, VLLM_RUN, Release
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.model_types import ADDED_ROOTS, HEADLESS_TYPES, RENAMING_TYPES
@@ -63,22 +64,18 @@ def _view(folder: ScaleFolder) -> ScaleFolder:
     return open_as_vllm(folder)
 
 
-def _make_replay(release: Release) -> ReplayFolder:
-    def replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-        from fp8calib.engines.vllm.replay import replay_vllm  # noqa: PLC0415
+def _replay_folder(
+    release: Release, folder: ScaleFolder, geometry: ModelGeometry, tp: int
+) -> EngineReport:
+    from fp8calib.engines.vllm.replay import replay_vllm  # noqa: PLC0415
 
-        return replay_vllm(folder, geometry, tp, release)
-
-    return replay_folder
+    return replay_vllm(folder, geometry, tp, release)
 
 
-def _make_reader_factory(release: Release) -> MakeReader:
-    def make_reader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
-        from fp8calib.engines.vllm.linears import VllmReader  # noqa: PLC0415
+def _make_reader(release: Release, folder: ScaleFolder, geometry: ModelGeometry) -> LinearReader:
+    from fp8calib.engines.vllm.linears import make_vllm_reader  # noqa: PLC0415
 
-        return VllmReader(folder, geometry, release)
-
-    return make_reader
+    return make_vllm_reader(folder, geometry, release)
 
 
 _BLOOM_RESHAPES = WeightRule(
@@ -217,12 +214,12 @@ def _make_engine(release: Release) -> Engine:
         storage=read_storage(release),
         multiplied=read_multiplied(release),
         view=_view,
-        replay_folder=_make_replay(release),
+        replay_folder=partial(_replay_folder, release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
         tensor_file_condition="it is read only inside a model folder without "
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
-        make_reader=_make_reader_factory(release),
+        make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES
         if release.has(_WHOLE_RANGE)
         else (*_WEIGHT_RULES, _NARROW_INPUTS),

@@ -17,13 +17,6 @@ from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.quantization_config import find_modelopt_section
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
 
-CONFIG_KEYS = (
-    "quantization_config",
-    "modelopt",
-    "text_config.quantization_config",
-    "compression_config",
-)
-"""Where vLLM looks for the quantization config, in order."""
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")

@@ -12,10 +12,10 @@ from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, find_quantization
 from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import Refusal, Unjudged
-from fp8calib.engines.vllm.kv_method import CONFIG_KEYS, find_exclusions, name_method
+from fp8calib.engines.vllm.kv_method import find_exclusions, name_method
 from fp8calib.engines.vllm.model_types import (
     CREATED_LINEARS,
     HEADLESS_TYPES,
@@ -27,12 +27,11 @@ from fp8calib.engines.vllm.model_types import (
     UNQUANTIZED_LINEARS,
 )
 from fp8calib.engines.vllm.numerics import BFLOAT16_TYPES
-from fp8calib.engines.weights.expected import Expected
+from fp8calib.engines.weights.expected import Expected, OtherScheme
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.engines.weights.reader import LinearReader
-from fp8calib.engines.weights.schemes import (
+from fp8calib.engines.weights.reader import (
     Found,
-    GroupSchemes,
+    LinearReader,
     Section,
     Unquantized,
     covers_group,
@@ -49,17 +48,35 @@ _CLASS_FIRST = "joined projections have the target of their class before that of
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
 
+def make_vllm_reader(
+    folder: ScaleFolder, geometry: ModelGeometry, release: Release
+) -> LinearReader:
+    """Make the reader of a folder's linears.
+
+    Raises:
+        Refusal: vLLM refuses the config.
+    """
+    section = find_quantization(folder, keys=CONFIG_KEYS) or {}
+    section = section if name_method(section, release) else {}
+    return VllmReader(folder, section, geometry, release)
+
+
 class VllmReader(LinearReader):
     """The linears that vLLM creates by a folder's quantization config."""
 
-    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> None:
-        section = find_quantization(folder, keys=CONFIG_KEYS) or {}
-        section = section if name_method(section, release) else {}
-        super().__init__(folder, VllmSchemes(section, folder.config, release))
-        if str(self.schemes.section.get("quant_algo")).upper() == "MXFP8":
-            _require_bfloat16(geometry, release)
+    def __init__(
+        self, folder: ScaleFolder, section: Section, geometry: ModelGeometry, release: Release
+    ) -> None:
         self._release = release
         self._mx_form = str(section.get("quant_method", "modelopt"))
+        if section.get("quant_method") == "mxfp8" and not section.get("quant_algo"):
+            # modelopt.py, ModelOptMxFp8Config.from_config
+            listed = {"exclude_modules": list_strings(section, "ignored_layers")}
+            nested = {"quant_algo": "MXFP8", **listed}
+            section = {"quant_method": "modelopt", "quantization": nested}
+        super().__init__(folder, section)
+        if str(self.section.get("quant_algo")).upper() == "MXFP8":
+            _require_bfloat16(geometry, release)
         self._renames = geometry.model_type in RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
         self._is_separate = geometry.model_type in SEPARATE_TYPES
@@ -101,9 +118,9 @@ class VllmReader(LinearReader):
             return Unquantized(why="vLLM does not quantize the output layer of this model")
         if group.path.endswith(self._plain):
             return Unquantized(why="vLLM does not quantize this linear")
-        if self.schemes.method == "quark" and self.creates(group):
+        if self.method == "quark" and self.creates(group):
             self._require_excluded(self._rename(group))
-        found = self.schemes.find(self._rename(group))
+        found = self.find_configured(self._rename(group))
         if isinstance(found, StoredScheme) and found.is_mx:
             require_mx(self._release, self._mx_form, group, "ValueError")
         elif group.kind is GroupKind.HEAD and _has_blocks(found):
@@ -118,15 +135,15 @@ class VllmReader(LinearReader):
         Raises:
             Refusal: it does not.
         """
-        section = self.schemes.section
+        section = self.section
         is_whole = isinstance(section.get("layer_type_quant_config"), dict)
         if is_whole or group.kind is GroupKind.HEAD:
             return
         entries = list_strings(section, "exclude")
 
         def is_excluded(path: str) -> bool:
-            names = self.schemes.spell(path)
-            return any(self.schemes.ignores(entry, name) for entry in entries for name in names)
+            names = self.spell(path)
+            return any(self.ignores(entry, name) for entry in entries for name in names)
 
         has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
         if is_excluded(group.path) or (group.kind is GroupKind.EXPERTS and has_parts):
@@ -158,25 +175,14 @@ class VllmReader(LinearReader):
         """Tell whether vLLM creates a group by the config: some routers and mixers too."""
         return super().creates(group) or group.path.endswith(self._created)
 
-    def list_expected(self, group: LinearGroup, linear: StoredLinear) -> Mapping[str, Expected]:
+    def list_expected(
+        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme | OtherScheme
+    ) -> Mapping[str, Expected]:
         """List the tensors of a linear, of which some models' loaders take other names too."""
-        expected = super().list_expected(group, linear)
+        expected = super().list_expected(group, linear, scheme)
         if not self._renames:
             return expected
         return {_find_spelling(linear, name): each for name, each in expected.items()}
-
-
-class VllmSchemes(GroupSchemes):
-    """The schemes of a release."""
-
-    def __init__(self, section: Section, config: Section, release: Release) -> None:
-        self._release = release
-        if section.get("quant_method") == "mxfp8" and not section.get("quant_algo"):
-            # modelopt.py, ModelOptMxFp8Config.from_config
-            listed = {"exclude_modules": list_strings(section, "ignored_layers")}
-            nested = {"quant_algo": "MXFP8", **listed}
-            section = {"quant_method": "modelopt", "quantization": nested}
-        super().__init__(section, config)
 
     def covers(self, group: LinearGroup, matches: Callable[[str], bool]) -> bool:
         """Check whether a list covers a group: in which cases it may name the joined module."""

@@ -11,22 +11,12 @@ from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.facts.release import Release
 from fp8calib.engines.replay.drafters import note_drafter
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
-from fp8calib.engines.replay.kv_cache_method import (
-    PairRules,
-    is_negative,
-    judge_pair,
-    require_scalar,
-)
+from fp8calib.engines.replay.kv_cache_method import PairRules, judge_pair, require_scalar
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
+from fp8calib.engines.replay.quantization_config import CONFIG_KEYS, METHODS_FIX, find_quantization
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.served_dtype import find_served_dtype
-from fp8calib.engines.replay.stored_queries import (
-    list_optional_scales,
-    list_queries,
-    list_zero_points,
-)
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     HeldScale,
@@ -37,7 +27,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.status import Status
 from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
-from fp8calib.engines.vllm.kv_method import CONFIG_KEYS, KvMethod, find_kv_method
+from fp8calib.engines.vllm.kv_method import KvMethod, find_kv_method
 from fp8calib.engines.vllm.model_types import (
     EXPANDED_TYPES,
     TYPES_WITH_QUARK_EXPERTS,
@@ -107,13 +97,17 @@ def replay_vllm(
     if on_gpus and context.scales and method is not None and dtype is torch.float16:
         context.problems.append(_STOPS_IN_FLOAT16)
     _note_release(context, method, release)
-    if method is None:
-        return _report(context, layers).model_copy(update={"held": held})
-    if method is not KvMethod.NONE:
+    if method is not None and method is not KvMethod.NONE:
         _note_loaded(context, method, release, on_gpus=on_gpus)
-    if geometry.has_latent_attention:
-        layers = [layer.change(_misread_latents) for layer in layers]
-    report = _report(context, layers).model_copy(update={"held": held})
+    if method is not None and geometry.has_latent_attention:
+        layers = [
+            layer.change(lambda one: one.misread(_EXPANDED, _EXPANDED_FIX)) for layer in layers
+        ]
+    report = context.report(layers).model_copy(update={"held": held})
+    if is_pooling:
+        report = report.model_copy(update={"weights": _POOLING})
+    if method is None:
+        return report
     if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
         report = _misread_stacks(report, context)
     if method is KvMethod.QUARK and (name := _find_convolution(context, quantization)):
@@ -136,12 +130,6 @@ def replay_vllm(
         e5m2=_E5M2,
         fnuz_device="AMD gfx94x" if is_unchanged else "",
     )
-
-
-def _report(context: LoadContext, layers: Sequence[LayerVerdict]) -> EngineReport:
-    report = context.report(layers)
-    is_pooling = generates_nothing(context.folder.config, context.geometry)
-    return report.model_copy(update={"weights": _POOLING}) if is_pooling else report
 
 
 _POOLING = LoadVerdict(
@@ -190,21 +178,26 @@ def _judge_layers(
         _check_shapes(context, method, per_head=per_head)
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
         raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
-    rules = PairRules("vLLM", is_negative, NO_PARAMETER, NAMES_FIX, dtype)
+    rules = PairRules(
+        engine="vLLM",
+        zero_is_unset=False,
+        absent_why=NO_PARAMETER,
+        absent_fix=NAMES_FIX,
+        dtype=dtype,
+    )
     layers: list[LayerVerdict] = []
     held: dict[Slot, HeldScale] = {}
     for index, attention in _list_attentions(context.geometry):
+        heads = attention if per_head else None
         bare = _explain_bare(context, method, attention, release, has_scheme=has_scheme)
         if bare is not None:
             layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
         elif method is KvMethod.COMPRESSED_TENSORS:
-            heads = attention if per_head else None
             layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
         else:
             layers.append(judge_pair(context, index, loaded, rules))
         roles = (*KV_ROLES, Role.Q) if bare is None else ()
         own = {role: each for role in roles if (each := loaded.get((index, role)))}
-        heads = attention if per_head else None
         held |= _list_held(layers[-1], own, heads, doubles=method in _DOUBLING)
     if method is not None:
         _note_dtype_flag(context, method, has_scheme=has_scheme)
@@ -300,18 +293,8 @@ def _has_places(geometry: ModelGeometry, release: Release) -> bool:
     return in_backend or has_class(geometry, release)
 
 
-def _misread_latents(one: LoadVerdict) -> LoadVerdict:
-    """Call a scale misread that vLLM loads for latents but applies to expanded heads."""
-    return one.model_copy(update=_EXPANDED) if one.status is Status.USED else one
-
-
-_EXPANDED = {
-    "status": Status.MISREAD,
-    "why": "vLLM caches this model's K and V expanded to heads, but the scales are for the latents",
-    "fix": "serve it with --kv-cache-dtype auto, or without scales",
-}
-
-
+_EXPANDED = "vLLM caches this model's K and V expanded to heads, but the scales are for the latents"
+_EXPANDED_FIX = "serve it with --kv-cache-dtype auto, or without scales"
 _DRAFTER_GETS_SCALES = "drafter that reads the model's KV cache is given its scales by"
 _NVFP4 = (
     "these are global scales of --kv-cache-dtype nvfp4, used as they are; TRT-LLM's kernel on B200 "
@@ -366,7 +349,7 @@ def _explain_bare(
 
 def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
     """Refuse scales of q and zero points whose shape fits no parameter."""
-    for stored in list_queries(context):
+    for stored in context.list_queries():
         if not per_head:
             require_scalar(stored, "vLLM")
         elif not any(
@@ -377,7 +360,7 @@ def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> 
                 f"{why}: RuntimeError", fix="store one number per head of q, or leave it out"
             )
     if method is KvMethod.COMPRESSED_TENSORS and not per_head:
-        for stored in list_zero_points(context):
+        for stored in context.list_zero_points():
             require_scalar(stored, "vLLM")
 
 
@@ -417,7 +400,7 @@ def _note_loaded(
     context: LoadContext, method: KvMethod, release: Release, *, on_gpus: bool
 ) -> None:
     """Note what vLLM does with scales of q and of probabilities, where there are any."""
-    for what, found in list_optional_scales(context):
+    for what, found in context.list_optional_scales():
         bad = [stored for stored in found if not all(map(is_scale, stored.values))]
         if bad and method is KvMethod.COMPRESSED_TENSORS:
             context.problems.append(f"{bad[0]} is not a scale, but vLLM uses it")

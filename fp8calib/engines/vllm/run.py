@@ -51,23 +51,23 @@ _ENVIRONMENT_HINT = "name a Python with vLLM: --engine-python PATH"
 class LoaderAnswer:
     """What vLLM's loader did with a folder."""
 
-    version: str
+    version: str = ""
     stage: str
     """Where it stopped: import, config, model, weights or scales; `done` where it loaded, `lost`
-    where the process died or did not end."""
+    where the process died or did not end: that says nothing about the checkpoint."""
     error: str
-    trace: tuple[str, ...]
+    trace: tuple[str, ...] = ()
     """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the
     innermost of the packages."""
-    runner: str
+    runner: str = ""
     """What vLLM runs the model for: `generate`, or `pooling`, which has no output layer."""
-    missing: tuple[str, ...]
+    missing: tuple[str, ...] = ()
     """Weights, biases and scales that no tensor filled."""
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     """The files that vLLM opened."""
     casts: tuple[str, ...] = ()
     """Dtypes of stored integers, and of the floats that they became."""
-    scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]]
+    scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]] = ()
     """By rank and attention module: the numbers that K and V are multiplied by."""
     tp: int = 1
     """The number of ranks."""
@@ -108,28 +108,15 @@ def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnsw
     except OSError as error:
         raise UsageError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
     except subprocess.TimeoutExpired:
-        return _make_lost(f"did not end within {_TIMEOUT_S} s")
+        return LoaderAnswer(stage=_LOST, error=f"did not end within {_TIMEOUT_S} s")
     answer = parse_answer(done.stdout, tp)
     if answer is None:
         tail = " ".join(done.stderr.split())[-400:]
-        return _make_lost(f"ended with {done.returncode}, without an answer: {tail}")
+        why = f"ended with {done.returncode}, without an answer: {tail}"
+        return LoaderAnswer(stage=_LOST, error=why)
     if answer.stage == "import":
         raise UsageError(f"{python}: {answer.error}", hint=_ENVIRONMENT_HINT)
     return answer
-
-
-def _make_lost(error: str) -> LoaderAnswer:
-    """Make the answer of a process that gave none: it says nothing about the checkpoint."""
-    return LoaderAnswer(
-        version="",
-        stage=_LOST,
-        error=error,
-        trace=(),
-        runner="",
-        missing=(),
-        files=(),
-        scales=(),
-    )
 
 
 def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:

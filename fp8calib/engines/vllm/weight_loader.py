@@ -61,7 +61,6 @@ _PARAMETERS: Mapping[KvMethod | None, tuple[str, ...]] = {
 }
 """The parameters that a method creates in `Attention`."""
 _ROOT = "model."
-_WRAPPER = "ForConditionalGeneration"
 _KV_NAME = re.compile(
     r"_*(?:[qkv]|kv|qkv|key|value|query|prob)(?:_cache|_proj|_output)*"
     r"_(?:scales?|scale_inv|zero_points?|amax)",
@@ -83,12 +82,6 @@ def is_scale_name(name: str) -> bool:
 def is_companion(name: str) -> bool:
     """Check whether a name is that of the scale or zero point of a weight or of its input."""
     return _COMPANION.fullmatch(name.rpartition(".")[2]) is not None
-
-
-def ignores_companion(model_type: str, name: str) -> bool:
-    """Check whether the loader of a type ignores this scale of a weight without a parameter."""
-    is_ignored = name.endswith((".weight_scale", ".input_scale")) and not _RENAMED.search(name)
-    return is_ignored and model_type in LENIENT_TO_COMPANIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +119,14 @@ class WeightLoader:
             return name
         for pattern, new in _REGEXES:
             name = pattern.sub(new, name)
-        if self.maps_outputs(name) and not self._fuses(name):
-            return _map_output(name)
+        suffix = next((each for each in _OUTPUTS if name.endswith(each)), "")
+        if suffix and self.method in (KvMethod.FP8, KvMethod.QUARK) and not self._fuses(name):
+            return name.removesuffix(suffix) + _OUTPUTS[suffix]
         return name
 
     def _is_parameter(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
         return parent in self.places and leaf in _PARAMETERS.get(self.method, ())
-
-    def maps_outputs(self, name: str) -> bool:
-        """Check whether a name is Quark's, and the quantization method maps those."""
-        maps = self.method in (KvMethod.FP8, KvMethod.QUARK)
-        return maps and name.endswith(tuple(_OUTPUTS))
 
     def find_fault(self, name: str) -> str:
         """Say why the loader raises an error for a tensor of this name; empty where it does not."""
@@ -157,7 +146,9 @@ class WeightLoader:
         parent, _, leaf = mapped.rpartition(".")
         if self.skips and mapped.startswith(self.skips):
             return True
-        if ignores_companion(self.model_type, mapped):
+        is_of_weight = mapped.endswith((".weight_scale", ".input_scale"))
+        is_lenient = self.model_type in LENIENT_TO_COMPANIONS
+        if is_of_weight and is_lenient and not _RENAMED.search(mapped):
             return parent in self.stored
         if self.kind is LoaderKind.LENIENT:
             is_mapped = leaf in _IGNORED or (self.method is None and mapped.endswith(_UNMAPPED))
@@ -192,7 +183,6 @@ def make_loader(
     """
     geometry = context.geometry
     modules = [attention.checkpoint_module for _, attention in geometry.attentions()]
-    is_wrapped = geometry.architecture.endswith(_WRAPPER)
     return WeightLoader(
         kind=_find_kind(geometry),
         model_type=geometry.model_type,
@@ -200,19 +190,14 @@ def make_loader(
         places=places,
         attends={f"{path}.attn" for path in modules}
         | {path for path in modules if path.endswith(".attn")},
-        skips="" if is_wrapped else SKIPPED_ROOTS.get(geometry.model_type, ""),
+        skips="" if geometry.is_wrapped else SKIPPED_ROOTS.get(geometry.model_type, ""),
         stored={name.rpartition(".")[0] for name in context.tensors if not is_scale_name(name)},
     )
 
 
-def _map_output(name: str) -> str:
-    suffix = next(suffix for suffix in _OUTPUTS if name.endswith(suffix))
-    return name.removesuffix(suffix) + _OUTPUTS[suffix]
-
-
 def _find_kind(geometry: ModelGeometry) -> LoaderKind:
     kind = LOADERS.get(geometry.model_type, LoaderKind.BACKEND)
-    if not geometry.architecture.endswith(_WRAPPER):
+    if not geometry.is_wrapped:
         return kind
     if geometry.architecture not in NATIVE_WRAPPERS:
         return LoaderKind.BACKEND

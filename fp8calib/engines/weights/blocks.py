@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.quantized import QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.rules import QuantizedLinear, QuantizedWeights
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 from fp8calib.geometry.module_paths import name_fused_group
 from fp8calib.geometry.tensor_parallel import rank_range
 
-_SOURCES = {
-    "vllm": "vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py "
-    "(validate_fp8_block_shape)",
-    "sglang": "SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape)",
-    "tgi": "TGI db931fc layers/fp8.py (get_multi_weights_col, w8a8_block_fp8_matmul)",
-}
-_SOURCE_COPY = "vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)"
-_SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
+_ENGINES = ("vllm", "sglang", "tgi")
+"""vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py (validate_fp8_block_shape); SGLang
+0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape); TGI db931fc
+layers/fp8.py (get_multi_weights_col, w8a8_block_fp8_matmul)."""
 _MIN_FINER_BLOCK = 32
+"""vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)."""
 _DIALECTS = ("compressed-tensors", "autofp8", "quark", "modelopt", "mxfp8")
 """The dialects whose block scales engines load in this way; TGI only `autofp8`."""
 _SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
@@ -40,6 +37,7 @@ _FIX = "quantize with one scale per tensor or per channel"
 _RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
 _EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
 _STOPS_OR_MISREADS = "it stops, or rows get the scales of other blocks"
+"""vLLM 0.32.0 layers/linear.py (_maybe_allow_fp8_block_shape_mismatch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +88,15 @@ def list_block_findings(
         repeats_scales: it repeats the scales of `autofp8` experts for smaller blocks.
     """
     is_read = weights.dialect == "autofp8" or engine != "tgi"
-    if weights.dialect not in _DIALECTS or engine not in _SOURCES or not is_read:
+    if weights.dialect not in _DIALECTS or engine not in _ENGINES or not is_read:
         return []
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     if engine == "tgi" and tp > 1:
         why = "how it shares blocks out over ranks is not judged"
-        return [Finding(engine=engine, status=Status.UNKNOWN, why=why)] if blocks else []
+        return [Finding(status=Status.UNKNOWN, why=why)] if blocks else []
     found = list(_find_linears(blocks, geometry))
     if tp > 1 and (why := next(filter(None, (_explain_split(*each, tp) for each in found)), "")):
-        return [_refuse(engine, why, _RANKS_FIX)]
+        return [_refuse(why, _RANKS_FIX)]
     fused = [
         *_fuse_by_name(weights.linears),
         *(_split_mixers(weights) if engine == "vllm" else ()),
@@ -106,12 +104,12 @@ def list_block_findings(
     ]
     judged = (_judge(engine, each, weights.dialect) for each in fused)
     split = next(filter(None, judged), None)
-    experts = () if engine == "tgi" else _judge_experts(engine, weights, tp, repeats_scales)
+    experts = () if engine == "tgi" else _judge_experts(weights, tp, repeats_scales)
     return [*experts, *([] if split is None else [split])]
 
 
-def _refuse(engine: str, why: str, fix: str) -> Finding:
-    return Finding(engine=engine, status=Status.REFUSED, why=why, fix=fix, source=_SOURCES[engine])
+def _refuse(why: str, fix: str) -> Finding:
+    return Finding(status=Status.REFUSED, why=why, fix=fix)
 
 
 def _judge(engine: str, fused: _FusedWeight, dialect: str) -> Finding | None:
@@ -119,7 +117,7 @@ def _judge(engine: str, fused: _FusedWeight, dialect: str) -> Finding | None:
         return None
     if engine == "tgi" and fused.is_stored_fused:
         why = f"{fused.members[0].module} joins projections, for which it reads no blocks"
-        return _refuse(engine, why, _FIX)
+        return _refuse(why, _FIX)
     split = fused.find_split_block(checks_last=engine == "sglang" and dialect == "autofp8")
     if split is None:
         return None
@@ -128,18 +126,13 @@ def _judge(engine: str, fused: _FusedWeight, dialect: str) -> Finding | None:
         f"{split.module} has {split.rows} outputs{where}, no multiple of {fused.block}, and is "
         "fused with projections whose blocks then begin elsewhere"
     )
-    finding = _refuse(engine, why, _FIX if fused.tp == 1 else _RANKS_FIX)
+    fix = _FIX if fused.tp == 1 else _RANKS_FIX
     if engine == "sglang" or dialect != "autofp8":
-        return finding
-    source = _SOURCE_COPY if engine == "vllm" else finding.source
-    return replace(
-        finding, status=Status.MISREAD, why=f"{why}: {_STOPS_OR_MISREADS}", source=source
-    )
+        return _refuse(why, fix)
+    return Finding(status=Status.MISREAD, why=f"{why}: {_STOPS_OR_MISREADS}", fix=fix)
 
 
-def _judge_experts(
-    engine: str, weights: QuantizedWeights, tp: int, repeats_scales: bool
-) -> Iterator[Finding]:
+def _judge_experts(weights: QuantizedWeights, tp: int, repeats_scales: bool) -> Iterator[Finding]:
     """Judge the first projection of an expert that ends inside a block, whole or on a rank.
 
     Engines load the scales of all experts of a layer into one tensor of whole blocks.
@@ -151,15 +144,13 @@ def _judge_experts(
     repeats = repeats_scales and weights.dialect == "autofp8"
     if repeats and (finer := _find_finer_block(expert, tp)):
         yield Finding(
-            engine=engine,
             status=Status.USED,
             why=f"{why}: it repeats the scales for blocks of {finer}, which only its Triton "
             "kernels on GPUs support",
             fix=_FIX,
-            source=_SOURCE_FINER,
         )
     else:
-        yield _refuse(engine, f"{why}: ValueError", _FIX if tp == 1 else _EXPERTS_FIX)
+        yield _refuse(f"{why}: ValueError", _FIX if tp == 1 else _EXPERTS_FIX)
 
 
 def _explain_split_expert(linear: QuantizedLinear, tp: int) -> str:

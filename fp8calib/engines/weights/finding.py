@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from fp8calib.engines.replay.verdicts import LoadVerdict
+from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Unjudged
 from fp8calib.engines.status import Status
 from fp8calib.errors import shorten
 
@@ -23,16 +23,23 @@ class Finding:
     why: str
     """In words, to follow the subject."""
     fix: str = ""
-    source: str = ""
-    """The engine's version and the file that shows it, read or run."""
-    engine: str = ""
-    """The key of the engine; empty where the finding is true of all, or is asked of one."""
     is_silent: bool = False
     """The engine raises no error for it alone. With a finding that is unknown beside it, whether
     the engine starts is unknown too."""
     if_loaded: str = ""
     """Where it is unknown whether the engine stops: what it does if it does not stop. Empty where
     it then serves the subject."""
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> Finding:
+        """Make the finding of an engine that does not start, or of which that cannot be told."""
+        status = Status.UNKNOWN if isinstance(refusal, Unjudged) else Status.REFUSED
+        return cls(status=status, why=refusal.why, fix=refusal.fix)
+
+    @classmethod
+    def doubt(cls, subject: str, why: str, *, fix: str, if_loaded: str = "") -> Finding:
+        """Make the finding that it is unknown whether the engine stops at a subject."""
+        return cls(status=Status.UNKNOWN, subject=subject, why=why, fix=fix, if_loaded=if_loaded)
 
     @property
     def text(self) -> str:
@@ -42,6 +49,10 @@ class Finding:
     def judge(self) -> LoadVerdict:
         """Make the verdict on the weights."""
         return LoadVerdict(status=self.status, why=self.text, fix=self.fix)
+
+
+CUT = "it is cut, or fills a part"
+"""What becomes of a tensor whose shape is not that of its parameter, if the engine starts."""
 
 
 def join_alike(findings: Iterable[Finding]) -> Iterator[Finding]:

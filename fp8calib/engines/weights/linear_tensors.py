@@ -12,7 +12,7 @@ from dataclasses import replace
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import list_scale_shapes
 from fp8calib.dialects.kv.parse_names import parse_name
-from fp8calib.engines.replay.verdicts import Refusal, Unjudged
+from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import (
     INPUT_SCALE,
@@ -22,10 +22,9 @@ from fp8calib.engines.weights.expected import (
     Expected,
     Shape,
 )
-from fp8calib.engines.weights.finding import Finding, join_alike
+from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.linears import GroupKind, LinearGroup, StoredLinear
-from fp8calib.engines.weights.reader import LinearReader
-from fp8calib.engines.weights.schemes import Unquantized
+from fp8calib.engines.weights.reader import LinearReader, Unquantized
 from fp8calib.engines.weights.stored import ScaleValues
 from fp8calib.fp8.schemes import BLOCK, find_nearest
 
@@ -34,7 +33,6 @@ _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
 _MISSING_FIX = "complete the download or the export"
 _PLAIN_FIX = "exclude it in the config, or quantize it"
 _VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
-_CUT = "it is cut, or fills a part"
 _CAST = "its values are cast to another dtype"
 _NO_NUMBERS = ("NaN", "infinity")
 _TOLERANCE = 1e-5
@@ -91,11 +89,8 @@ def _compare_group(
 ) -> Iterator[Finding]:
     try:
         scheme = reader.find_scheme(group)
-    except Unjudged as doubt:
-        yield Finding(status=Status.UNKNOWN, why=doubt.why)
-        return
     except Refusal as refusal:
-        yield Finding(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
+        yield Finding.of(refusal)
         return
     if isinstance(scheme, Unquantized):
         for linear in group.members:
@@ -103,15 +98,13 @@ def _compare_group(
         return
     if twin := _find_unequal(group, values.numbers):
         what = f"has other input scales for gate and up ({twin})"
-        yield Finding(
-            status=Status.UNKNOWN, subject=group.path, why=what, if_loaded="one of them is lost"
-        )
+        yield Finding.doubt(group.path, what, fix="", if_loaded="one of them is lost")
     has_codes = any(
         WEIGHT in each.tensors and each.tensors[WEIGHT].dtype not in PLAIN_DTYPES
         for each in group.members
     )
     for linear in group.members:
-        expected = reader.list_expected(group, linear)
+        expected = reader.list_expected(group, linear, scheme)
         yield from _list_strays(linear, expected, "the config")
         weight = linear.tensors.get(WEIGHT)
         if weight is not None and weight.dtype in PLAIN_DTYPES:
@@ -149,14 +142,10 @@ def _list_strays(linear: StoredLinear, wanted: Iterable[str], who: str) -> Itera
     for suffix in linear.tensors:
         is_number = "scale" in suffix or "zero_point" in suffix
         if is_number and suffix not in wanted and parse_name(linear.name(suffix)) is None:
-            yield Finding(
-                status=Status.UNKNOWN,
-                subject=linear.name(suffix),
-                why=f"has no place by {who}"
-                if who == "the config"
-                else f"is stored, but {who} has no place for it",
-                fix=_STRAY_FIX,
-            )
+            why = f"is stored, but {who} has no place for it"
+            if who == "the config":
+                why = "has no place by the config"
+            yield Finding.doubt(linear.name(suffix), why, fix=_STRAY_FIX)
 
 
 def _compare_tensor(
@@ -171,21 +160,16 @@ def _compare_tensor(
             yield _judge_missing(group, name, suffix, expected, values)
     elif entry.dtype not in expected.dtypes:
         what = f"is {entry.dtype}, and the config means {expected.dtypes[0]}"
-        yield _differ(name, what, _CAST)
+        yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=_CAST)
     elif entry.shape not in expected.shapes:
-        yield _differ(name, _describe_shape(linear, suffix, entry.shape, expected.shapes), _CUT)
+        what = _describe_shape(linear, suffix, entry.shape, expected.shapes)
+        yield Finding.doubt(name, what, fix=_CONFIG_FIX, if_loaded=CUT)
     elif (bad := values.bad.get(name)) is not None and (
         twin is None or linear.projection not in _TWINS
     ):
         if expected.may_be_zero and bad not in _NO_NUMBERS:
             return
         yield _judge_value(group, name, suffix, expected, bad, values)
-
-
-def _differ(name: str, why: str, if_loaded: str) -> Finding:
-    return Finding(
-        status=Status.UNKNOWN, subject=name, why=why, fix=_CONFIG_FIX, if_loaded=if_loaded
-    )
 
 
 def _judge_missing(

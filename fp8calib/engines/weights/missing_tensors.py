@@ -23,8 +23,9 @@ from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
-from fp8calib.engines.weights.finding import Finding, join_alike
-from fp8calib.engines.weights.weight_rule import NameRules, Opened
+from fp8calib.engines.weights.finding import CUT, Finding, join_alike
+from fp8calib.engines.weights.stored import LAYER, count_experts
+from fp8calib.engines.weights.weight_rule import SKIPPED_WORDS, NameRules, Opened
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
@@ -39,7 +40,6 @@ _TIED_FIX = "tie the output layer to the embedding (tie_word_embeddings)"
 _TIED = "is of its own by config.json, but the class may take the embedding instead"
 _HEADLESS = "is of its own by config.json, but the engine's class has no output layer, and stops"
 _HEAD = "lm_head.weight"
-_WRAPPER = "ForConditionalGeneration"
 _DRAFT = "mtp"
 _SKIPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """What vLLM's models leave out (`models/llama.py` of 0.32, read)."""
@@ -49,8 +49,6 @@ _EXPERT_PARTS = {
     "down_proj": ("down_proj", "w2"),
 }
 """A layer's experts in one parameter, and the names of the same where each expert is stored."""
-_LAYER = re.compile(r"(.*?\.)(\d+)\.")
-_NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
 _PREFERRED_BY_VLLM = "consolidated"
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
@@ -72,8 +70,7 @@ def _list_opened_files(folder: ScaleFolder, opened: Opened) -> list[str]:
     weight_map = folder.indexed
     named = set(folder.tensors) if weight_map is None else set(weight_map.values())
     if opened is Opened.ALL:
-        skipped = _NOT_OPENED_BY_TGI
-        named = {each for each in folder.tensors if not any(word in each for word in skipped)}
+        named = {each for each in folder.tensors if not any(word in each for word in SKIPPED_WORDS)}
     elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
         named = {SINGLE_FILE_NAME}
     return [file for file in folder.files if file in named and file in folder.tensors]
@@ -254,14 +251,16 @@ def _list_name_doubts(
             why = "has a name that the engine leaves out: its expert is uninitialised memory"
             yield Finding(status=Status.MISREAD, subject=name, why=why, fix=_NAMES_FIX)
         else:
-            yield _doubt(name, "is not in the model's class", _NAMES_FIX)
+            yield Finding.doubt(name, "is not in the model's class", fix=_NAMES_FIX)
     for name in _list_surplus_experts(geometry, tensors):
-        yield _doubt(name, "is of an expert that the model does not have", _NAMES_FIX)
-    if not geometry.architecture.endswith(_WRAPPER):
+        why = "is of an expert that the model does not have"
+        yield Finding.doubt(name, why, fix=_NAMES_FIX)
+    if not geometry.is_wrapped:
         is_bare = geometry.model_type in rules.bare_types
         for name in geometry.renamed:
             if name in tensors and not (is_bare and _lacks_root(geometry, name)):
-                yield _doubt(name, "has another name than the model's class gives it", _NAMES_FIX)
+                why = "has another name than the model's class gives it"
+                yield Finding.doubt(name, why, fix=_NAMES_FIX)
 
 
 def _judge_tied_head(
@@ -269,14 +268,10 @@ def _judge_tied_head(
 ) -> Finding | None:
     """Judge an output layer that is untied in config.json alone; None where the class has one."""
     is_headless = geometry.model_type in rules.headless_types
-    if is_headless and _HEAD in tensors and not geometry.architecture.endswith(_WRAPPER):
+    if is_headless and _HEAD in tensors and not geometry.is_wrapped:
         return Finding(status=Status.REFUSED, subject=_HEAD, why=_HEADLESS, fix=_TIED_FIX)
     is_tied = {geometry.model_type, geometry.architecture} & {*rules.tied_types}
-    return _doubt(_HEAD, _TIED, _TIED_FIX) if is_headless or is_tied else None
-
-
-def _doubt(name: str, why: str, fix: str, if_loaded: str = "") -> Finding:
-    return Finding(status=Status.UNKNOWN, subject=name, why=why, fix=fix, if_loaded=if_loaded)
+    return Finding.doubt(_HEAD, _TIED, fix=_TIED_FIX) if is_headless or is_tied else None
 
 
 def _lacks_root(geometry: ModelGeometry, name: str) -> bool:
@@ -312,22 +307,11 @@ def _list_leftovers(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry])
 def _list_surplus_experts(
     geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[str]:
-    prefix, counts = _find_decoder(geometry), _count_experts(geometry)
+    prefix, counts = _find_decoder(geometry), count_experts(geometry)
     for name in sorted(tensors.keys() - set(geometry.leftovers)):
-        expert, layer = split_expert(name.rpartition(".")[0]), _LAYER.match(name)
-        if expert is None or layer is None or layer[1] != prefix:
-            continue
-        if expert[1] >= counts.get(int(layer[2]), expert[1] + 1):
+        expert, layer = split_expert(name.rpartition(".")[0]), _find_layer(prefix, name)
+        if expert is not None and expert[1] >= counts.get(layer, expert[1] + 1):
             yield name
-
-
-def _count_experts(geometry: ModelGeometry) -> dict[int, int]:
-    """Count the experts of each layer that has some."""
-    return {
-        layer.index: number
-        for layer in geometry.layers
-        if (number := max((each.num_experts for each in layer.linears), default=0))
-    }
 
 
 def are_elsewhere(geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]) -> bool:
@@ -410,13 +394,11 @@ class _StoredNames:
     def list_absent_experts(self, geometry: ModelGeometry) -> Iterator[str]:
         """List the weights that some experts of decoder layers lack, and others have."""
         prefix = _find_decoder(geometry)
-        counts = _count_experts(geometry)
+        counts = count_experts(geometry)
         projections = dict.fromkeys(sorted(projection for _, _, projection in self._numbered))
         for path in sorted({path for path, _ in self._experts}):
-            layer = _LAYER.match(path)
-            if layer is None or layer[1] != prefix:
-                continue
-            for number, projection in product(range(counts.get(int(layer[2]), 0)), projections):
+            count = counts.get(_find_layer(prefix, path), 0)
+            for number, projection in product(range(count), projections):
                 if (path, number, projection) not in self._numbered:
                     yield f"{path}.{number}.{projection}.weight"
 
@@ -431,8 +413,14 @@ def _is_other_weight(name: str, entry: TensorEntry) -> bool:
 def _find_decoder(geometry: ModelGeometry) -> str | None:
     """Find what the names of tensors in decoder layers begin with, before the layer's number."""
     modules = (attention.checkpoint_module for _, attention in geometry.attentions())
-    found = _LAYER.match(next(modules, ""))
+    found = LAYER.match(next(modules, ""))
     return None if found is None else found[1]
+
+
+def _find_layer(decoder: str | None, path: str) -> int:
+    """Find the number of the decoder layer that a path is in; -1 where it is elsewhere."""
+    found = LAYER.match(path)
+    return int(found[2]) if found is not None and found[1] == decoder else -1
 
 
 def _list_other_shapes(
@@ -457,7 +445,7 @@ def _is_same(found: Shape, expected: Shape) -> bool:
 
 def _describe_misfit(name: str, found: Shape, expected: Shape) -> Finding:
     why = f"has shape {list(found)}, and the config means {list(expected)}"
-    return _doubt(name, why, _MISFIT_FIX, if_loaded="it is cut, or fills a part")
+    return Finding.doubt(name, why, fix=_MISFIT_FIX, if_loaded=CUT)
 
 
 def _list_expert_misfits(
@@ -479,12 +467,11 @@ def _list_expert_misfits(
         return
     for name, entry in tensors.items():
         module, _, leaf = name.rpartition(".")
-        layer = _LAYER.match(name)
         is_expert = leaf == "weight" and len(entry.shape) == 2 and split_expert(module) is not None
         if not is_expert or entry.dtype not in _FORMATS or entry.shape in expected:
             continue
         # Towers and draft layers have experts of their own.
-        if layer is None or layer[1] != decoder or int(layer[2]) >= len(geometry.layers):
+        if not 0 <= _find_layer(decoder, name) < len(geometry.layers):
             continue
         nearest = min(expected, key=partial(_count_differences, entry.shape))
         yield _describe_misfit(name, entry.shape, nearest)

@@ -5,27 +5,63 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from fp8calib.engines.status import Status
 from fp8calib.engines.weights.finding import Finding
-from fp8calib.engines.weights.quantized import QuantizedWeights, list_split_experts
 from fp8calib.engines.weights.weight_rule import WeightRule
+from fp8calib.fp8.schemes import Granularity
+from fp8calib.geometry.module_paths import name_fused_group
 
 
-def apply_rules(
-    engine: str, rules: Iterable[WeightRule], weights: QuantizedWeights
-) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLinear:
+    """A linear with an FP8 weight."""
+
+    module: str
+    shape: tuple[int, int]
+    """[out, in]."""
+    scheme: str
+    """The name of its scheme, or of the nearest one."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block; None without block scales."""
+    granularity: Granularity | None = None
+    """What one scale of the weight is for; None where that does not matter."""
+
+    @property
+    def fused_group(self) -> str:
+        """The fused weight into which engines load it: its path with all projections."""
+        return name_fused_group(self.module)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is an expert, among which a router chooses."""
+        return ".experts." in self.module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeights:
+    """The linears of a checkpoint, as rules about loading see them."""
+
+    dialect: str
+    """The name of its FP8 dialect."""
+    config: Mapping[str, object]
+    """The model's config.json."""
+    linears: tuple[QuantizedLinear, ...]
+    unquantized: Collection[str]
+    """The paths of the linears that are not FP8."""
+    is_mixed: bool = False
+    """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
+
+
+def apply_rules(rules: Iterable[WeightRule], weights: QuantizedWeights) -> Iterator[Finding]:
     """List what the rules of an engine's record say about FP8 weights."""
     for rule in rules:
         if _holds_for(rule, weights) and (found := _find_linear(rule, weights)):
-            yield Finding(
-                engine=engine,
-                status=rule.status,
-                why=_explain(rule, found, str(weights.config.get("model_type"))),
-                source=rule.source,
-                fix=rule.fix,
-            )
+            why = _explain(rule, found, str(weights.config.get("model_type")))
+            yield Finding(status=rule.status, why=why, fix=rule.fix)
 
 
 def _holds_for(rule: WeightRule, weights: QuantizedWeights) -> bool:
@@ -64,21 +100,23 @@ def _explain(rule: WeightRule, example: str, model_type: str) -> str:
     return f"{why}; {options} leaves them unquantized" if options else why
 
 
-def list_split_expert_findings(weights: QuantizedWeights) -> Iterator[Finding]:
-    """List engines that treat the experts of a layer alike where only some are quantized."""
-    quantized = [each.module for each in weights.linears]
-    layers = list_split_experts(quantized, weights.unquantized)
-    sources = {
-        "vllm": "vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
-        "sglang": "SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
-    }
-    for engine, source in sources.items():
-        if layers:
-            yield Finding(
-                engine=engine,
-                status=Status.MISREAD,
-                why="it joins the experts of a layer, and only a part of them is quantized "
-                f"({layers[0]}): it stops, or its answers are wrong",
-                source=source,
-                fix="quantize all of them, or none",
-            )
+_JOINING = ("vllm", "sglang")
+"""vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method); SGLang 0.5.23
+compressed_tensors/compressed_tensors.py (get_moe_scheme)."""
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.[^.]+")
+
+
+def list_split_expert_findings(engine: str, weights: QuantizedWeights) -> Iterator[Finding]:
+    """List layers of which only some experts are quantized, where an engine treats them alike."""
+    quantized, others = (
+        {found[1] for found in map(_EXPERT.fullmatch, modules) if found}
+        for modules in ([each.module for each in weights.linears], weights.unquantized)
+    )
+    layers = sorted(quantized & others)
+    if layers and engine in _JOINING:
+        yield Finding(
+            status=Status.MISREAD,
+            why="it joins the experts of a layer, and only a part of them is quantized "
+            f"({layers[0]}): it stops, or its answers are wrong",
+            fix="quantize all of them, or none",
+        )

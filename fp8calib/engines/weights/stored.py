@@ -33,7 +33,8 @@ _STACKED = {
 """The names of a layer's experts in one tensor, and the projections in it; the last two are
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
-_LAYER = re.compile(r"(.*?\.)(\d+)\.")
+LAYER = re.compile(r"(.*?\.)(\d+)\.")
+"""The beginning of a path, up to the number of its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ def list_groups(
         else:
             plain.append(module)
     yield from _group_plain(plain, known, linears, beside)
-    yield from _group_experts(experts, _count_experts(experts, known, geometry), beside)
+    yield from _group_experts(experts, _place_experts(experts, known, geometry), beside)
     yield from _group_stacks(tensors)
 
 
@@ -196,7 +197,16 @@ def _make_linear(
     )
 
 
-def _count_experts(
+def count_experts(geometry: ModelGeometry) -> dict[int, int]:
+    """Count the experts of each layer that has some."""
+    return {
+        layer.index: number
+        for layer in geometry.layers
+        if (number := max((linear.num_experts for linear in layer.linears), default=0))
+    }
+
+
+def _place_experts(
     paths: Collection[str], known: Mapping[str, Linear], geometry: ModelGeometry
 ) -> dict[str, int]:
     """Count the experts of each decoder layer that has some, by the path that others have.
@@ -206,15 +216,11 @@ def _count_experts(
         known: the other linears of decoder layers, by path.
         geometry: the model's; its paths may be other ones than the checkpoint's.
     """
-    first = _LAYER.match(next(iter(known), ""))
+    first = LAYER.match(next(iter(known), ""))
     if first is None:
         return {}
-    counts = {
-        layer.index: number
-        for layer in geometry.layers
-        if (number := max((linear.num_experts for linear in layer.linears), default=0))
-    }
-    found = (_LAYER.match(path) for path in paths)
+    counts = count_experts(geometry)
+    found = (LAYER.match(path) for path in paths)
     ends = {each.string[each.end() :] for each in found if each and each[1] == first[1]}
     return {f"{first[1]}{index}.{end}": number for end in ends for index, number in counts.items()}
 

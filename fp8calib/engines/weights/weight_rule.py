@@ -46,6 +46,10 @@ MX_UNREAD = WeightRule(
 )
 
 
+SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
+"""TGI leaves out the files with one of these in their names (`utils/hub.py`, db931fc)."""
+
+
 class Opened(StrEnum):
     """The files of a folder that an engine opens."""
 
