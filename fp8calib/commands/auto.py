@@ -34,7 +34,7 @@ from fp8calib.jobs.auto.measure import (
     list_text_scaled,
     require_usable,
 )
-from fp8calib.jobs.auto.partial import PLANNED_PASSES, plan_left
+from fp8calib.jobs.auto.partial import count_left_passes, plan_left
 from fp8calib.jobs.calibration import (
     choose_mode,
     open_unquantized,
@@ -67,7 +67,6 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.verification.judge import gates
 from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.report import CandidateResult, VerifyReport
-from fp8calib.verification.sensitivity import SEQUENCES
 
 _TAG = "fp8calib auto"
 """Marks the folder of a run that was killed, which the next one replaces."""
@@ -240,8 +239,9 @@ def _count_left_tokens(task: AutoRequest, opened: OpenedPlan) -> float:
     """Count the tokens that are run to plan, and to read the result back."""
     if not _can_leave_layers(task):
         return 0
-    searched = sum(map(len, opened.calibration.sequences[:SEQUENCES]))
-    return searched * PLANNED_PASSES + opened.held_out.num_tokens * (_NUM_BESIDE + 1)
+    schemes = list(filter(decide.has_fp8_inputs, list_considered(task)))
+    searched = opened.search.num_tokens * count_left_passes(opened, schemes)
+    return searched + opened.held_out.num_tokens * (_NUM_BESIDE + 1)
 
 
 _UNLESS = {"w8a8": "no scheme with FP8 inputs passes", "kv": "it does not pass"}

@@ -256,8 +256,8 @@ def test_the_plan_of_a_run_has_its_steps(plain: tuple[Path, Path], tmp_path: Pat
     plan = succeed(*command, "--json").json["plan"]
     assert [step.split(":")[0] for step in plan["steps"]] == [f"{n} of 5" for n in range(1, 6)]
     assert plan["steps"][4].startswith("5 of 5: if no scheme with FP8 inputs passes, plan to leave")
-    # gradients and 6 passes over 8 sequences; the written one beside the model and scale 1.0
-    left = 8 * 32 * (6 + 6) + 12 * 32 * (2 + 1)
+    # gradients and three searches over 8 sequences; the written one beside the model and scale 1.0
+    left = 8 * 32 * (6 + 3 * 16) + 12 * 32 * (2 + 1)
     run = 48 * 32 + 12 * 32 * (2 * 2 + 5 + 1)
     assert plan["expected_layers_s"] / plan["expected_s"] == pytest.approx(left / run)
     shown = succeed(*command).out
