@@ -360,8 +360,11 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
         reporter.say(f"step 4 of {steps}: read back: {last.verdict} ({last.why})")
         if outcome.written is not None:
             break
-    if kv.left_out is not None and task.gate == "kv" and not (tried and tried[-1].written):
+    written = tried[-1].written if tried else None
+    if kv.left_out is not None and task.gate == "kv" and written is None:
         note(kv.left_out)
+    if written is not None and written.has_kv_scales:
+        decisions[0] = decide.explain_written(decisions[0])
     if task.gate == "w8a8":
         note(_describe_scheme(found, refused, ranked, tried))
     return _make_report(measured, found, tuple(decisions), _join(tried, found, refused, kv, task))

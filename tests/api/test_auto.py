@@ -160,6 +160,8 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
     outcome = run("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
     assert outcome.code == 8
     assert outcome.out.splitlines()[-1] == "closest: weights in 16 bits, kv-scales: fail (by hand)"
+    assert "does the model need KV scales? no: " in outcome.out
+    assert "are written" not in outcome.out
     assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
 
 
@@ -228,6 +230,9 @@ def test_an_interrupted_run_continues_with_its_statistics(
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
+    assert expected["written"]["has_kv_scales"]
+    unneeded = "They are written all the same: other text may need them."
+    assert expected["decisions"][0]["why"].endswith(unneeded)
     finished = succeed(*command, "--resume")
     assert finished.json == expected
     assert f"{out} is finished already" in finished.err
@@ -448,7 +453,7 @@ def test_whether_q_needs_scales_is_told_by_the_paired_difference(
     decision = found.decisions[1]
     assert (decision.answer, found.name) == (answer, name)
     assert f"{told} (KLD -0.1000 ± 0.0001) against kv-scales" in decision.why
-    assert ("They are written" in decision.why) is (answer == "unknown")
+    assert ("They are preferred" in decision.why) is (answer == "unknown")
 
 
 def test_every_scheme_is_compared_with_the_one_of_the_smallest_divergence() -> None:
