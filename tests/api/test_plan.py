@@ -415,6 +415,8 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     for group in report["groups"]:
         assert group["name"] in page
     assert report["write"].replace("'", "&#39;") in page
+    losses = [f"{report[key]:.4f}" for key in ("searched_kld", "summed_kld")]
+    assert f"the plan has KLD {losses[0]} nats, and its groups alone add up to {losses[1]}" in page
 
 
 @takes_minutes
