@@ -415,6 +415,9 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     for group in report["groups"]:
         assert group["name"] in page
     assert report["write"].replace("'", "&#39;") in page
+    caches = [each["choice"] for each in report["groups"] if not each["linears"]]
+    stored = sum(2 * 2 * 16 * 40 * (1 if each == "fp8" else 2) for each in caches) / 1000
+    assert f"(KV cache of 40 tokens: {stored:.1f} kB of 20.5 kB), KLD" in page
     losses = [f"{report[key]:.4f}" for key in ("searched_kld", "summed_kld")]
     assert f"the plan has KLD {losses[0]} nats, and its groups alone add up to {losses[1]}" in page
 
