@@ -209,6 +209,7 @@ def test_a_search_keeps_to_its_passes(
         searched - 0.75 * alone <= found["passes"] <= searched
     )  # a late group takes a part of one
     assert found["passes"] <= passes
+    assert found["bytes"]["after"] < 0.8 * found["bytes"]["before"]
     asked: dict[str, Any] = {"passes": passes, "points": 3, "kv_tokens": 40, key: limit}
     with open_plan(PlanRequest(path, str(text), seq_len=LENGTH, **asked)) as opened:
         gradients = measure.GRADIENT_PASSES * 8 * LENGTH

@@ -24,12 +24,15 @@ from fp8calib.verification.planning.frontier import Frontier, find_frontier, lis
 
 _LAYERS_SHARE = 0.75
 """The share of a pass that is spent in the layers; the head takes the rest."""
-_SINGLES_SHARE = 0.25
+_SINGLES_SHARE = 0.5
 """The share of the passes that groups alone may take."""
 _SURE = 3.0
 """Standard errors from which two groups are taken to add to each other."""
 _ROUNDS = 6
 """Plans that are tried for a budget of loss, at most."""
+_SAFE = (0.5, 0.8)
+"""The share of a budget of loss that the last plan is tried for where none kept to it: where up to
+two plans are tried, and where more are."""
 _NEAR = 1.25
 """A uniform scheme is run beside the plan unless its sum is more than this multiple of the plan's.
 """
@@ -341,7 +344,7 @@ class Search:
                 break
             wanted = most / factor
             if not left and best == nothing:
-                wanted /= 2  # rather a larger plan than none
+                wanted *= _SAFE[tries > 2]
             sums = [float(cost) for cost in frontier.costs[low:high]]
             index = low + sum(each > wanted for each in sums)
             index = min(max(index, low), high - 1)
@@ -352,12 +355,13 @@ class Search:
                 best, high = plan, index
             else:
                 low = index + 1
-            added = found.arrays.add(found.arrays.locate(plan))
-            if loss > 0 and added > 0:
-                factor = loss / added
+            if loss > 0 and frontier.costs[index] > 0:
+                factor = loss / float(frontier.costs[index])
         limit = count_bytes(self._groups, best) - 1
         smaller = [p for p in uniform if count_bytes(self._groups, p) <= limit]
-        near = [p for p in smaller if found.predict(p) * factor <= _NEAR * most]
+        near = [
+            p for p in smaller if found.arrays.add(found.arrays.locate(p)) * factor <= _NEAR * most
+        ]
         self._run_whole(found, [best, *near])
         fitting = [p for p in found.runs if budget.read(found.runs[p]) <= most]
         return min(fitting, key=lambda plan: count_bytes(self._groups, plan))
