@@ -231,6 +231,8 @@ def test_an_interrupted_run_continues_with_its_statistics(
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
     assert expected["written"]["has_kv_scales"]
+    assert expected["verified"]["subject"] == str(out / expected["written"]["name"])
+    assert expected["provenance"]["command"] == expected["command"] != ""
     unneeded = "They are written all the same: other text may need them."
     assert expected["decisions"][0]["why"].endswith(unneeded)
     finished = succeed(*command, "--resume")
