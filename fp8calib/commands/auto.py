@@ -212,7 +212,8 @@ def _plan(task: AutoRequest) -> RunPlan:
                 "device": model.device,
                 "steps": [
                     f"1 of {steps}: calibrate on {tokens:,} tokens",
-                    f"2 of {steps}: compare {candidates} candidates on {held_out:,} tokens",
+                    f"2 of {steps}: compare {candidates} candidate{'s' if candidates > 1 else ''} "
+                    f"on {held_out:,} tokens",
                     f"3 of {steps}: write the best, as {task.out}",
                     f"4 of {steps}: read it back, verify and check it; if it does not pass as a "
                     "whole, write the next best",

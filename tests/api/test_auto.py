@@ -272,6 +272,8 @@ def test_the_plan_of_a_run_has_its_steps(plain: tuple[Path, Path], tmp_path: Pat
     assert "more if layers must stay in 16 bits" in shown
     kv = succeed(*command, "--gate", "kv", "--json").json["plan"]
     assert "of the most sensitive layers in 16 bits" in kv["steps"][4]
+    assert kv["steps"][1] == "2 of 5: compare 1 candidate on 384 tokens"
+    assert plan["steps"][1] == "2 of 5: compare 5 candidates on 384 tokens"
     other = succeed(*command, "--gate", "kv", "--engine", "sglang", "--json").json["plan"]
     assert [step.split(":")[0] for step in other["steps"]] == [f"{n} of 4" for n in range(1, 5)]
     assert other["expected_layers_s"] is None

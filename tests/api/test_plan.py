@@ -180,6 +180,8 @@ def test_another_budget_takes_what_was_measured(
     assert found["searched_kld"] <= 0.02
     assert found["bytes"]["after"] == chosen["size_bytes"]
     again = plan(planted, out, "--max-ratio", 1.01, *options, "--resume").json
+    size = plan(planted, out, "--max-bytes", "1M", *options, "--resume").json
+    assert size["budget"] == "least KLD with at most 1M"
     assert again["budget"] == "least bytes with a perplexity ratio of at most 1.01"
     text = fail(2, "plan", planted[0], "--data", planted[1], *QUICK, "--max-kld", 1, "--out", out)
     assert "--force" in text
@@ -238,6 +240,7 @@ def test_a_budget_that_held_out_text_refutes_exits_8(
     assert outcome.code == 8
     assert outcome.json["met"] == "no"
     assert "nothing is smaller" in outcome.json["why"]
+    assert outcome.json["budget"] == "least KLD with at most 0.1 of the unquantized bytes"
 
 
 def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
