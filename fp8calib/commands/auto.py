@@ -34,7 +34,7 @@ from fp8calib.jobs.auto.measure import (
     list_text_scaled,
     require_usable,
 )
-from fp8calib.jobs.auto.partial import PLANNED_PASSES, plan_left
+from fp8calib.jobs.auto.partial import count_left_passes, plan_left
 from fp8calib.jobs.calibration import (
     choose_mode,
     open_unquantized,
@@ -67,7 +67,6 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.verification.judge import gates
 from fp8calib.verification.judge.decide import explain_broken
 from fp8calib.verification.report import CandidateResult, VerifyReport
-from fp8calib.verification.sensitivity import SEQUENCES
 
 _TAG = "fp8calib auto"
 """Marks the folder of a run that was killed, which the next one replaces."""
@@ -213,7 +212,8 @@ def _plan(task: AutoRequest) -> RunPlan:
                 "device": model.device,
                 "steps": [
                     f"1 of {steps}: calibrate on {tokens:,} tokens",
-                    f"2 of {steps}: compare {candidates} candidates on {held_out:,} tokens",
+                    f"2 of {steps}: compare {candidates} candidate{'s' if candidates > 1 else ''} "
+                    f"on {held_out:,} tokens",
                     f"3 of {steps}: write the best, as {task.out}",
                     f"4 of {steps}: read it back, verify and check it; if it does not pass as a "
                     "whole, write the next best",
@@ -240,8 +240,9 @@ def _count_left_tokens(task: AutoRequest, opened: OpenedPlan) -> float:
     """Count the tokens that are run to plan, and to read the result back."""
     if not _can_leave_layers(task):
         return 0
-    searched = sum(map(len, opened.calibration.sequences[:SEQUENCES]))
-    return searched * PLANNED_PASSES + opened.held_out.num_tokens * (_NUM_BESIDE + 1)
+    schemes = list(filter(decide.has_fp8_inputs, list_considered(task)))
+    searched = opened.search.num_tokens * count_left_passes(opened, schemes)
+    return searched + opened.held_out.num_tokens * (_NUM_BESIDE + 1)
 
 
 _UNLESS = {"w8a8": "no scheme with FP8 inputs passes", "kv": "it does not pass"}
@@ -360,8 +361,11 @@ def _decide(measured: Measured, folder: Path) -> AutoResult:
         reporter.say(f"step 4 of {steps}: read back: {last.verdict} ({last.why})")
         if outcome.written is not None:
             break
-    if kv.left_out is not None and task.gate == "kv" and not (tried and tried[-1].written):
+    written = tried[-1].written if tried else None
+    if kv.left_out is not None and task.gate == "kv" and written is None:
         note(kv.left_out)
+    if written is not None and written.has_kv_scales:
+        decisions[0] = decide.explain_written(decisions[0])
     if task.gate == "w8a8":
         note(_describe_scheme(found, refused, ranked, tried))
     return _make_report(measured, found, tuple(decisions), _join(tried, found, refused, kv, task))

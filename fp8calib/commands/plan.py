@@ -12,6 +12,7 @@ from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.budget import make_budget, name_budget
 from fp8calib.jobs.planning.measure import (
+    count_search,
     count_work,
     open_measured,
     require_loaded,
@@ -165,8 +166,8 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "steps": [
                 f"calibrate on {calibrated:,} tokens",
                 *(["round each scheme by GPTQ"] if request.rounding == GPTQ else []),
-                f"gradients and about {request.passes} passes over {opened.search.num_tokens:,}, "
-                "layer by layer",
+                f"gradients and at most {count_search(opened)} passes over "
+                f"{opened.search.num_tokens:,}, layer by layer",
                 f"judge plans on {opened.held_out.num_tokens:,} others",
             ],
             "data": list(opened.calibration.sources),

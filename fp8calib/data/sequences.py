@@ -191,7 +191,8 @@ def build_plan(
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     if not found.sequences:
         raise DataError(
-            f"{', '.join(sources)}: no sequence of two tokens in {found.num_rows} rows",
+            f"{', '.join(sources)}: no sequence of two tokens in {found.num_rows} row"
+            f"{'' if found.num_rows == 1 else 's'}",
             hint="use more text" if pack else "use longer rows, or omit --no-pack",
         )
     return DataPlan(

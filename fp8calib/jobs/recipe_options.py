@@ -228,6 +228,6 @@ def _explain_option(item: Any, request: object) -> str:
     """Explain a wrong value, by the option of the key that holds it."""
     keys = [each for each in item["loc"] if isinstance(each, str)]
     declared = [] if request is None else list_options(type(request))
-    known = {each.option.key: each.spelled for each in declared}
+    known = {each.option.key or each.name: each.spelled for each in declared}
     option = known.get(".".join(keys), f"--{keys[-1].replace('_', '-')}")
     return f"{option}: {explain_value(item)}"

@@ -29,7 +29,7 @@ def _find_options() -> re.Pattern[str]:
     words = sorted(map(re.escape, _list_words()), key=len, reverse=True)
     return re.compile(
         r"--(?P<name>[a-z][a-z0-9-]*[a-z0-9])"
-        r"(?: (?P<value>[0-9][0-9.]*(?![\w.])|[A-Z][A-Z_,.=/<>|-]*(?![\w])|\S+(?=: )"
+        r"(?: (?P<value>'[^']*'|-?[0-9][0-9.]*(?![\w.])|[A-Z][A-Z_,.=/<>|-]*(?![\w])|\S+(?=: )"
         rf"|(?:{'|'.join(words)})(?:==[\w.]*\w)?(?![\w-])))?"
     )
 
@@ -50,6 +50,8 @@ class _Named:
     is_flag: bool
     is_negated: bool = False
     """Whether the option makes it False."""
+    is_mapping: bool = False
+    """Whether it is a mapping, which options spell KEY=VALUE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,10 @@ class _Spelling:
         if value is None:
             is_subject = found.string.startswith(":", found.end())
             return name if is_subject else f"{name}="
-        is_literal = value[0].isdigit() or value.isupper() or value[0] in "'\""
+        if argument.is_mapping and "=" in value:
+            key, _, held = value.strip("'").rpartition("=")
+            value = f"{{{_spell_value(key)}: {_spell_value(held)}}}"
+        is_literal = value.lstrip("-")[:1].isdigit() or value.isupper() or value[0] in "'\"{"
         if found.start() and not is_literal and value.partition("==")[0] not in _list_words():
             return f"{name}= {value}"  # a word of the sentence
         return f"{name}={value if is_literal else repr(value)}"
@@ -139,7 +144,9 @@ def spelled_for_request(
 
 def _make_spelling(function: str, declared: Sequence[Declared]) -> _Spelling:
     named = {
-        flag.removeprefix("--"): _Named(each.name, "bool" in each.type, each.option.negates)
+        flag.removeprefix("--"): _Named(
+            each.name, "bool" in each.type, each.option.negates, "Mapping" in each.type
+        )
         for each in declared
         for part in each.flags
         for flag in part.split("/")

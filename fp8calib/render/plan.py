@@ -9,7 +9,7 @@ from fp8calib.blocks import Answer, Block, Cell, Line, Table
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import FrontierPoint, PlanResult
-from fp8calib.verification.figures import format_mean_kld
+from fp8calib.verification.figures import format_kld, format_mean_kld
 from fp8calib.verification.report import describe_pair
 
 _SHOWN = 24
@@ -35,9 +35,9 @@ def describe(result: PlanResult, request: PlanRequest) -> Iterator[Block]:
 def describe_sum(result: PlanResult) -> str:
     """Say how far the sum of the groups is from the plan."""
     return (
-        f"on the {result.search_tokens:,} tokens of the search the plan costs "
-        f"{result.searched_kld:.4f}, and its groups alone add up to {result.summed_kld:.4f} "
-        f"({result.passes:.1f} passes)"
+        f"on the {result.search_tokens:,} tokens of the search the plan has KLD "
+        f"{format_kld(result.searched_kld)} nats, and its groups alone add up to "
+        f"{format_kld(result.summed_kld)} ({result.passes:.1f} passes)"
     )
 
 

@@ -112,10 +112,11 @@ class PlanRequest:
         Option(
             "--passes",
             metavar="N",
-            least=1,
-            help="Forward passes that measuring groups and plans may take while it searches.",
+            least=2,
+            help="The most forward passes in which the search measures groups and plans; those "
+            "of experts, which it always measures, come on top.",
         ),
-    ] = 6
+    ] = 16
     points: Annotated[
         int,
         Option(

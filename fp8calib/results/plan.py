@@ -91,7 +91,7 @@ class PlanResult(Result):
     summed_kld: float
     """The sum of the groups' losses there."""
     passes: float
-    """Forward passes over the text of the search, gradients included."""
+    """Forward passes over the text of the search, beside the walk for gradients."""
     groups: tuple[PlannedGroup, ...]
     frontier: tuple[FrontierPoint, ...]
     recipe: str

@@ -84,7 +84,10 @@ _NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {
     RuleKind.PERCENTILE: ("0 < P <= 100", lambda percent: 0 < percent <= 100),
     RuleKind.HEADROOM: ("1 <= H <= 1024", lambda factor: 1 <= factor <= MOST_HEADROOM),
 }
-KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0, auto"
+KNOWN_RULES = (
+    "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024), 1.0, "
+    "auto (where text is run)"
+)
 
 
 def parse_rule(text: str) -> Rule:

@@ -160,6 +160,8 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
     outcome = run("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
     assert outcome.code == 8
     assert outcome.out.splitlines()[-1] == "closest: weights in 16 bits, kv-scales: fail (by hand)"
+    assert "does the model need KV scales? no: " in outcome.out
+    assert "are written" not in outcome.out
     assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
 
 
@@ -228,6 +230,11 @@ def test_an_interrupted_run_continues_with_its_statistics(
     out = tmp_path / "out"
     command = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out, "--json")
     expected = run(*command).json
+    assert expected["written"]["has_kv_scales"]
+    assert expected["verified"]["subject"] == str(out / expected["written"]["name"])
+    assert expected["provenance"]["command"] == expected["command"] != ""
+    unneeded = "They are written all the same: other text may need them."
+    assert expected["decisions"][0]["why"].endswith(unneeded)
     finished = succeed(*command, "--resume")
     assert finished.json == expected
     assert f"{out} is finished already" in finished.err
@@ -256,8 +263,8 @@ def test_the_plan_of_a_run_has_its_steps(plain: tuple[Path, Path], tmp_path: Pat
     plan = succeed(*command, "--json").json["plan"]
     assert [step.split(":")[0] for step in plan["steps"]] == [f"{n} of 5" for n in range(1, 6)]
     assert plan["steps"][4].startswith("5 of 5: if no scheme with FP8 inputs passes, plan to leave")
-    # gradients and 6 passes over 8 sequences; the written one beside the model and scale 1.0
-    left = 8 * 32 * (6 + 6) + 12 * 32 * (2 + 1)
+    # gradients and three searches over 8 sequences; the written one beside the model and scale 1.0
+    left = 8 * 32 * (6 + 3 * 16) + 12 * 32 * (2 + 1)
     run = 48 * 32 + 12 * 32 * (2 * 2 + 5 + 1)
     assert plan["expected_layers_s"] / plan["expected_s"] == pytest.approx(left / run)
     shown = succeed(*command).out
@@ -265,6 +272,8 @@ def test_the_plan_of_a_run_has_its_steps(plain: tuple[Path, Path], tmp_path: Pat
     assert "more if layers must stay in 16 bits" in shown
     kv = succeed(*command, "--gate", "kv", "--json").json["plan"]
     assert "of the most sensitive layers in 16 bits" in kv["steps"][4]
+    assert kv["steps"][1] == "2 of 5: compare 1 candidate on 384 tokens"
+    assert plan["steps"][1] == "2 of 5: compare 5 candidates on 384 tokens"
     other = succeed(*command, "--gate", "kv", "--engine", "sglang", "--json").json["plan"]
     assert [step.split(":")[0] for step in other["steps"]] == [f"{n} of 4" for n in range(1, 5)]
     assert other["expected_layers_s"] is None
@@ -448,7 +457,7 @@ def test_whether_q_needs_scales_is_told_by_the_paired_difference(
     decision = found.decisions[1]
     assert (decision.answer, found.name) == (answer, name)
     assert f"{told} (KLD -0.1000 ± 0.0001) against kv-scales" in decision.why
-    assert ("They are written" in decision.why) is (answer == "unknown")
+    assert ("They are preferred" in decision.why) is (answer == "unknown")
 
 
 def test_every_scheme_is_compared_with_the_one_of_the_smallest_divergence() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 import shutil
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -18,12 +22,13 @@ from transformers import AutoModelForCausalLM
 
 from fp8calib.jobs.planning import measure, rounded
 from fp8calib.jobs.planning.groups import GroupMaker
-from fp8calib.jobs.planning.measure import require_loaded
+from fp8calib.jobs.planning.measure import count_work, require_loaded
 from fp8calib.jobs.planning.opened import open_plan
 from fp8calib.jobs.planning.recipe import make_planned_scheme
 from fp8calib.jobs.quantization.gptq import run_gptq
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.calibration_stats import load_stats
+from fp8calib.verification.compare.text_runs import TextRuns
 from tests import zoo
 from tests.api.test_auto import LENGTH, plant
 from tests.cli.conftest import save_tokenizer, write_rows
@@ -141,7 +146,7 @@ def test_derivatives_are_those_of_autograd(
 def test_estimates_are_near_what_groups_lose(
     planted: tuple[Path, Path], measured: Path, tmp_path: Path
 ) -> None:
-    options = ("--scheme", "w8a16", "--passes", 1, "--points", 0)
+    options = ("--scheme", "w8a16", "--passes", 2, "--points", 0)
     found = plan(planted, tmp_path / "out", "--max-bytes", 0.7, "--kv-tokens", 40, *options).json
     run_alone = json.loads((measured / "report.json").read_text())
     pairs = [
@@ -175,9 +180,56 @@ def test_another_budget_takes_what_was_measured(
     assert found["searched_kld"] <= 0.02
     assert found["bytes"]["after"] == chosen["size_bytes"]
     again = plan(planted, out, "--max-ratio", 1.01, *options, "--resume").json
+    size = plan(planted, out, "--max-bytes", "1M", *options, "--resume").json
+    assert size["budget"] == "least KLD with at most 1M"
     assert again["budget"] == "least bytes with a perplexity ratio of at most 1.01"
     text = fail(2, "plan", planted[0], "--data", planted[1], *QUICK, "--max-kld", 1, "--out", out)
     assert "--force" in text
+
+
+@pytest.mark.parametrize("passes", [2, 3, 7, 20])
+@pytest.mark.parametrize("budget", [("max_bytes", 0.6), ("max_kld", 0.02), ("max_ratio", 1.03)])
+def test_a_search_keeps_to_its_passes(
+    planted: tuple[Path, Path], tmp_path: Path, budget: tuple[str, float], passes: int
+) -> None:
+    """Counted where they are run: emulations on the text, and the unquantized model beside them."""
+    path, text = planted
+    counts: Counter[int] = Counter()
+
+    def count(runs: TextRuns, emulations: Mapping[str, Any]) -> Any:
+        counts[runs.num_tokens] += len(emulations) + 1
+        return plain_run(runs, emulations)
+
+    plain_run = TextRuns.run
+    key, limit = budget
+    options = (f"--{key.replace('_', '-')}", limit, "--passes", passes, "--kv-tokens", 40)
+    with patch.object(TextRuns, "run", count):
+        found = plan(planted, tmp_path / "out", *options, "--points", 3).json
+    searched, judged = counts[8 * LENGTH], counts[12 * LENGTH]
+    alone = sum(each["how"] == "measured" for g in found["groups"] for each in g["choices"])
+    assert (
+        searched - 0.75 * alone <= found["passes"] <= searched
+    )  # a late group takes a part of one
+    assert found["passes"] <= passes
+    assert found["bytes"]["after"] < 0.8 * found["bytes"]["before"]
+    asked: dict[str, Any] = {"passes": passes, "points": 3, "kv_tokens": 40, key: limit}
+    with open_plan(PlanRequest(path, str(text), seq_len=LENGTH, **asked)) as opened:
+        gradients = measure.GRADIENT_PASSES * 8 * LENGTH
+        most = passes * 8 * LENGTH + judged * 12 * LENGTH
+        assert 0 <= count_work(opened) - gradients - most <= 2 * 12 * LENGTH
+
+
+def test_a_loss_that_nothing_keeps_to_leaves_all_in_16_bits(
+    planted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    options = ("--max-kld", 1e-9, "--passes", 2, "--points", 0, "--kv-tokens", 0)
+    outcome = plan(planted, tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.err
+    found = outcome.json
+    assert found["kld_mean"] == found["searched_kld"] == 0
+    assert found["bytes"]["before"] == found["bytes"]["after"]
+    assert found["passes"] == 2
+    assert not found["write"]
 
 
 def test_a_budget_that_held_out_text_refutes_exits_8(
@@ -188,6 +240,7 @@ def test_a_budget_that_held_out_text_refutes_exits_8(
     assert outcome.code == 8
     assert outcome.json["met"] == "no"
     assert "nothing is smaller" in outcome.json["why"]
+    assert outcome.json["budget"] == "least KLD with at most 0.1 of the unquantized bytes"
 
 
 def test_caches_are_left_in_16_bits_by_the_option_of_the_engine(
@@ -241,7 +294,7 @@ def test_a_plan_of_a_cache_with_global_scales_is_an_overlay(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 40000, "--max-bytes", 0.5)
-    named = ("--engine", "sglang", "--kv-cache-dtype", "nvfp4", "--passes", 1)
+    named = ("--engine", "sglang", "--kv-cache-dtype", "nvfp4", "--passes", 2)
     found = plan(planted, tmp_path / "out", *options, *named).json
     (stored,) = (g for g in found["groups"] if not g["linears"])
     assert {each["name"] for each in stored["choices"]} == {"nvfp4"}
@@ -321,6 +374,10 @@ def test_experts_latents_and_linear_attention_are_planned(
     }
     assert (True, "measured") in hows or family == "gemma3n_text"
     assert (True, "estimated") not in hows
+    dry_run = ("plan", place[0], "--data", text, *QUICK, "--max-bytes", 0.7, *options, "--dry-run")
+    (most,) = re.findall(r"at most (\d+) passes over", succeed(*dry_run).out)
+    experts = sum(len(g["choices"]) for g in found["groups"] if g["name"].endswith(".experts"))
+    assert found["passes"] <= 16 + experts + math.ceil(experts / 8) <= int(most)
     recipe, stats = (tmp_path / "plan" / name for name in ("recipe.yaml", "stats.safetensors"))
     out = tmp_path / "fp8"
     data = write_rows(tmp_path / "calibrated.jsonl", rows[:-2])
@@ -362,6 +419,11 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     for group in report["groups"]:
         assert group["name"] in page
     assert report["write"].replace("'", "&#39;") in page
+    caches = [each["choice"] for each in report["groups"] if not each["linears"]]
+    stored = sum(2 * 2 * 16 * 40 * (1 if each == "fp8" else 2) for each in caches) / 1000
+    assert f"(KV cache of 40 tokens: {stored:.1f} kB of 20.5 kB), KLD" in page
+    losses = [f"{report[key]:.4f}" for key in ("searched_kld", "summed_kld")]
+    assert f"the plan has KLD {losses[0]} nats, and its groups alone add up to {losses[1]}" in page
 
 
 @takes_minutes

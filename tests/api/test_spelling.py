@@ -22,6 +22,7 @@ def spell(command: str, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("--samples -1: must be 1 or more", "samples=-1: must be 1 or more"),
         ("--samples 4: must be 1 or more", "samples=4: must be 1 or more"),
         ("use --seq-len 4096 or less", "use seq_len=4096 or less"),
         ("leave out --scheme to verify", "leave out scheme= to verify"),
@@ -78,6 +79,8 @@ def test_errors_and_warnings_of_the_functions_name_their_arguments(
 ) -> None:
     with pytest.raises(UsageError, match=r"^samples=0: must be 1 or more"):
         fp8calib.calibrate(model, str(data), samples=0)
+    with pytest.raises(UsageError, match=r"^observe: nothing is observed"):
+        fp8calib.calibrate(model, str(data), observe=[])
     with pytest.raises(UsageError, match="limit= has no effect without tasks="):
         fp8calib.verify(model, limit=3)
     with pytest.warns(Fp8CalibWarning, match="no data= given"):

@@ -115,7 +115,7 @@ DATA = [
     (5, "rows.jsonl", b'{"text": "w1"}\n\n{"text": "w3"\n', "rows.jsonl:3: not JSON"),
     (5, "rows.jsonl", b'{"text": "caf\xe9"}\n', "1: not UTF-8 at byte 13"),
     (5, "rows.jsonl", b'{"prompt": "w1", "answer": "w2"}', "the keys are: prompt, answer"),
-    (5, "rows.jsonl", b'{"input_ids": [5]}', "no sequence of two tokens in 1 rows"),
+    (5, "rows.jsonl", b'{"input_ids": [5]}', "no sequence of two tokens in 1 row\n"),
     (5, "rows.jsonl", b'{"input_ids": [5, 6, -1]}', "1: input_ids holds -1 at position 2"),
     (5, "rows.jsonl", b'{"input_ids": [5, 6, 128]}', "holds 128 at position 2"),
     (5, "rows.jsonl", b'{"messages": [{"role": "user"}]}', "rows.jsonl:1: messages"),

@@ -172,7 +172,7 @@ def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
 @pytest.mark.parametrize(("pack", "hint"), [(True, "use more text"), (False, "--no-pack")])
 def test_data_without_any_sequence_is_an_error(tmp_path: Path, pack: bool, hint: str) -> None:
     spec = write_ids(tmp_path / "x.jsonl", [1])
-    with pytest.raises(DataError, match=r"x\.jsonl: no sequence of two tokens in 1 rows") as caught:
+    with pytest.raises(DataError, match=r"x\.jsonl: no sequence of two tokens in 1 row$") as caught:
         plan_of(spec, pack=pack)
     assert hint in caught.value.hint
 

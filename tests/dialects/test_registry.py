@@ -215,7 +215,7 @@ def test_a_dead_layer_takes_one_where_nothing_else_is_known(out: Path) -> None:
 def test_a_dead_head_can_be_refused_and_then_nothing_is_written(out: Path) -> None:
     stats = _with_dead_v(plain_stats(), scales=(0.0, 0.75))
 
-    with pytest.raises(ExportError, match=r"1 sites \(model\.layers\.0\.self_attn\.v\)"):
+    with pytest.raises(ExportError, match=r"1 site \(model\.layers\.0\.self_attn\.v\)"):
         write_formats(
             stats,
             ["vllm-json"],

@@ -250,6 +250,13 @@ def test_auto_is_no_rule_of_statistics_alone() -> None:
     stats = fp8calib.calibrate(build_model(), draw_text(4, seed=1), seq_len=LENGTH).stats
     with pytest.raises(UsageError, match="it needs the model and held-out text"):
         stats.kv_scales(rule="auto")
+    with pytest.raises(UsageError) as caught:
+        stats.kv_scales(rule="x")
+    known = caught.value.message.partition("known: ")[2].split(", ")
+    assert known[-1] == "auto (where text is run)"
+    for rule in known:
+        if "(" not in rule:
+            assert stats.kv_scales(rule=rule)
 
 
 def test_calibrate_writes_what_it_chose_on_the_text_it_held_out(tmp_path: Path) -> None:

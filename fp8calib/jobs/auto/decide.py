@@ -91,7 +91,7 @@ def choose_kv(
     needs = AnsweredQuestion(
         question="does the model need KV scales?",
         answer="unknown" if need is None or need.answer == "cannot-tell" else need.answer,
-        why=_explain_need(report, written=not unused),
+        why=need.why if need else "the engine quantizes no K, V or q of this model",
     )
     queries, has_queries = _decide_query(report, found, unfit_queries)
     wanted = found[KV_AND_Q_SCALES if has_queries else KV_SCALES]
@@ -142,12 +142,12 @@ def _may_pass(candidate: CandidateResult) -> bool:
     return candidate.verdict not in {Verdict.FAIL, Verdict.CANNOT_TELL}
 
 
-def _explain_need(report: VerifyReport, *, written: bool) -> str:
-    if report.kv is None:
-        return "the engine quantizes no K, V or q of this model"
-    if report.kv.answer == "no" and written:
-        return f"{report.kv.why} They are written all the same: other text may need them."
-    return report.kv.why
+def explain_written(needs: AnsweredQuestion) -> AnsweredQuestion:
+    """Say why KV scales are written that the model does not need."""
+    if needs.answer != "no":
+        return needs
+    why = f"{needs.why} They are written all the same: other text may need them."
+    return needs.model_copy(update={"why": why})
 
 
 def _decide_query(
@@ -155,21 +155,21 @@ def _decide_query(
     found: Mapping[str, CandidateResult],
     unfit_queries: Mapping[int, float],
 ) -> tuple[AnsweredQuestion, bool]:
-    """Decide whether q needs scales, and whether they are written."""
+    """Decide whether q needs scales, and whether they are preferred."""
     question = "does q need scales?"
     if not unfit_queries or KV_AND_Q_SCALES not in found:
         why = "in no layer does q clip or underflow at scale 1.0"
         return AnsweredQuestion(question=question, answer="no", why=why), False
     paired = find_pair(report, KV_AND_Q_SCALES, KV_SCALES)
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit_queries.items()], 6)
-    answer, is_written = _QUERY_ANSWERS[paired.answer]
+    answer, is_preferred = _QUERY_ANSWERS[paired.answer]
     why = (
         f"q clips or underflows at scale 1.0 (layer and amax: {layers}); {KV_AND_Q_SCALES} "
         f"{describe_pair(paired)} against {KV_SCALES}"
     )
     if answer == "unknown":
-        why = f"{why}. They are written: scales that fit clip nothing."
-    return AnsweredQuestion(question=question, answer=answer, why=why), is_written
+        why = f"{why}. They are preferred: scales that fit clip nothing."
+    return AnsweredQuestion(question=question, answer=answer, why=why), is_preferred
 
 
 _QUERY_ANSWERS = {
@@ -178,7 +178,7 @@ _QUERY_ANSWERS = {
     PairedAnswer.NO_DIFFERENCE: ("no", False),
     PairedAnswer.CANNOT_TELL: ("unknown", True),
 }
-"""Whether q needs scales, and whether they are written."""
+"""Whether q needs scales, and whether they are preferred."""
 
 
 def find_pair(report: VerifyReport, candidate: str, base: str) -> PairedResult:

@@ -27,6 +27,7 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.run_job import open_verify_job, run_verify_job
+from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import LoadedModel
 from fp8calib.recipe import Quantize
 from fp8calib.requests.auto import AutoRequest
@@ -58,7 +59,8 @@ class Measured:
     def read_back(self, path: Path, left: Sequence[int] = ()) -> CandidateResult:
         """Verify a checkpoint that was written, the KV cache of the layers `left` in 16 bits."""
         found = self.compare(scales=[str(path)], left=left)
-        return found.candidates[0].model_copy(update={"name": path.name})
+        place = str(Path(str(self.task.out)) / path.name)
+        return found.candidates[0].model_copy(update={"name": path.name, "subject": place})
 
     def compare(
         self,
@@ -93,7 +95,8 @@ class Measured:
         job = open_verify_job(self.opened.model, options, self.opened.held_out)
         tables = {KV_SCALES: compute_kv_scales(self.stats, E4M3FN)} if with_types else {}
         job = replace(job, make_candidates=make, make_text_scaled=make_text_scaled, tables=tables)
-        return run_verify_job(job, choose_verification_mode(job), self.reporter).report
+        mode, command = choose_verification_mode(job), spell_command()
+        return run_verify_job(job, mode, self.reporter, command=command).report
 
 
 def list_considered(task: AutoRequest) -> tuple[str, ...]:

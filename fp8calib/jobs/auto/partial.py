@@ -10,11 +10,11 @@ from pathlib import Path
 from fp8calib.errors import cut_list
 from fp8calib.fp8.schemes import NEAREST
 from fp8calib.jobs.auto.measure import Measured
-from fp8calib.jobs.planning.measure import GRADIENT_PASSES, open_measured
+from fp8calib.jobs.planning.measure import GRADIENT_PASSES, count_search, open_measured
+from fp8calib.jobs.planning.opened import OpenedPlan
 from fp8calib.jobs.planning.recipe import PlannedScheme, make_planned_scheme
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.recipe import Quantize
-from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.auto import AnsweredQuestion
 from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.planning.choices import Group
@@ -25,8 +25,19 @@ _SHARES = (1.0, 0.5, 0.25)
 _MOST_LEFT = 0.5
 """At most this share of the bytes that can be saved stays in 16 bits."""
 _SHOWN = 8
-PLANNED_PASSES = GRADIENT_PASSES + PlanRequest("", max_ratio=2.0).passes
-"""Forward passes over the text of the search that a plan takes, about."""
+
+
+def count_left_passes(opened: OpenedPlan, schemes: Sequence[str]) -> int:
+    """Count the forward passes over the text of the search that `plan_left` takes at most."""
+    more = (len(_SHARES) - 1) * opened.request.passes
+    return GRADIENT_PASSES + count_search(_open_left(opened, schemes)) + more
+
+
+def _open_left(opened: OpenedPlan, schemes: Sequence[str]) -> OpenedPlan:
+    kv_tokens = 0 if schemes else 1
+    return replace(
+        opened, request=replace(opened.request, scheme=tuple(schemes), kv_tokens=kv_tokens)
+    )
 
 
 def plan_left(
@@ -36,8 +47,7 @@ def plan_left(
 
     Without `schemes` the KV cache alone is planned.
     """
-    request = replace(measured.opened.request, scheme=tuple(schemes), kv_tokens=0 if schemes else 1)
-    opened = replace(measured.opened, request=request)
+    opened = _open_left(measured.opened, schemes)
     measurements = Measurements(folder / MEASURED_NAME, opened.tag)
     most = math.log(GATES[measured.task.gate].pass_at)
     with open_measured(opened, measured.stats, measurements, measured.reporter) as plan:

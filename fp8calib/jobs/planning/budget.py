@@ -22,7 +22,8 @@ class Sizes:
 def name_budget(request: PlanRequest) -> str:
     """Name the budget in words."""
     if request.max_bytes is not None:
-        return f"least KLD with at most {request.max_bytes} of bytes"
+        share = " of the unquantized bytes" if read_size(request.max_bytes) <= 1 else ""
+        return f"least KLD with at most {request.max_bytes}{share}"
     if request.max_ratio is not None:
         return f"least bytes with a perplexity ratio of at most {request.max_ratio:g}"
     return f"least bytes with a KLD of at most {request.max_kld:g}"

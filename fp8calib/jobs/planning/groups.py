@@ -75,7 +75,7 @@ class GroupMaker:
         """By scheme and group: why it is no choice."""
         self.rounded: Mapping[str, Path] = {}
         """Checkpoints whose weights groups have in a scheme; without one, those to nearest."""
-        for name in _list_asked(opened):
+        for name in list_asked(opened):
             self._judge(name)
         self.refused_cache = self._explain_refused_cache()
         """Why the KV cache stays in 16 bits; empty where it need not."""
@@ -283,7 +283,8 @@ class GroupMaker:
         ).emulation
 
 
-def _list_asked(opened: OpenedPlan) -> Sequence[str]:
+def list_asked(opened: OpenedPlan) -> Sequence[str]:
+    """List the schemes to choose from."""
     asked = opened.request.scheme
     if asked is None:
         return tuple(SCHEMES)

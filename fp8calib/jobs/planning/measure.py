@@ -12,7 +12,7 @@ from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import GPTQ, SCHEMES
 from fp8calib.jobs.planning.budget import Sizes
-from fp8calib.jobs.planning.groups import GroupMaker, require_choices
+from fp8calib.jobs.planning.groups import GroupMaker, list_asked, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
 from fp8calib.jobs.planning.recipe import PlannedScheme
 from fp8calib.jobs.planning.rounded import ROUNDED_NAME, round_schemes
@@ -32,7 +32,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, Target
 from fp8calib.verification.compare.comparison import advance_by_share
 from fp8calib.verification.compare.streamed import StreamedComparison
-from fp8calib.verification.compare.text_runs import AT_ONCE, TextRuns
+from fp8calib.verification.compare.text_runs import AT_ONCE, TextRuns, count_in_rounds
 from fp8calib.verification.planning.choices import Group, emulate_plan
 from fp8calib.verification.planning.gradients import can_estimate, estimate
 from fp8calib.verification.planning.search import Search
@@ -113,9 +113,17 @@ def open_measured(
 def count_work(opened: OpenedPlan) -> float:
     """Count the tokens that go through the whole model at most, after the calibration."""
     request = opened.request
-    judged = 1 + request.points + 2 * len(SCHEMES)
-    searched = (GRADIENT_PASSES + request.passes) * opened.search.num_tokens
-    return float(searched + judged * opened.held_out.num_tokens)
+    uniform = 2 * len(list_asked(opened)) + 1
+    judged = count_in_rounds(1 + request.points + uniform)
+    searched = GRADIENT_PASSES + count_search(opened)
+    return float(searched * opened.search.num_tokens + judged * opened.held_out.num_tokens)
+
+
+def count_search(opened: OpenedPlan) -> int:
+    """Count the passes over its text that the first search takes at most."""
+    layers = opened.target.geometry.layers
+    experts = sum(any(each.num_experts for each in layer.linears) for layer in layers)
+    return opened.request.passes + count_in_rounds(experts * len(list_asked(opened)))
 
 
 def _count_sizes(opened: OpenedPlan, groups: Sequence[Group]) -> Sizes:

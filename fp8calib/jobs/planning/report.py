@@ -116,7 +116,7 @@ def _judge(made: PlanReport, summary: Summary, size: int) -> tuple[Met, str]:
     """Judge the budget on the text that is held out."""
     request = made.opened.request
     limit = find_limit(request, made.sizes)
-    sizes = f"{format_size(size)} of {format_size(made.sizes.unquantized)}"
+    sizes = f"{format_size(size)} of {format_size(made.sizes.unquantized)}{_name_caches(made)}"
     kld = f"KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
     if request.max_bytes is not None:
         is_met = size <= limit
@@ -133,6 +133,17 @@ def _judge(made: PlanReport, summary: Summary, size: int) -> tuple[Met, str]:
     if loss - se > limit:
         return "no", f"{sizes}, {name} {shown}: more than {limit:g} on text that is held out"
     return "cannot-tell", f"{sizes}, {name} {shown}: too little text to tell it from {limit:g}"
+
+
+def _name_caches(made: PlanReport) -> str:
+    """Name the part of the bytes that is no weight; empty where caches do not count."""
+    pairs = zip(made.groups, made.found.plan, strict=True)
+    caches = [(each, choice) for each, choice in pairs if each.is_cache]
+    if not caches:
+        return ""
+    plain = format_size(sum(each.choices[0].size_bytes for each, _ in caches))
+    size = format_size(sum(each.choices[choice].size_bytes for each, choice in caches))
+    return f" (KV cache of {made.opened.request.kv_tokens:,} tokens: {size} of {plain})"
 
 
 def _list_groups(made: PlanReport) -> Iterator[PlannedGroup]:

@@ -112,6 +112,8 @@ class Runs:
             for group, choice in zip(self._groups, plan, strict=True)
             if choice
         ]
+        if not chosen:
+            return self._prefix + _REFERENCE
         return self._prefix + hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:24]
 
     def _read(self, name: str) -> TokenScores:

@@ -33,6 +33,11 @@ def count_in_rounds(num_emulations: int) -> int:
     return num_emulations + -(-num_emulations // AT_ONCE)
 
 
+def fit_in_rounds(passes: float) -> int:
+    """Count the emulations that at most so many passes run in rounds."""
+    return int(passes) * AT_ONCE // (AT_ONCE + 1)
+
+
 class TextRuns:
     """Runs emulations on one text, and beside them the unquantized model."""
 

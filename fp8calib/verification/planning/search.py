@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fp8calib.verification.compare.summary import Summary, average, summarize
-from fp8calib.verification.compare.text_runs import count_in_rounds
+from fp8calib.verification.compare.text_runs import count_in_rounds, fit_in_rounds
 from fp8calib.verification.compare.token_scores import TokenScores, split_sequences
 from fp8calib.verification.planning.arrays import Costs, Floats, Plan, make_costs
 from fp8calib.verification.planning.choices import Group, alone, count_bytes
@@ -29,7 +29,10 @@ _SINGLES_SHARE = 0.5
 _SURE = 3.0
 """Standard errors from which two groups are taken to add to each other."""
 _ROUNDS = 6
-"""Plans that are tried for a budget of loss."""
+"""Plans that are tried for a budget of loss, at most."""
+_SAFE = (0.5, 0.8)
+"""The share of a budget of loss that the last plan is tried for where none kept to it: where up to
+two plans are tried, and where more are."""
 _NEAR = 1.25
 """A uniform scheme is run beside the plan unless its sum is more than this multiple of the plan's.
 """
@@ -120,7 +123,10 @@ class Search:
         passes: float,
         num_layers: int,
     ) -> None:
-        """Search with the derivatives of `estimate`; groups without one are measured."""
+        """Search with the derivatives of `estimate`; groups without one are measured.
+
+        A search takes at most `passes`, which are 2 or more, and those of groups without one.
+        """
         self._groups = groups
         self._slopes = slopes
         self._run = run
@@ -162,10 +168,10 @@ class Search:
             (g, c) for g, each in enumerate(self._groups) for c in range(1, len(each.choices))
         ]
         needed = [place for place in places if place not in costs]
-        chosen = [*needed, *self._choose_measured(costs)]
-        plans = {place: alone(self._groups, *place) for place in chosen}
-        num_references = count_in_rounds(len(chosen)) - len(chosen)
-        self._count(sum(self._weigh(place) for place in chosen) + num_references)
+        chosen = self._choose_measured(costs)
+        self._left -= self._count_alone(chosen)
+        self.spent += self._count_alone([*needed, *chosen])
+        plans = {place: alone(self._groups, *place) for place in [*needed, *chosen]}
         runs = self._run(plans.values())
         measured = {
             place: self._cost(runs[plan][0].klds, is_measured=True) for place, plan in plans.items()
@@ -176,6 +182,11 @@ class Search:
         kld_mean, kld_se = average(klds, self._run.lengths)
         return Cost(kld_mean=kld_mean, kld_se=kld_se, is_measured=is_measured)
 
+    def _count_alone(self, places: Sequence[tuple[int, int]]) -> float:
+        """Count the passes of groups alone, with the unquantized model's beside them."""
+        num_references = count_in_rounds(len(places)) - len(places)
+        return sum(map(self._weigh, places)) + num_references
+
     def _weigh(self, place: tuple[int, int]) -> float:
         """Give the share of a pass that a group alone takes: it begins at its first layer."""
         first = min(self._groups[place[0]].layers, default=0)
@@ -184,12 +195,11 @@ class Search:
     def _choose_measured(self, costs: Mapping[tuple[int, int], Cost]) -> list[tuple[int, int]]:
         """Choose what is worth a run: the largest estimates of choices that are not dominated."""
         room = self._left * _SINGLES_SHARE
-        chosen = []
+        chosen: list[tuple[int, int]] = []
         for place in sorted(costs, key=lambda each: -costs[each].kld_mean):
             if self._is_dominated(place, costs):
                 continue
-            room -= self._weigh(place)
-            if room < 0:
+            if self._count_alone([*chosen, place]) > room:
                 break
             chosen.append(place)
         return chosen
@@ -266,15 +276,18 @@ class Search:
 
     # --- whole plans ----------------------------------------------------------------------------
 
-    def _count(self, passes: float) -> None:
+    def _run_whole(self, found: Found, plans: Iterable[Plan]) -> None:
+        """Run plans that were not run yet, as far as the passes go; see what sums are off by.
+
+        The one that quantizes nothing is the model that ran beside the others.
+        """
+        new = [plan for plan in dict.fromkeys(plans) if plan not in found.runs]
+        quantized = [plan for plan in new if any(plan)][: fit_in_rounds(self._left)]
+        passes = count_in_rounds(len(quantized))
         self.spent += passes
         self._left -= passes
-
-    def _run_whole(self, found: Found, plans: Iterable[Plan]) -> None:
-        """Run plans that were not run yet, and see what sums are off by."""
-        new = [plan for plan in dict.fromkeys(plans) if plan not in found.runs]
-        self._count(count_in_rounds(len(new)))
-        for plan, (scores, reference) in self._run(new).items():
+        plain = (plan for plan in new if not any(plan))
+        for plan, (scores, reference) in self._run([*quantized, *plain]).items():
             found.runs[plan] = summarize(scores, reference, self._run.lengths)
         ratios = [
             (summary.kld_mean or 0.0) / added
@@ -293,7 +306,7 @@ class Search:
         self._run_whole(found, plans)
         self._run_whole(found, self._list_rivals(found, limit, uniform))
         best = self._find_least(found, limit)
-        while (room := min(int(self._left), _NEIGHBOURS)) > 0:
+        while (room := min(fit_in_rounds(self._left), _NEIGHBOURS)) > 0:
             near = list_changes(best, found.arrays, limit, count=room + len(found.runs))
             self._run_whole(found, [plan for plan in near if plan not in found.runs][:room])
             better = self._find_least(found, limit)
@@ -322,13 +335,16 @@ class Search:
         assert most is not None  # noqa: S101 -- the caller asked
         frontier = found.frontier
         sizes = [float(size) for size in frontier.sizes]
-        low, high = 0, len(sizes) - 1
+        nothing = best = (0,) * len(self._groups)
+        low, high = 0, len(sizes) - (frontier.plan(-1) == nothing)
         factor = 1.0
-        best: Plan = frontier.plan(high)
-        for _ in range(_ROUNDS):
+        tries = min(_ROUNDS, int(self._left) // count_in_rounds(1))
+        for left in reversed(range(tries)):
             if low >= high:
                 break
             wanted = most / factor
+            if not left and best == nothing:
+                wanted *= _SAFE[tries > 2]
             sums = [float(cost) for cost in frontier.costs[low:high]]
             index = low + sum(each > wanted for each in sums)
             index = min(max(index, low), high - 1)
@@ -339,14 +355,16 @@ class Search:
                 best, high = plan, index
             else:
                 low = index + 1
-            added = found.arrays.add(found.arrays.locate(plan))
-            if loss > 0 and added > 0:
-                factor = loss / added
+            if loss > 0 and frontier.costs[index] > 0:
+                factor = loss / float(frontier.costs[index])
         limit = count_bytes(self._groups, best) - 1
         smaller = [p for p in uniform if count_bytes(self._groups, p) <= limit]
-        self._run_whole(found, [p for p in smaller if found.predict(p) * factor <= _NEAR * most])
+        near = [
+            p for p in smaller if found.arrays.add(found.arrays.locate(p)) * factor <= _NEAR * most
+        ]
+        self._run_whole(found, [best, *near])
         fitting = [p for p in found.runs if budget.read(found.runs[p]) <= most]
-        return min([*fitting, best], key=lambda plan: count_bytes(self._groups, plan))
+        return min(fitting, key=lambda plan: count_bytes(self._groups, plan))
 
 
 def _find_price(frontier: Frontier, size: float) -> float:
