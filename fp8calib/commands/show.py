@@ -100,7 +100,9 @@ def _list_rows(path: Path) -> Iterator[ScaleRow]:
 def _list_rank_files(folder: Path) -> list[Path]:
     """List the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none."""
     return [
-        path for path in sorted(folder.glob("*rank[0-9]*")) if path.suffix in _RANK_FILE_SUFFIXES
+        path
+        for path in sorted(folder.glob("*rank[0-9]*"))
+        if path.suffix in _RANK_FILE_SUFFIXES and path.is_file()
     ]
 
 
