@@ -18,7 +18,6 @@ from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
 from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
-from fp8calib.engines.serving import find_scale_serving
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
@@ -31,8 +30,8 @@ from fp8calib.jobs.export.attachment import (
     require_server,
 )
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.replayed_geometry import complete_geometry
 from fp8calib.jobs.reporter import Reporter
+from fp8calib.jobs.served import find_file_served
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
@@ -192,10 +191,10 @@ def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
         if target.quantized is not None and dialect.needs_model:
             require_server(folder, geometry, target.quantized)
         servings = tuple(
-            find_scale_serving(
+            find_file_served(
                 place,
                 out / place.relative_to(folder),
-                complete_geometry(geometry, place),
+                geometry,
                 model=checkpoint.folder,
                 model_name=str(request.model),
                 tp=table.tp,
