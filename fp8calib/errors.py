@@ -68,6 +68,11 @@ def join_or(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
+def format_count(number: int, noun: str) -> str:
+    """Count things by a noun whose plural ends in s: `1 row`, `2 rows`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_ranges(indices: Collection[int]) -> str:
     """Format a sorted list as ranges: `0-6, 8, 9, 12-29`; those after the sixth are counted."""
     runs: list[list[int]] = []

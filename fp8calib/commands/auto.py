@@ -20,7 +20,7 @@ from fp8calib.engines.registry import (
     find_replayed,
     list_emulated_and_replayed,
 )
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import ModelError, UsageError, format_count
 from fp8calib.fp8.schemes import CONSIDERED, SCHEMES
 from fp8calib.jobs.auto import decide
 from fp8calib.jobs.auto.decide import Combination, KvChoice
@@ -212,8 +212,8 @@ def _plan(task: AutoRequest) -> RunPlan:
                 "device": model.device,
                 "steps": [
                     f"1 of {steps}: calibrate on {tokens:,} tokens",
-                    f"2 of {steps}: compare {candidates} candidate{'s' if candidates > 1 else ''} "
-                    f"on {held_out:,} tokens",
+                    f"2 of {steps}: compare {format_count(candidates, 'candidate')} on "
+                    f"{held_out:,} tokens",
                     f"3 of {steps}: write the best, as {task.out}",
                     f"4 of {steps}: read it back, verify and check it; if it does not pass as a "
                     "whole, write the next best",

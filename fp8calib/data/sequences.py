@@ -20,7 +20,7 @@ from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, tokenize_rows
-from fp8calib.errors import DataError, UsageError, shorten
+from fp8calib.errors import DataError, UsageError, format_count, shorten
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
@@ -191,8 +191,8 @@ def build_plan(
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     if not found.sequences:
         raise DataError(
-            f"{', '.join(sources)}: no sequence of two tokens in {found.num_rows} row"
-            f"{'' if found.num_rows == 1 else 's'}",
+            f"{', '.join(sources)}: no sequence of two tokens in "
+            f"{format_count(found.num_rows, 'row')}",
             hint="use more text" if pack else "use longer rows, or omit --no-pack",
         )
     return DataPlan(

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from fp8calib.errors import ExportError, cut_list
+from fp8calib.errors import ExportError, cut_list, format_count
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
@@ -109,9 +109,8 @@ def fill_missing(
     missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
     if missing and fallback is Fallback.REFUSE:
         raise ExportError(
-            f"no scale can be computed for {len(missing)} site{'s' if len(missing) > 1 else ''} "
-            f"({cut_list(missing, 5)}): "
-            "their amax is zero",
+            f"no scale can be computed for {format_count(len(missing), 'site')} "
+            f"({cut_list(missing, 5)}): their amax is zero",
             hint="--fallback layer-max takes the largest scale of the same role in the layer, or "
             "1.0 where there is none",
         )
