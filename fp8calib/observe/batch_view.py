@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ _MOST_RUNS = 8
 
 
 class Segment(NamedTuple):
-    """Rows of one modality in one range of positions."""
+    """Rows of one modality in one range of positions, among those that count."""
 
     span: int
     kind: int
@@ -54,9 +54,10 @@ class BatchView:
     kinds: torch.Tensor | None = None
     """The index in `MODALITIES` of every row, padding included: int64 [B * S]; None in a run of
     text alone."""
-    segments: tuple[Segment, ...] = ()
-    """Of a batch with a row with media, which is its only sequence; none of a batch of text."""
-    _on_device: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
+    segments: tuple[Segment, ...]
+    """A batch of text has one in each range of positions. A row with media is a batch of its own.
+    """
+    _on_device: dict[tuple[str | int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -79,22 +80,37 @@ class BatchView:
         """The stride of sampled rows, where the sequences of rows are not known."""
         return max(self.num_rows // max(len(self.input_sample), 1), 1)
 
-    def rows(self, which: str, device: torch.device) -> torch.Tensor:
-        """Give one of the index lists on `device`; it is moved there once per batch."""
+    def rows(self, which: str | int, device: torch.device) -> torch.Tensor:
+        """Give an index list, or that of a segment by its number, moved to `device` once."""
         key = (which, device)
         if key not in self._on_device:
-            index: torch.Tensor = getattr(self, which)
+            index: Any = (
+                self.segments[which].rows if isinstance(which, int) else getattr(self, which)
+            )
             self._on_device[key] = index.to(device, non_blocking=True)
         return self._on_device[key]
 
-    def pick(self, segment: Segment, device: torch.device) -> slice | torch.Tensor:
-        """Give the rows of a segment: a slice, or an index list on `device`."""
-        if isinstance(segment.rows, slice):
-            return segment.rows
-        key = (f"{segment.span} {segment.kind}", device)
-        if key not in self._on_device:
-            self._on_device[key] = segment.rows.to(device, non_blocking=True)
-        return self._on_device[key]
+    @property
+    def is_first_range_of_text(self) -> bool:
+        """Whether it has one segment, of the first range and modality."""
+        return [segment[:2] for segment in self.segments] == [(0, 0)]
+
+    @property
+    def segment_spans(self) -> torch.Tensor:
+        """The range of positions of every segment: int64."""
+        return torch.tensor([segment.span for segment in self.segments])
+
+    @property
+    def segment_kinds(self) -> torch.Tensor:
+        """The modality of every segment: int64."""
+        return torch.tensor([segment.kind for segment in self.segments])
+
+    def list_rows(self, device: torch.device) -> list[slice | torch.Tensor]:
+        """Give the rows of every segment: slices, or index lists on `device`."""
+        return [
+            segment.rows if isinstance(segment.rows, slice) else self.rows(index, device)
+            for index, segment in enumerate(self.segments)
+        ]
 
 
 def view_batch(
@@ -131,9 +147,9 @@ def view_batch(
         kv_sample=_rows(shape, lengths, sampled),
         input_sample=_rows(shape, lengths, sampled, every=INPUT_HISTOGRAM_TOKENS),
         kinds=None if kinds is None else kinds.flatten().long(),
-        segments=()
-        if kinds is None or not bool(kinds.any())
-        else _find_segments(kinds.flatten(), spans),
+        segments=_find_segments(kinds.flatten(), spans)
+        if kinds is not None and bool(kinds.any())
+        else tuple(Segment(span, 0, slice(*bounds)) for span, bounds in enumerate(spans)),
     )
 
 

@@ -6,14 +6,14 @@ They stay on the device of the observed tensors. Only `check_finite` and `stats`
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.batch_view import BatchView
-from fp8calib.observe.reductions import Reductions, observe_input
+from fp8calib.observe.reductions import Reductions, join_segments, observe_input
 from fp8calib.stats.histogram import count_bins_of_each
 from fp8calib.stats.statistic import NUM_QUARTERS, STATISTICS, SiteStats
 
@@ -42,27 +42,19 @@ class SiteAccumulator:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the name of their statistic; `amax` is that of the closed quarters."""
 
-    def observe(self, seen: Reductions, largest: Sequence[torch.Tensor]) -> Iterator[_Update]:
-        """Count the tokens of a batch, and give the updates that add it to the open quarter.
-
-        `largest` are the largest magnitudes of each place of `seen`, where places are known.
-        """
+    def observe(self, seen: Reductions) -> Iterator[_Update]:
+        """Count the tokens of a batch, and give the updates that add it to the open quarter."""
         self.count += seen.num_tokens
         self.is_open = True
-        for part in seen.amax:
-            if self.quarter is None:
-                self.quarter = STATISTICS["amax"].start(part)
-            yield False, self.quarter, part
         for name, new in seen.tensors.items():
+            if name == "amax":
+                if self.quarter is None:
+                    self.quarter = STATISTICS[name].start(new)
+                yield False, self.quarter, new
+                continue
             running = self._running(name, new)
             reached = running if STATISTICS[name].length is None else running[: len(new)]
             yield STATISTICS[name].is_count, reached, new
-        for place, amax, value in zip(seen.places, seen.amax, largest, strict=False):
-            yield False, self._running("positions", value)[place.span], value
-            if place.kind is not None:
-                yield False, self._running("modalities", value)[place.kind], value
-            if place.kind == 0:
-                yield False, self._running("text", amax), amax
 
     def _running(self, name: str, new: torch.Tensor) -> torch.Tensor:
         if name not in self.tensors:
@@ -130,12 +122,10 @@ class Recorder:
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
         self._count_sampled()
-        largest = _find_largest([seen for _, seen in self._pending])
+        self._join_segments()
         self._is_settled = False
         _apply(
-            update
-            for site, seen in self._pending
-            for update in self._running[site].observe(seen, largest.get(id(seen), ()))
+            update for site, seen in self._pending for update in self._running[site].observe(seen)
         )
         first = self.batch.first
         self._sequences.append((first, first + self.batch.shape[0]))
@@ -179,6 +169,14 @@ class Recorder:
                 seen.sampled = None
         self._drop_sampled()
 
+    def _join_segments(self) -> None:
+        groups = defaultdict[torch.device, dict[int, Reductions]](dict)
+        for _, seen in self._pending:
+            if seen.segments:
+                groups[seen.segments[0].device][id(seen)] = seen
+        for group in groups.values():
+            join_segments(self.batch, list(group.values()))
+
     def _drop_sampled(self) -> None:
         self._sampled.clear()
         self._num_sampled = 0
@@ -220,19 +218,6 @@ class Recorder:
     def _close_quarter(self) -> None:
         for running in self._running.values():
             running.close_quarter(self._quarter)
-
-
-def _find_largest(batch: Sequence[Reductions]) -> dict[int, Sequence[torch.Tensor]]:
-    """Find the largest magnitude at each place, by the identity of the reductions."""
-    groups = defaultdict[torch.device, dict[int, Reductions]](dict)
-    for seen in batch:
-        if seen.places:
-            groups[seen.amax[0].device][id(seen)] = seen
-    found: dict[int, Sequence[torch.Tensor]] = {}
-    for group in groups.values():
-        largest = iter(torch._foreach_max([part for seen in group.values() for part in seen.amax]))
-        found.update((key, [next(largest) for _ in seen.amax]) for key, seen in group.items())
-    return found
 
 
 def _apply(updates: Iterable[_Update]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
@@ -26,27 +25,17 @@ from fp8calib.observe.hooks import ExpertsCall
 from fp8calib.stats.statistic import STATISTICS
 
 
-class Place(NamedTuple):
-    """The tokens that an amax is of."""
-
-    span: int
-    """Their range of positions."""
-    kind: int | None
-    """The index in `MODALITIES`; None in a run of text."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Reductions:
     """The statistics of one tensor in one batch."""
 
     num_tokens: int
-    amax: tuple[torch.Tensor, ...]
-    """In the shape of `SiteStats.amax`: of the tokens in each range of positions, or of all."""
-    places: tuple[Place, ...]
-    """The range of positions and the modality of each tensor in `amax`; empty where not known."""
     tensors: dict[str, torch.Tensor]
-    """The others by name, in the shapes of `SiteStats`. `positions` may be shorter: its last range
-    is then the last that the batch reaches."""
+    """By name, in the shapes of `SiteStats`. `positions` may be shorter: its last range is then the
+    last that the batch reaches."""
+    segments: tuple[torch.Tensor, ...] = ()
+    """The amax of each segment of the batch, until they are joined; empty where `tensors` has that
+    of all tokens."""
     sampled: torch.Tensor | None = None
     """The values that enter the histogram, until it is counted."""
 
@@ -55,8 +44,7 @@ def _complete(
     num_tokens: int,
     rows: Callable[[], torch.Tensor],
     *,
-    amax: tuple[torch.Tensor, ...],
-    places: tuple[Place, ...] = (),
+    segments: tuple[torch.Tensor, ...] = (),
     sampled: torch.Tensor | None = None,
     by_modality: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **built_in: torch.Tensor | None,
@@ -67,24 +55,43 @@ def _complete(
     for statistic in STATISTICS.values():
         if statistic.observe is not None:
             tensors[statistic.name] = statistic.observe(rows())
-    return Reductions(
-        num_tokens=num_tokens, amax=amax, places=places, tensors=tensors, sampled=sampled
-    )
+    return Reductions(num_tokens=num_tokens, tensors=tensors, segments=segments, sampled=sampled)
 
 
-def _list_places(batch: BatchView) -> tuple[Place, ...]:
-    """List the places of a batch's parts: its segments, or ranges of positions."""
-    if batch.segments:
-        return tuple(Place(segment.span, segment.kind) for segment in batch.segments)
-    kind = None if batch.kinds is None else 0
-    return tuple(Place(span, kind) for span in range(len(batch.spans)))
+def join_segments(batch: BatchView, group: Sequence[Reductions]) -> None:
+    """Join the amax of the segments: of all tokens, by range of positions and modality, of text.
+
+    The tensors are on one device. They are joined together, in the kernels that a few take.
+    """
+    maxima = torch._foreach_max([part for seen in group for part in seen.segments])
+
+    def join(which: str, count: int) -> Iterable[torch.Tensor]:
+        if batch.is_first_range_of_text:
+            return [largest.view(1) for largest in maxima]
+        values = torch.stack(maxima).view(len(group), -1)
+        index = batch.rows(which, values.device).expand_as(values)
+        return values.new_zeros(len(group), count).scatter_reduce_(1, index, values, "amax")
+
+    parts = [list(each) for each in zip(*(seen.segments for seen in group), strict=True)]
+    found = {"amax": _join_all(parts), "positions": join("segment_spans", len(batch.spans))}
+    if batch.kinds is not None:
+        found["modalities"] = join("segment_kinds", len(MODALITIES))
+        kinds = (segment.kind for segment in batch.segments)
+        if text := [part for part, kind in zip(parts, kinds, strict=True) if kind == 0]:
+            found["text"] = _join_all(text)
+    for name, tensors in found.items():
+        for seen, tensor in zip(group, tensors, strict=True):
+            seen.tensors[name] = tensor
+    for seen in group:
+        seen.segments = ()
 
 
-def _list_rows(batch: BatchView, device: torch.device) -> list[slice | torch.Tensor]:
-    """List the rows of each place, among those that count."""
-    if batch.segments:
-        return [batch.pick(segment, device) for segment in batch.segments]
-    return [slice(first, stop) for first, stop in batch.spans]
+def _join_all(parts: Sequence[list[torch.Tensor]]) -> Iterable[torch.Tensor]:
+    """Join the tensors of every list, one by one, to those of the first list."""
+    joined = parts[0]
+    for each in parts[1:]:
+        joined = list(torch._foreach_maximum(joined, each))
+    return joined
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -97,20 +104,22 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     if batch.kept is not None:
         rows = tokens_first(x)[batch.rows("kept", x.device)]
         counted = rows.view(len(rows), x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0)
-    places, parts = _list_places(batch), _list_rows(batch, x.device)
-    if counted.shape[2] != batch.spans[-1][1]:  # the model adds tokens of its own
-        places, parts = (), [slice(None)]
-    amax = tuple(head_amax(counted[:, :, part]) for part in parts)
-    if x.shape[1] != num_heads:
-        amax = tuple(part.reshape(num_heads, -1).amax(1) for part in amax)
+
+    def find_amax(rows: torch.Tensor) -> torch.Tensor:
+        amax = head_amax(rows)
+        return amax if len(amax) == num_heads else amax.reshape(num_heads, -1).amax(1)
+
+    # The model may add tokens of its own.
+    is_whole = counted.shape[2] == batch.spans[-1][1]
+    segments = batch.list_rows(x.device) if is_whole else ()
     sampled = None
     if role is not Role.Q and len(batch.kv_sample):
         sampled = x.transpose(1, 2).flatten(0, 1)[batch.rows("kv_sample", x.device)]
     return _complete(
         batch.num_tokens,
         lambda: tokens_first(counted),
-        amax=amax,
-        places=places,
+        amax=None if is_whole else find_amax(counted),
+        segments=tuple(find_amax(counted[:, :, rows]) for rows in segments),
         sampled=sampled,
     )
 
@@ -119,7 +128,7 @@ def observe_tower(batch: BatchView, amax: torch.Tensor, x: torch.Tensor) -> Redu
     """Reduce a tensor of a tower, [..., C], whose rows are no tokens; `amax` is its own."""
     rows = x.reshape(-1, x.shape[-1])
     sampled = rows[:: batch.sampling_stride] if len(batch.input_sample) else None
-    return _complete(len(rows), lambda: rows, amax=(amax,), sampled=sampled)
+    return _complete(len(rows), lambda: rows, amax=amax, sampled=sampled)
 
 
 # --- inputs of linears -------------------------------------------------------------------------
@@ -134,18 +143,20 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     """
     counted = _counted_rows(batch, site, x)
     flat = (x if counted is None else counted).reshape(-1, x.shape[-1])
+    segments: tuple[torch.Tensor, ...] = ()
+    amax = None
     if counted is not None:
-        chosen = (counted[:, rows].transpose(0, 1) for rows in _list_rows(batch, x.device))
-        amax = tuple(map(channel_amax, chosen))
+        chosen = (counted[:, rows].transpose(0, 1) for rows in batch.list_rows(x.device))
+        segments = tuple(map(channel_amax, chosen))
     else:
-        amax = (channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float(),)
+        amax = channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float()
     num_rows = x.shape[:-1].numel()
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
     return _complete(
         batch.num_tokens if is_whole else num_rows,
         lambda: flat,
         amax=amax,
-        places=() if counted is None else _list_places(batch),
+        segments=segments,
         sampled=_sample_input(batch, x, flat),
     )
 
@@ -192,7 +203,7 @@ def observe_expert_input(
     return _complete(
         batch.num_tokens,
         lambda: rows,
-        amax=(channel_amax(rows),),
+        amax=channel_amax(rows),
         positions=_position_amax(batch, per_row, batch.rows("ranges", rows.device)),
         by_modality=_list_experts_media(batch, rows, per_row, None),
         sampled=_sample_input(batch, hidden, rows),
@@ -227,7 +238,7 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     return _complete(
         batch.num_tokens,
         lambda: counted,
-        amax=(channel_amax(counted),),
+        amax=channel_amax(counted),
         positions=_position_amax(batch, per_block.amax(1, keepdim=True), ranges),
         by_modality=_list_experts_media(batch, counted, per_block.amax(1, keepdim=True), tokens),
         sampled=pick("input_sample") if len(batch.input_sample) else None,
@@ -242,7 +253,7 @@ def _list_experts_media(
     """Reduce rows by modality; `tokens` has the token of each row, None if they are in order."""
     if batch.kinds is None:
         return {}
-    if not batch.segments:  # all is text, of which padding is left out already
+    if all(segment.kind == 0 for segment in batch.segments):  # padding is left out already
         text = {"text": channel_amax(rows)}
         return {**text, "modalities": text["text"].max().expand(1)}
     kinds = batch.rows("kinds", rows.device)

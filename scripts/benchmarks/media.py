@@ -1,7 +1,7 @@
 """Measure calibration on rows with images against the model's own forward pass on them.
 
-Started by `scripts/bench --media`. The model is a random LLaVA: 12 layers of 576 channels, a tower
-of 6 layers, 256 tokens an image.
+Started by `scripts/bench --media`. The model is a random LLaVA: 12 layers of 576 channels unless
+others are asked for, a tower of 6 layers, 256 tokens an image.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ def main() -> None:
     """Measure, and print the figures."""
     parser = make_parser("--media", __doc__, rounds=5, dtypes=("both", "float32", "bfloat16"))
     parser.add_argument("--rows", type=int, default=16, help="rows with an image each (16)")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the model (12)")
+    parser.add_argument("--channels", type=int, default=576, help="a multiple of 192 (576)")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     options = parser.parse_args()
     with work_folder(WORK):
-        machine = read_json(*worker("workers.media_rows", options.model, WORK, options.rows))
+        shape = (options.rows, options.layers, options.channels)
+        machine = read_json(*worker("workers.media_rows", options.model, WORK, *shape))
+        options.device = "cuda:0" if machine["gpu"] and options.device == "auto" else "cpu"
         dtypes = ["float32", "bfloat16"] if options.dtype == "both" else [options.dtype]
         figures = (each for dtype in dtypes for each in measure_all(options, dtype))
         about = {"rows": options.rows, "rounds": options.rounds, "machine": machine}
@@ -37,7 +42,7 @@ def main() -> None:
 
 def measure_all(options: Namespace, dtype: str) -> Iterator[Figure]:
     """Time passes in one process, then whole commands in turn."""
-    arguments = (MODEL, ROWS, options.rows, dtype, options.rounds)
+    arguments = (MODEL, ROWS, options.rows, dtype, options.device, options.rounds)
     seconds = read_json(*worker("workers.media_pass", *arguments))
     for upper, lower, title, target in (
         ("calibrate", "plain", "pass / model(**inputs)", 1.25),
@@ -57,9 +62,10 @@ def measure_all(options: Namespace, dtype: str) -> Iterator[Figure]:
 def run_commands(options: Namespace, dtype: str) -> dict[str, list[Usage]]:
     """Run the command and the bare script in turn."""
     data = ["--data", str(ROWS), "--samples", str(options.rows), "--dtype", dtype]
+    where = ["--device", options.device, "--out", str(OUT)]
     commands = {
-        "ours": [PROGRAM, "calibrate", str(MODEL), *data, "--device", "cpu", "--out", str(OUT)],
-        "plain": worker("workers.media_forward", MODEL, ROWS, dtype),
+        "ours": [PROGRAM, "calibrate", str(MODEL), *data, *where],
+        "plain": worker("workers.media_forward", MODEL, ROWS, dtype, options.device),
     }
     usages: dict[str, list[Usage]] = {name: [] for name in commands}
     for name in take_turns(commands, options.rounds):

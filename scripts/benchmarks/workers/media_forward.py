@@ -1,6 +1,6 @@
 """The bare script that calibration on images is compared with: process each row, run the model.
 
-python -m scripts.benchmarks.workers.media_forward MODEL ROWS DTYPE
+python -m scripts.benchmarks.workers.media_forward MODEL ROWS DTYPE DEVICE
 """
 
 import json
@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-name, rows, dtype = sys.argv[1:]
-model = AutoModelForImageTextToText.from_pretrained(name, dtype=getattr(torch, dtype)).eval()
+name, rows, dtype, device = sys.argv[1:]
+model = AutoModelForImageTextToText.from_pretrained(name, dtype=getattr(torch, dtype))
+model = model.eval().to(device)
 processor = AutoProcessor.from_pretrained(name)
 with torch.no_grad():
     for line in Path(rows).read_text().splitlines():
@@ -25,4 +26,4 @@ with torch.no_grad():
         inputs = processor.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        model(**inputs.to(model.dtype))
+        model(**inputs.to(model.dtype).to(device))

@@ -1,6 +1,6 @@
 """Time calibration on rows with images and the model's own forward pass in one process.
 
-python -m scripts.benchmarks.workers.media_pass MODEL ROWS SAMPLES DTYPE ROUNDS
+python -m scripts.benchmarks.workers.media_pass MODEL ROWS SAMPLES DTYPE DEVICE ROUNDS
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from scripts.benchmarks.workers.timing import print_seconds
 Inputs = Mapping[str, torch.Tensor]
 
 
-def main(folder: str, rows: str, samples: int, dtype: str, rounds: int) -> None:
+def main(folder: str, rows: str, samples: int, dtype: str, device: str, rounds: int) -> None:
     """Time recipe `kv` without its weight statistics, with the processor and without it."""
     transformers.logging.set_verbosity_error()
     recipe = load_recipe("kv")
     observe = recipe.observe.model_copy(update={"weights": False})
     recipe = recipe.model_copy(update={"observe": observe})
     source = open_source(folder)
-    model = load_model(source, dtype=getattr(torch, dtype), device="cpu", device_map=None)
+    model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
     data = Data(sources=(rows,), samples=samples)
     plan = partial(plan_text, source, data, part="calibrate", tokenizer=load_processor(source))
     processed = _process(plan())
@@ -57,7 +57,7 @@ def main(folder: str, rows: str, samples: int, dtype: str, rounds: int) -> None:
             "planning, calibrate": lambda: run(plan()),
         }
         timed = {name: partial(_return, each) for name, each in runs.items()}
-        print_seconds(timed, rounds=rounds, device="cpu")
+        print_seconds(timed, rounds=rounds, device=device)
 
 
 def _return(run: Callable[[], object]) -> Callable[[], object]:
@@ -90,11 +90,14 @@ def _run_model(model: Any, rows: list[Inputs]) -> None:
     for row in rows:
         model(
             **{
-                name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+                name: tensor.to(
+                    model.device, model.dtype if tensor.is_floating_point() else tensor.dtype
+                )
                 for name, tensor in row.items()
             }
         )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    model, rows, samples, dtype, device, rounds = sys.argv[1:]
+    main(model, rows, int(samples), dtype, device, int(rounds))

@@ -1,6 +1,6 @@
 """Write a random LLaVA with its processor, and rows with images that it takes.
 
-python -m scripts.benchmarks.workers.media_rows TOKENIZER FOLDER ROWS
+python -m scripts.benchmarks.workers.media_rows TOKENIZER FOLDER ROWS LAYERS CHANNELS
 
 Prints the facts that the figures depend on as JSON, and the number of tokens.
 """
@@ -38,24 +38,24 @@ _TOWER = {"image_size": 224, "patch_size": 14}
 _NUM_PATCHES = (224 // 14) ** 2
 
 
-def main(tokenizer: str, folder: Path, rows: int) -> None:
+def main(tokenizer: str, folder: Path, rows: int, layers: int, channels: int) -> None:
     """Write `FOLDER/model` and `FOLDER/images/rows.jsonl`."""
     transformers.logging.set_verbosity_error()
-    _save_model(tokenizer, folder / "model")
+    _save_model(tokenizer, folder / "model", layers, channels)
     (folder / "images").mkdir()
     write_rows(folder / "images", rows)
     print(json.dumps(describe_machine()))
 
 
-def _save_model(tokenizer: str, folder: Path) -> None:
+def _save_model(tokenizer: str, folder: Path, layers: int, channels: int) -> None:
     words = AutoTokenizer.from_pretrained(tokenizer, extra_special_tokens={"image_token": _IMAGE})
     text = LlamaConfig(
         vocab_size=len(words),
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=12,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        hidden_size=channels,
+        intermediate_size=channels * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=channels // 64,
+        num_key_value_heads=channels // 192,
     )
     tower = CLIPVisionConfig(
         hidden_size=384,
@@ -86,4 +86,4 @@ def _save_model(tokenizer: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
