@@ -97,6 +97,8 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda **_: NoKernel())
     w8a8_utils.ops.scaled_fp8_quant = scaled_fp8_quant
+    # With AMX, latent attention packs its weights, and releases those that are compared.
+    torch.cpu._is_amx_tile_supported = lambda: False
     # Processors with bfloat16 pack convolutions, of sizes that tiny models do not have.
     del w8a8_utils.ops.causal_conv1d_weight_pack
     registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
