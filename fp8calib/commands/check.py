@@ -12,7 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.checkpoint.weight_index import GGUF_HINT
+from fp8calib.checkpoint.weight_index import GGUF_HINT, SINGLE_FILE_NAME
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
@@ -280,14 +280,19 @@ def _refuse_outer_folder(path: Path) -> None:
 
 
 def _refuse_unreadable(folder: ScaleFolder) -> None:
-    """Refuse a checkpoint with a damaged file that engines open, as every command does.
+    """Refuse a checkpoint with a damaged weight file, as every command does.
+
+    Engines differ in which other files they open.
 
     Raises:
         ModelError: naming the file.
     """
-    indexed = folder.indexed
+    if SINGLE_FILE_NAME in folder.files:
+        weights = [SINGLE_FILE_NAME]
+    else:
+        weights = folder.files if folder.indexed is None else list(folder.indexed.values())
     for file, fault in folder.faults.items():
-        if indexed is None or file in indexed.values():
+        if file in weights:
             raise ModelError(fault, hint="download or copy the file again")
 
 
