@@ -646,7 +646,11 @@ def describe_pair(paired: PairedResult) -> str:
         PairedAnswer.NO_DIFFERENCE: "makes no difference",
         PairedAnswer.CANNOT_TELL: "differs by less than this text can tell",
     }
-    return f"{words[paired.answer]} (KLD {format_difference(paired)}{tell_more(paired)})"
+    told = words[paired.answer]
+    has_few = paired.se is not None and abs(paired.difference) > 2 * paired.se
+    if has_few and paired.answer is PairedAnswer.CANNOT_TELL:
+        told = "differs by less than so few sequences can tell"
+    return f"{told} (KLD {format_difference(paired)}{tell_more(paired)})"
 
 
 def describe_media(paired: PairedResult) -> str:

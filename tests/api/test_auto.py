@@ -441,7 +441,7 @@ def test_schemes_that_pass_are_ranked(
             PairedAnswer.CANNOT_TELL,
             "unknown",
             "kv-and-q-scales",
-            "differs by less than this text can tell",
+            "differs by less than so few sequences can tell",
         ),
     ],
 )
