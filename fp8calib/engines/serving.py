@@ -153,10 +153,11 @@ def find_checkpoint_serving(
         has_fp8_weights=True,
         has_kv=has_kv,
     )
+    blocked = {each.engine for each in found.limitations if each.is_blocking}
     refused = (
         Limitation(engine=engine.title, why=why, is_blocking=True)
         for engine in _list_engines()
-        if engine.launch and not engine.is_brief
+        if engine.launch and not engine.is_brief and engine.title not in blocked
         if (why := _explain_cache(engine, cache_type, plain_caches))
     )
     return replace(found, limitations=(*found.limitations, *refused))

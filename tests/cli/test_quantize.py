@@ -103,6 +103,16 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     assert "ATOM" not in text
 
 
+def test_another_type_of_the_cache_has_no_bytes_of_fp8(model: Path, tmp_path: Path) -> None:
+    """And an engine that loads neither the weights nor the cache is named once."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("name: x\nquantize: {scheme: mxfp8, kv_cache_dtype: fp8_per_token_head}\n")
+    text = succeed("quantize", model, "--scheme", recipe, "--out", tmp_path / "out").out
+    assert "KV cache: " not in text
+    assert " --kv-cache-dtype fp8_per_token_head\n" in text
+    assert [text.count(f"{name}: cannot use it") for name in ("SGLang", "TGI")] == [1, 1]
+
+
 def test_an_engine_that_cannot_use_it_is_not_listed_as_one_with_limits() -> None:
     limits = [("SGLang", "no place", True), ("SGLang", "slow", False), ("vLLM", "cast", False)]
     limitations = [
