@@ -61,7 +61,8 @@ class WeightReplay:
         self._folder = folder
         self._geometry = geometry
         self._tp = tp
-        self._wrong = find_wrong_values(folder, geometry) if folder.is_on_disk else None
+        self._find_wrong = cache(partial(find_wrong_values, folder, geometry))
+        self._unlike_stats: Finding | None = None
         self.odd_scales: set[str] = set()
         """The suspicious scales of FP8 weights, which then tell nothing of K and V."""
         self._suspicious: list[str] = []
@@ -117,7 +118,7 @@ class WeightReplay:
         if stats is not None:
             measured = map_measured(stats)
             unmeasured = {n: each for n, each in unmeasured.items() if n not in measured}
-            self._wrong = self._wrong or judge_weight_scales(self._tensors, largest, stats)
+            self._unlike_stats = judge_weight_scales(self._tensors, largest, stats)
         for text, scales in suspect_weight_scales(unmeasured, largest):
             self._suspicious.append(text)
             self.odd_scales.update(scales)
@@ -182,8 +183,9 @@ class WeightReplay:
         doubts = [each for each in found if each.status is Status.UNKNOWN]
         wrong = [each for status in _WORST for each in found if each.status is status]
         certain = [each for each in wrong if not (doubts and each.is_silent)]
-        if self._wrong is not None:
-            certain.append(self._wrong)
+        opened = (engine.name_rules or NameRules()).opened
+        if (values := self._find_wrong(opened) or self._unlike_stats) is not None:
+            certain.append(values)
         if certain:
             report = report.model_copy(update={"weights": certain[0].judge()})
         elif doubts:
@@ -198,8 +200,9 @@ class WeightReplay:
 
     def _amend_judged(self, report: EngineReport) -> EngineReport:
         """Add what an engine's loader does not look at: values of weights, the index."""
-        if report.weights is None and self._wrong is not None:
-            report = report.model_copy(update={"weights": self._wrong.judge()})
+        values = self._find_wrong(Opened.SINGLE) or self._unlike_stats
+        if report.weights is None and values is not None:
+            report = report.model_copy(update={"weights": values.judge()})
         report = self._suspect(report)
         return report.add_problems(*(f"weights: {why}" for why in self._index_problems))
 

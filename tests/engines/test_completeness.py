@@ -231,6 +231,28 @@ def test_a_file_that_the_index_does_not_name_is_opened_by_few(
     assert all(any(why in each for each in reports[key].problems) for key in served)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_tensor_in_two_files_is_misread_where_both_are_opened(
+    saved: Callable[[str], Path], tmp_path: Path, is_sharded: bool
+) -> None:
+    """Beside `model.safetensors` transformers and LMDeploy open no other file."""
+    source, folder = saved("llama"), tmp_path / "x"
+    name = "model.norm.weight"
+    other = load_file(source / SINGLE)[name] * 3
+    if is_sharded:
+        shard(source, folder)
+        change_tensors(folder, {name: other}, "model-2.safetensors")
+    else:
+        shutil.copytree(source, folder)
+        save_file({name: other}, folder / "zz.safetensors", metadata={"format": "pt"})
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()[name]
+    assert torch.equal(loaded, other) is is_sharded
+    found = judge(folder, "vllm", "sglang", "tgi", "transformers", "lmdeploy")
+    single = {"transformers", "lmdeploy"} if not is_sharded else set()
+    assert {key for key, each in found.items() if each == "misread"} == found.keys() - single
+
+
 @pytest.mark.parametrize("change", ["surplus", "unnamed", "moved"])
 def test_an_index_that_differs_from_the_files_is_a_problem(
     saved: Callable[[str], Path], tmp_path: Path, change: str

@@ -118,20 +118,24 @@ def describe_paths(folder: ScaleFolder) -> str:
     return f"{INDEX_NAME} names {shorten(path)}, a path: an engine may not find it" if path else ""
 
 
-def find_wrong_values(folder: ScaleFolder, geometry: ModelGeometry) -> Finding | None:
+def find_wrong_values(
+    folder: ScaleFolder, geometry: ModelGeometry, opened: Opened
+) -> Finding | None:
     """Find a tensor that a later file replaces, or a norm or bias with NaN or infinity."""
-    opened = list_opened_tensors(folder, Opened.INDEXED)
-    why = _find_replaced(folder) or _find_broken_vector(folder, geometry, opened)
+    if not folder.is_on_disk:
+        return None
+    tensors = list_opened_tensors(folder, opened)
+    why = _find_replaced(folder, opened) or _find_broken_vector(folder, geometry, tensors)
     fix = "write the checkpoint again, with each tensor once"
     return Finding(status=Status.MISREAD, why=why, fix=fix) if why else None
 
 
-def _find_replaced(folder: ScaleFolder) -> str:
+def _find_replaced(folder: ScaleFolder, opened: Opened) -> str:
     """Say which tensor a later file replaces by another one; KV scales are judged elsewhere.
 
     vLLM 0.32.0 and transformers 5.23 keep the last one (run).
     """
-    files = _list_opened_files(folder, Opened.INDEXED)
+    files = _list_opened_files(folder, opened)
     indexed = folder.indexed or {}
     for first, last in combinations(files, 2):
         for name in folder.tensors[first].keys() & folder.tensors[last].keys():
