@@ -6,7 +6,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -201,6 +201,14 @@ class TensorFile:
             if self._file is None:
                 self._file = io.FileIO(self.path, "rb")
             return self._file.fileno()
+
+
+def nonfinite_error(name: str, value: float, index: Sequence[int]) -> ModelError:
+    """Make the error for a stored tensor that holds NaN or infinity at an index."""
+    return ModelError(
+        f"{name} holds {value} at {list(index)}",
+        hint="the checkpoint is damaged, or overflowed in training or conversion",
+    )
 
 
 def save_tensors(

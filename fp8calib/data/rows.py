@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.data.media import (
-    COLUMNS as MEDIA_COLUMNS,
-)
-from fp8calib.data.media import (
     MARKS,
     MEDIA,
+    MEDIA_COLUMNS,
     Medium,
     Modality,
     iter_media,

@@ -18,7 +18,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.scale_mixups import list_moves
 from fp8calib.engines.status import Status
-from fp8calib.errors import cut_list, format_ranges, shorten
+from fp8calib.errors import cut_list, format_count, format_ranges, shorten
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.inside.live_scales import ROLES
 from fp8calib.inside.rank_answer import LiveLayer, RankAnswer, Slot
@@ -266,8 +266,8 @@ def _list_notes(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator
     backends = cut_list(sorted({layer.backend for layer in layers}))
     caches = cut_list(sorted({f"{each.cache_dtype} ({each.stored_dtype})" for each in layers}))
     yield (
-        f"the running vLLM {shorten(first.version)} answered for {len(answers)} "
-        f"{'rank' if len(answers) == 1 else 'ranks'}: backend {backends}, KV cache {caches}"
+        f"the running vLLM {shorten(first.version)} answered for "
+        f"{format_count(len(answers), 'rank')}: backend {backends}, KV cache {caches}"
     )
     if first.others:
         yield f"not compared: scales of a drafter ({cut_list(first.others, 2)})"

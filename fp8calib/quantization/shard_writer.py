@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp8calib.checkpoint.header import FLOATS
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.errors import ModelError
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_error
 from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.quantization.rounded_codes import WeightCodes
@@ -29,7 +29,6 @@ from fp8calib.quantization.shard_layout import (
 )
 from fp8calib.quantization.weight_reader import (
     CHUNK_BYTES,
-    DAMAGED,
     WeightReader,
     require_finite,
     split_rows,
@@ -238,7 +237,7 @@ def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) ->
     """Refuse a norm or a bias that holds NaN; infinity is allowed, because it can be a mask."""
     if bool((found := values.isnan()).any()):
         index = offset // values.element_size() + int(found.nonzero()[0])
-        raise ModelError(f"{tensor.name} holds nan at [{index}]", hint=DAMAGED)
+        raise nonfinite_error(tensor.name, nan, [index])
 
 
 def _finish(started: _Started, advance: Callable[[int], None]) -> None:

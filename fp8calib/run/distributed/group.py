@@ -33,7 +33,7 @@ from fp8calib.run.distributed.rendezvous import (
     rendezvous,
     wait_for_keys,
 )
-from fp8calib.stats.statistic import STATISTICS, SiteStats
+from fp8calib.stats.statistic import STATISTICS, SiteStats, group_tensors, name_tensors
 
 _TIMEOUT = timedelta(minutes=5)
 _FINISH_S = 20.0
@@ -140,7 +140,8 @@ class _ConnectedGroup(ProcessGroup):
             return [json.loads(self._store.get(each)) for each in keys]
 
     def reduce(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        own = dict(_tensors(sites))
+        counts = {f"{site}/count": torch.tensor(stats.count) for site, stats in sites.items()}
+        own = counts | dict(name_tensors(sites))
         shapes = self._gather_shapes(own)
         joined: dict[str, torch.Tensor] = {}
         for is_count in (False, True):
@@ -317,22 +318,15 @@ def _make_error(failure: PeerFailure, size: int) -> Fp8CalibError:
 # --- statistics as named tensors ---------------------------------------------------------------
 
 
-def _tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:
-    for site, stats in sites.items():
-        yield f"{site}/count", torch.tensor(stats.count)
-        for name, tensor in stats.tensors.items():
-            yield f"{site}/{name}", tensor
-
-
 def _is_count(key: str) -> bool:
     name = key.rpartition("/")[2]
     return name == "count" or STATISTICS[name].is_count
 
 
 def _rebuild(tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
-    by_site: dict[str, dict[str, Any]] = {}
-    for key in sorted(tensors):
-        site, _, name = key.rpartition("/")
-        tensor = tensors[key]
-        by_site.setdefault(site, {})[name] = int(tensor) if name == "count" else tensor.clone()
-    return {Site.parse(site): SiteStats(**found) for site, found in by_site.items()}
+    """Build the sites of tensors, which are views of larger ones."""
+    by_site = group_tensors({key: tensors[key].clone() for key in sorted(tensors)})
+    return {
+        Site.parse(site): SiteStats(count=int(found.pop("count")), tensors=found)
+        for site, found in by_site.items()
+    }

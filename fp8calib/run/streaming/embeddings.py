@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import TensorSource, WeightSource
+from fp8calib.observe.hooks import changed_input
 
 _ROWS_AT_ONCE = 1024
 
@@ -121,33 +123,12 @@ def open_embeddings(
     Yields:
         The rows of each embedding by the name of its weight.
     """
-    found = embeddings_by_row(model, weights)
-    handles = []
     placed: dict[str, EmbeddingRows] = {}
-    for name, module in found.items():
-        stored = weights.single_tensors[f"{name}.weight"]
-        rows = EmbeddingRows(
-            module,
-            lambda start, stop, stored=stored: checkpoint.read_rows(stored, start, stop),  # type: ignore[misc]
-            tokens,
-            dtype=dtype,
-            device=device,
-        )
-        module.padding_idx = None  # used only in training, and may exceed the number of rows
-        placed[f"{name}.weight"] = rows
-        handles.append(module.register_forward_pre_hook(_hook(rows), with_kwargs=True))
-    try:
+    with ExitStack() as stack:
+        for name, module in embeddings_by_row(model, weights).items():
+            read_rows = partial(checkpoint.read_rows, weights.single_tensors[f"{name}.weight"])
+            rows = EmbeddingRows(module, read_rows, tokens, dtype=dtype, device=device)
+            module.padding_idx = None  # used only in training, and may exceed the number of rows
+            placed[f"{name}.weight"] = rows
+            stack.enter_context(changed_input(module, rows.look_up))
         yield placed
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hook(rows: EmbeddingRows) -> Callable[..., Any]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (rows.look_up(args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: rows.look_up(kwargs[name])}
-
-    return hook
