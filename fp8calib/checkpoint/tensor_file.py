@@ -53,13 +53,10 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
+        self.tensors = self.header.tensors
+        """The tensors, in the order of their data."""
         self._file: io.FileIO | None = None
         self._lock = threading.Lock()
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """The tensors, in the order of their data."""
-        return self.header.tensors
 
     def torch_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor is read in.
@@ -164,7 +161,7 @@ class TensorFile:
 
     def _entry(self, name: str) -> TensorEntry:
         try:
-            return self.header.tensors[name]
+            return self.tensors[name]
         except KeyError:
             raise ModelError(f"{self.path}: there is no tensor {name!a:.200}") from None
 

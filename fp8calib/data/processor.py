@@ -105,12 +105,8 @@ class MediaEncoder:
         self._processor = processor
         self._name = name
         self._placeholders = find_placeholders(config, processor)
-        self._special = _list_special(processor.tokenizer)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the processor."""
-        return self._processor.tokenizer
+        self.tokenizer = processor.tokenizer
+        self._special = _list_special(self.tokenizer)
 
     @property
     def template(self) -> Any:

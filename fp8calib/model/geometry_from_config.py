@@ -58,7 +58,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         weights = WeightSource(skeleton, checkpoint)
-        names = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
+        names = {name: weights.spell(name) for name in find_absent(weights)}
         names |= weights.single_tensors
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
         shapes: dict[str, object] = {
@@ -69,7 +69,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
         is_wrapped = source.config.get_text_config() is not source.config
         if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
-            shapes["leftovers"] = tuple(find_leftovers(skeleton, weights))
+            shapes["leftovers"] = tuple(find_leftovers(weights))
             shapes["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=shapes)
     except Fp8CalibError:

@@ -411,7 +411,7 @@ def _check_loading(
 ) -> None:
     missing = sorted(filter(is_run(model), info.get("missing_keys") or ()))
     if missing and checkpoint is not None:
-        missing = _join_experts(model, missing, WeightSource(model, checkpoint))
+        missing = _join_experts(missing, WeightSource(model, checkpoint))
     if missing:
         raise missing_error(folder, missing)
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
@@ -419,12 +419,10 @@ def _check_loading(
 
 
 @torch.no_grad()
-def _join_experts(
-    model: PreTrainedModel, missing: Sequence[str], weights: WeightSource
-) -> list[str]:
+def _join_experts(missing: Sequence[str], weights: WeightSource) -> list[str]:
     """Fill missing parameters that transformers does not join; list those that cannot be filled."""
     made = weights.parameters
-    parameters = dict(model.named_parameters())
+    parameters = dict(weights.model.named_parameters())
     left = [name for name in missing if name not in made or parameters[name].is_meta]
     for name in missing:
         if name not in left:

@@ -65,7 +65,8 @@ class WeightSource:
     """Reads the parameters of a model from its checkpoint, in the checkpoint's dtype."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: TensorSource) -> None:
-        self._model = model
+        self.model = model
+        """The model, with or without weights."""
         self.source = checkpoint
         """The checkpoint that tensors are read from."""
         conversions = getattr(model, "_weight_conversions", None)
@@ -208,7 +209,7 @@ class WeightSource:
         for name, pattern in parts:
             converter.add_tensor(parameter, name, pattern, self.source.read(name))
         try:
-            converted = converter.convert(parameter, model=self._model, config=self._model.config)
+            converted = converter.convert(parameter, model=self.model, config=self.model.config)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
             raise ModelError(
                 f"{parameter}: transformers {transformers.__version__} does not make it of "

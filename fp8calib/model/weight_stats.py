@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
-from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_error
 from fp8calib.errors import ModelError
@@ -21,22 +20,16 @@ _ROWS_AT_ONCE = 4096
 
 
 def observe_weights(
-    model: PreTrainedModel,
-    linears: Iterable[Linear],
-    source: WeightSource,
-    *,
-    ignored: Collection[str],
+    linears: Iterable[Linear], source: WeightSource, *, ignored: Collection[str]
 ) -> Iterator[tuple[Site, SiteStats]]:
     """Read every linear's weight and reduce it per output and per input channel.
-
-    Only the modules of `model` are used; it may be without weights.
 
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
     """
     observed = [linear for linear in linears if linear.runner not in ignored]
     per_expert: dict[str, list[tuple[SiteStats, torch.Tensor]]] = defaultdict(list)
-    for weight in read_linears(model, observed, source):
+    for weight in read_linears(observed, source):
         linear, stats = weight.linear, _reduce(weight.values, weight.name)
         site = Site(linear.module, Role.WEIGHT)
         if weight.expert is None:

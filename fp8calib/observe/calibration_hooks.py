@@ -22,7 +22,6 @@ from fp8calib.observe.hooks import (
     HookedCache,
     changed_input,
     open_hooks,
-    own_attentions,
     wrapped_lookup,
 )
 from fp8calib.observe.recorder import Recorder
@@ -75,7 +74,7 @@ def open_calibration_hooks(
     """
     hooks = CalibrationHooks(recorder, listener)
     config = model.config.get_text_config(decoder=True)
-    attentions = own_attentions(geometry)
+    attentions = geometry.owners()
     unseen = ignored if observe.kv else {each.module for each in attentions.values()}
     with (
         open_hooks(

@@ -156,15 +156,6 @@ def _unexpected(
     )
 
 
-def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
-    """Map the index of each layer that stores its own K and V to its attention."""
-    return {
-        layer.index: attention
-        for layer, attention in geometry.attentions()
-        if attention.producer is None
-    }
-
-
 @contextmanager
 def open_hooks(
     model: PreTrainedModel,

@@ -9,22 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.weight_source import TensorSource, WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.observe.hooks import changed_input
 
 _ROWS_AT_ONCE = 1024
 
 
-def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str, nn.Embedding]:
+def embeddings_by_row(weights: WeightSource) -> dict[str, nn.Embedding]:
     """Find the token embeddings whose rows can be read one by one, by their path.
 
     They have the class of the input embedding and are at least as large: smaller ones may not get
     tokens.
     """
-    path, decoder = find_text_decoder(model)
+    path, decoder = find_text_decoder(weights.model)
     inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]
     return {
         name: module
@@ -110,13 +109,7 @@ def _gather(
 
 @contextmanager
 def open_embeddings(
-    model: PreTrainedModel,
-    weights: WeightSource,
-    checkpoint: TensorSource,
-    tokens: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    device: str,
+    weights: WeightSource, tokens: torch.Tensor, *, dtype: torch.dtype, device: str
 ) -> Iterator[dict[str, EmbeddingRows]]:
     """Fill the token embeddings with the rows of `tokens` while the context is open.
 
@@ -125,8 +118,8 @@ def open_embeddings(
     """
     placed: dict[str, EmbeddingRows] = {}
     with ExitStack() as stack:
-        for name, module in embeddings_by_row(model, weights).items():
-            read_rows = partial(checkpoint.read_rows, weights.single_tensors[f"{name}.weight"])
+        for name, module in embeddings_by_row(weights).items():
+            read_rows = partial(weights.read_rows, f"{name}.weight")
             rows = EmbeddingRows(module, read_rows, tokens, dtype=dtype, device=device)
             module.padding_idx = None  # used only in training, and may exceed the number of rows
             placed[f"{name}.weight"] = rows
