@@ -154,9 +154,7 @@ def _weights(
     progress.stage("reading weights", len(chosen))
     started = time.monotonic()
     found: dict[Site, SiteStats] = {}
-    for site, stats in observe_weights(
-        prepared.model, chosen, prepared.weights, ignored=prepared.ignored
-    ):
+    for site, stats in observe_weights(chosen, prepared.weights, ignored=prepared.ignored):
         found[site] = stats
         progress.advance(1)
     if share.reads_other_weights:

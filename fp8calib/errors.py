@@ -85,6 +85,11 @@ def format_ranges(indices: Collection[int]) -> str:
     return cut_list([each for run in spelled for each in run], 6)
 
 
+def name_ranges(indices: Collection[int], noun: str = "layer") -> str:
+    """Name numbered things: `layer 3`, `layers 1, 4-9`."""
+    return f"{noun}{'s' if len(indices) > 1 else ''} {format_ranges(sorted(indices))}"
+
+
 def first_line(error: BaseException) -> str:
     """Give the first line of another library's error, or its type if it has no message.
 

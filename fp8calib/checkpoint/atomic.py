@@ -188,7 +188,9 @@ def write_file_atomic(path: Path, data: bytes) -> None:
 def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     if not path.is_dir():
         raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
-    names = _list_entries(path.resolve())
+    target = path.resolve()
+    temporary = _match_temporary(target)  # of another run, or of a killed one
+    names = {entry.name for entry in target.iterdir() if not temporary.fullmatch(entry.name)}
     if not names:
         return
     refuse_unknown_entries(path, names - owned)
@@ -292,14 +294,6 @@ def _match_temporary(target: Path) -> re.Pattern[str]:
     """Match the names of temporary folders of an `OutputFolder`."""
     stem = re.escape(_name_temporary(target)[:-_TOKEN_DIGITS])
     return re.compile(rf"{stem}[0-9a-f]{{{_TOKEN_DIGITS}}}(\.old)?")
-
-
-def _list_entries(folder: Path) -> set[str]:
-    """List a folder, except temporary folders of an `OutputFolder`, running or killed."""
-    if not folder.is_dir():
-        return set()
-    temporary = _match_temporary(folder)
-    return {entry.name for entry in folder.iterdir() if not temporary.fullmatch(entry.name)}
 
 
 def _move_all(moves: Collection[tuple[Path, Path]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -44,30 +44,30 @@ class Checkpoint:
     form: str = ""
 
     def __init__(
-        self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
+        self, folder: Path, *, files: Collection[TensorFile] = (), index: WeightIndex | None = None
     ) -> None:
         self.folder = folder
         self.index = index
         self._files = {
             name: file
-            for file in files.values()
+            for file in files
             for name in file.tensors
             if index is None or index.weight_map.get(name) == file.path.name
         }
-        self.files = tuple(files.values())
+        self.files = tuple(files)
         self.weight_files = tuple(file.path for file in self.files)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
             {name: file.tensors[name] for name, file in self._files.items()}
         )
         self.unlisted = tuple(
             UnlistedTensor(file.path.name, name)
-            for file in files.values()
+            for file in files
             for name in file.tensors
             if self._files.get(name) is not file
         )
 
     @classmethod
-    def open(cls, folder: Path, *, require_config: bool = False) -> Self:
+    def open(cls, folder: Path) -> Self:
         """Find the weights and check every header, without reading data.
 
         As in transformers, `model.safetensors` takes precedence over an index.
@@ -76,12 +76,9 @@ class Checkpoint:
             ModelError: there are no safetensors weights, or index and files disagree.
         """
         names, index = find_weights(folder)
-        files = {name: TensorFile(folder / name) for name in names}
+        checkpoint = cls(folder, files=[TensorFile(folder / name) for name in names], index=index)
         if index is not None:
-            _check_index(index, files)
-        checkpoint = cls(folder, files=files, index=index)
-        if require_config:
-            checkpoint.load_config()
+            _check_index(index, checkpoint)
         return checkpoint
 
     @property
@@ -186,8 +183,8 @@ def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
             )
 
 
-def _check_index(index: WeightIndex, files: Mapping[str, TensorFile]) -> None:
+def _check_index(index: WeightIndex, checkpoint: Checkpoint) -> None:
     for name, file_name in index.weight_map.items():
-        if name not in files[file_name].tensors:
+        if name not in checkpoint:
             message = f"{index.path}: the tensor {name!a:.200} is not in {file_name}"
             raise ModelError(message, hint="index and shards do not match; download both again")

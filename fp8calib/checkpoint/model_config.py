@@ -11,7 +11,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Keys that state how many layers the model has."""
 MAX_LAYERS = 1000
 """The largest number of layers that is believed."""
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 
 
@@ -22,13 +22,22 @@ def list_inner_checkpoints(folder: Path) -> list[Path]:
     return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
 
 
+def _list_text_configs(
+    config: Mapping[str, object],
+) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """List a config, by an empty key, and the text models' configs in it, by their keys."""
+    yield "", config
+    for key in _TEXT_KEYS:
+        if isinstance(part := config.get(key), dict):
+            yield key, part
+
+
 def find_quantization_configs(
     config: Mapping[str, object],
 ) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Find the sections of a config that describe a quantization: key and section."""
-    inner = (config.get(key) for key in _TEXT_KEYS)
-    for owner in (config, *(part for part in inner if isinstance(part, dict))):
-        for key in _QUANTIZATION_KEYS:
+    for _, owner in _list_text_configs(config):
+        for key in QUANTIZATION_KEYS:
             section = owner.get(key)
             if isinstance(section, dict):
                 yield key, section
@@ -40,8 +49,7 @@ def find_dtype(config: Mapping[str, object]) -> str:
     The outermost one counts, then the text model's, as in vLLM 0.32
     (`model_arch_config_convertor.py` `get_torch_dtype`).
     """
-    inner = (config.get(key) for key in _TEXT_KEYS)
-    for section in (config, *(part for part in inner if isinstance(part, dict))):
+    for _, section in _list_text_configs(config):
         for key in ("dtype", "torch_dtype"):
             value = section.get(key)
             if isinstance(value, str) and value not in ("", "auto"):
@@ -56,10 +64,8 @@ def replace_quantization(
 
     They are empty if the config has no such section.
     """
-    for owner in ("", *_TEXT_KEYS):
-        found = config.get(owner) if owner else config
-        part = found if isinstance(found, Mapping) else {}
-        for key in _QUANTIZATION_KEYS:
+    for owner, part in _list_text_configs(config):
+        for key in QUANTIZATION_KEYS:
             if isinstance(part.get(key), dict):
                 return {owner: {**part, key: section}} if owner else {key: section}
     return {}
@@ -70,5 +76,5 @@ def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     return {
         key: without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in _QUANTIZATION_KEYS
+        if key not in QUANTIZATION_KEYS
     }

@@ -207,13 +207,11 @@ def _skip_reason(path: Path, *, is_indexed: bool) -> str:
         reason = "a folder"
     elif not path.is_file():
         reason = "not a file, or a broken link"
-    elif path.stat().st_size > _MAX_SIDE_FILE_BYTES and not _may_be_large(path):
+    elif path.stat().st_size > _MAX_SIDE_FILE_BYTES and not (
+        path.name.startswith(_LARGE_SIDE_FILES) or path.suffix == ".tiktoken"
+    ):
         reason = "larger than 100 MB"
     return reason
-
-
-def _may_be_large(path: Path) -> bool:
-    return path.name.startswith(_LARGE_SIDE_FILES) or path.suffix == ".tiktoken"
 
 
 def _list_visible_files(folder: Path) -> list[Path]:

@@ -58,7 +58,9 @@ class ResumableFolder(OutputFolder):
             raise
 
     def _make_staging(self, parent: Path) -> Path:
-        staging = self._name_staging(parent)
+        is_inside = parent == self._target
+        name = name_kept_staging(self._target) if is_inside else f"{self._target.name}.partial"
+        staging = parent / name
         try:
             if staging.exists():
                 self._lock_folder(staging)
@@ -104,12 +106,6 @@ class ResumableFolder(OutputFolder):
             )
         if self.resume and self.check_resumed is not None:
             self.check_resumed(staging)
-
-    def _name_staging(self, parent: Path) -> Path:
-        name = self._target.name
-        if parent != self._target:
-            return parent / f"{name}.partial"
-        return parent / name_kept_staging(self._target)
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -53,13 +53,10 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
+        self.tensors = self.header.tensors
+        """The tensors, in the order of their data."""
         self._file: io.FileIO | None = None
         self._lock = threading.Lock()
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """The tensors, in the order of their data."""
-        return self.header.tensors
 
     def torch_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor is read in.
@@ -164,7 +161,7 @@ class TensorFile:
 
     def _entry(self, name: str) -> TensorEntry:
         try:
-            return self.header.tensors[name]
+            return self.tensors[name]
         except KeyError:
             raise ModelError(f"{self.path}: there is no tensor {name!a:.200}") from None
 
@@ -201,6 +198,14 @@ class TensorFile:
             if self._file is None:
                 self._file = io.FileIO(self.path, "rb")
             return self._file.fileno()
+
+
+def nonfinite_error(name: str, value: float, index: Sequence[int]) -> ModelError:
+    """Make the error for a stored tensor that holds NaN or infinity at an index."""
+    return ModelError(
+        f"{name} holds {value} at {list(index)}",
+        hint="the checkpoint is damaged, or overflowed in training or conversion",
+    )
 
 
 def save_tensors(

@@ -258,7 +258,7 @@ def _give_files(
     if not model.is_live or not needs_files or request.out is None:
         return model
     folder = stack.enter_context(saved_model(request.model, Path(request.out), request.tokenizer))
-    checkpoint = stack.enter_context(Checkpoint.open(Path(folder), require_config=True))
+    checkpoint = stack.enter_context(Checkpoint.open(Path(folder)))
     return replace(model, checkpoint=checkpoint)
 
 

@@ -241,7 +241,7 @@ def _refuse_other_origin(name: str, origin: CalibrationOrigin, model: ScaleFolde
         opened = Checkpoint.open(model.path)
     except ModelError:
         half = len(origin.model) // 2
-        bare = Checkpoint(model.path, files={}, index=None)
+        bare = Checkpoint(model.path)
         known = fingerprint_model(model.config, bare)[:half]
         check_origin(name, origin, known + origin.model[half:])
         return

@@ -65,7 +65,7 @@ def run(request: ExtractRequest, reporter: Reporter) -> ExtractResult:
     dialect = _check_options(request)
     source = fetch_hub_id(Path(request.quantized_model))
     folder = find_folder(str(request.model), request.revision)
-    with Checkpoint.open(folder, require_config=True) as checkpoint:
+    with Checkpoint.open(folder) as checkpoint:
         quantized = find_quantized(checkpoint)
         target = _Target(
             source=checkpoint,

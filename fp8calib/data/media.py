@@ -35,7 +35,7 @@ class Modality(StrEnum):
 MODALITIES = tuple(Modality)
 """In the order of their codes in tensors."""
 MEDIA = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
-COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
+MEDIA_COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
 """The columns beside a conversation or text that hold media, by their names."""
 MARKS = {kind: f"<{kind}>" for kind in MEDIA}
 """Where a medium of a column stands in plain text."""
@@ -91,7 +91,7 @@ def parse_media(column: str, value: object, origin: str, folder: Path) -> tuple[
     Raises:
         DataError: an item is null or holds no medium.
     """
-    kind = COLUMNS[column]
+    kind = MEDIA_COLUMNS[column]
     items = value if isinstance(value, list | tuple) else [value]
     if column == kind == Modality.VIDEO and len(items) > 1 and not isinstance(items[0], list):
         items = [items]

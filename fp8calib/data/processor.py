@@ -105,12 +105,8 @@ class MediaEncoder:
         self._processor = processor
         self._name = name
         self._placeholders = find_placeholders(config, processor)
-        self._special = _list_special(processor.tokenizer)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the processor."""
-        return self._processor.tokenizer
+        self.tokenizer = processor.tokenizer
+        self._special = _list_special(self.tokenizer)
 
     @property
     def template(self) -> Any:
@@ -165,7 +161,7 @@ class MediaEncoder:
     def _run(self, row: Row) -> dict[str, torch.Tensor]:
         messages = [self._decode_message(message) for message in row.messages or ()]
         try:
-            found = {
+            return {
                 key: value
                 if isinstance(value, torch.Tensor)
                 else torch.as_tensor(np.asarray(value))
@@ -186,7 +182,6 @@ class MediaEncoder:
                 f"({type(error).__name__}: {first_line(error)})",
                 hint="check the order of the roles, and that the model takes such media",
             ) from error
-        return found
 
     def _call(self, messages: list[Message]) -> Mapping[str, Any]:
         """Let the processor make the inputs; one without a chat template takes a plain prompt."""

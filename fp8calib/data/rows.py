@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.data.media import (
-    COLUMNS as MEDIA_COLUMNS,
-)
-from fp8calib.data.media import (
     MARKS,
     MEDIA,
+    MEDIA_COLUMNS,
     Medium,
     Modality,
     iter_media,
@@ -106,23 +104,21 @@ def parse_row(
 def _parse_content_of(
     value: dict[Any, Any], origin: str, folder: Path, allow_blank: bool, text_column: str | None
 ) -> Row:
-    form: tuple[str, ...]
     if text_column is not None:
-        form, field = (text_column,), _name_kind(value, text_column, origin)
+        column, kind = text_column, _name_kind(value, text_column, origin)
     else:
         found = (form for form in FORMS if all(value.get(name) is not None for name in form))
-        form = next(found, ())
-        field = form[0] if form else ""
-    match field:
+        column = kind = next(found, ("",))[0]
+    match kind:
         case "input_ids":
-            ids = _parse_input_ids(value[form[0]], origin)
+            ids = _parse_input_ids(value[column], origin)
             mask = value.get(MASK)
             return Row(origin, input_ids=ids if mask is None else _drop_padding(ids, mask, origin))
         case "text" | "content":
-            text = _parse_text(value[form[0]], f"{origin}: {form[0]}", allow_blank=allow_blank)
+            text = _parse_text(value[column], f"{origin}: {column}", allow_blank=allow_blank)
             return Row(origin, text=text)
         case "messages" | "conversations":
-            messages = _parse_messages(value[form[0]], f"{origin}: {form[0]}", folder)
+            messages = _parse_messages(value[column], f"{origin}: {column}", folder)
             return Row(origin, messages=messages)
         case "prompt":
             return _parse_completion(value, origin, folder)

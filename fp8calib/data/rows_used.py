@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8calib.data.processor import MediaEncoder
-from fp8calib.data.rows import Row, has_chat_template
+from fp8calib.data.rows import has_chat_template
 from fp8calib.data.tokenize import PackedRows
 from fp8calib.errors import fit_line
 
@@ -56,19 +56,6 @@ class RowsUsed:
             f"the tokenizer's (sha256 {self.chat_template[:12]}), applied to "
             f"{self.conversations:,} of {self.read:,} rows"
         )
-
-
-class ConversationCounter:
-    """Passes rows on and counts those that are conversations."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = rows
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Row]:
-        for row in self._rows:
-            self.count += row.messages is not None
-            yield row
 
 
 def summarize_rows(

@@ -15,7 +15,7 @@ import torch
 from fp8calib.data.media import MODALITIES, Modality
 from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import Row
-from fp8calib.data.rows_used import ConversationCounter, RowsUsed, summarize_rows
+from fp8calib.data.rows_used import RowsUsed, summarize_rows
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes, hash_text
@@ -180,12 +180,16 @@ def build_plan(
         rows = mix_rows([(n, s.weight) for n, s in zip(noted, parsed, strict=True)], seed=seed)
     load = functools.cache(tokenizer)
     encode = None if encoder is None else functools.cache(encoder)
-    counted = ConversationCounter(rows)
+    conversations = 0
+
+    def count_conversations(rows: Iterable[Row]) -> Iterator[Row]:
+        nonlocal conversations
+        for row in rows:
+            conversations += row.messages is not None
+            yield row
+
     encoded = tokenize_rows(
-        counted,
-        tokenizer=load,
-        encoder=encode,
-        vocab_size=vocab_size,
+        count_conversations(rows), tokenizer=load, encoder=encode, vocab_size=vocab_size
     )
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
@@ -211,7 +215,7 @@ def build_plan(
         longest_padded=longest_padded,
         rows=summarize_rows(
             found,
-            counted.count,
+            conversations,
             load() if load.cache_info().currsize else None,
             encode() if encode is not None and found.media else None,
         ),

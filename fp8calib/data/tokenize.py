@@ -215,7 +215,10 @@ def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
         if not _holds_all(text, messages):
             # Templates of models that see may read lists of parts alone, and skip a plain text.
-            parts = [_as_parts(message) for message in messages]
+            parts = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            ]
             found = str(tokenizer.apply_chat_template(parts, tokenize=False))
             text = found if _holds_all(found, messages) else text
         return text
@@ -233,10 +236,6 @@ def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
 
 def _holds_all(text: str, messages: Sequence[Message]) -> bool:
     return all(str(message["content"]).strip() in text for message in messages)
-
-
-def _as_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_one_bos(ids: list[int], tokenizer: Any) -> list[int]:

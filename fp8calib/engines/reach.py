@@ -83,9 +83,7 @@ def measure_reaches(stats: CalibrationStats) -> dict[tuple[int, Role], Reach]:
     """Give what calibration saw of K and V, by layer and role; not every layer was seen."""
     found = {}
     for layer, attention in stats.geometry.attentions():
-        owner = attention
-        if attention.producer is not None:
-            owner = stats.geometry.layers[attention.producer].attention or attention
+        owner = stats.geometry.producer_of(attention)
         for role in KV_ROLES:
             if (reach := measure_reach(stats, owner.site(role))) is not None:
                 found[layer.index, role] = reach

@@ -193,3 +193,10 @@ def count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
     """Count the blocks of a weight, those at the edges included: [..., rows, columns]."""
     rows, columns = shape[-2:]
     return (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
+
+
+def count_parts(shape: tuple[int, int], scheme: Scheme) -> tuple[int, ...]:
+    """Give the shape of the scales of a whole weight: (), rows or blocks."""
+    if scheme.weights is Granularity.BLOCK:
+        return count_blocks(shape, scheme.block)
+    return shape[:1] if scheme.weights is Granularity.CHANNEL else ()

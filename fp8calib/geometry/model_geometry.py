@@ -180,6 +180,16 @@ class ModelGeometry(Frozen):
         """Every layer that reads a KV cache, with its attention module."""
         return ((layer, layer.attention) for layer in self.layers if layer.attention is not None)
 
+    def owners(self) -> dict[int, Attention]:
+        """Map the index of each layer that stores its own K and V to its attention."""
+        found = self.attentions()
+        return {layer.index: attention for layer, attention in found if attention.producer is None}
+
+    def producer_of(self, attention: Attention) -> Attention:
+        """Give the attention that stores the K and V that a layer reads: mostly its own."""
+        index = attention.producer
+        return attention if index is None else self.layers[index].attention or attention
+
     def index_modules(self) -> dict[str, int]:
         """Map the path of every attention module and linear to its layer."""
         attentions = {attention.module: layer.index for layer, attention in self.attentions()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,7 +18,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.scale_mixups import list_moves
 from fp8calib.engines.status import Status
-from fp8calib.errors import cut_list, format_ranges, shorten
+from fp8calib.errors import cut_list, format_count, name_ranges, shorten
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.inside.live_scales import ROLES
 from fp8calib.inside.rank_answer import LiveLayer, RankAnswer, Slot
@@ -164,8 +164,8 @@ def _explain(
             by_layers[tuple(sorted({each.layer.index for each in found}))] += found
         for layers, same in by_layers.items():
             ranks = sorted({each.rank for each in same})
-            place = f"{_count('rank', ranks)}: " if answers[0].tp > 1 else ""
-            yield f"{place}{_count('layer', layers)}: {_describe(same)}{why}", same
+            place = f"{name_ranges(ranks, 'rank')}: " if answers[0].tp > 1 else ""
+            yield f"{place}{name_ranges(layers)}: {_describe(same)}{why}", same
 
 
 def _describe(same: Sequence[_Fault]) -> str:
@@ -223,10 +223,10 @@ def _judge_caches(
             why = "it takes no scale of a file"
         else:
             why, status = "whether the scales fit it is not known", Status.UNKNOWN
-        why = f"{_count('layer', layers)}: kv_cache_dtype is {shorten(dtype)}: {why}"
+        why = f"{name_ranges(layers)}: kv_cache_dtype is {shorten(dtype)}: {why}"
         verdict = LoadVerdict(status=status, value=1.0, why=why, fix=_CACHE_FIX)
         found |= dict.fromkeys(layers, verdict)
-    why = f"{_count('layer', absent)}: the engine has no such layer"
+    why = f"{name_ranges(absent)}: the engine has no such layer"
     verdict = LoadVerdict(status=Status.DROPPED, why=why, fix="name the checkpoint it serves")
     return found | dict.fromkeys(absent, verdict)
 
@@ -250,7 +250,7 @@ def _list_foreign(answers: Sequence[RankAnswer], report: EngineReport) -> Iterat
     known = {layer.layer for layer in report.layers}
     live = {layer.index for answer in answers for layer in answer.layers}
     if more := sorted(live - known):
-        yield f"{_count('layer', more)} of the engine: the checkpoint has no such layer"
+        yield f"{name_ranges(more)} of the engine: the checkpoint has no such layer"
 
 
 def _list_absent(answers: Sequence[RankAnswer]) -> Iterator[str]:
@@ -266,8 +266,8 @@ def _list_notes(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator
     backends = cut_list(sorted({layer.backend for layer in layers}))
     caches = cut_list(sorted({f"{each.cache_dtype} ({each.stored_dtype})" for each in layers}))
     yield (
-        f"the running vLLM {shorten(first.version)} answered for {len(answers)} "
-        f"{'rank' if len(answers) == 1 else 'ranks'}: backend {backends}, KV cache {caches}"
+        f"the running vLLM {shorten(first.version)} answered for "
+        f"{format_count(len(answers), 'rank')}: backend {backends}, KV cache {caches}"
     )
     if first.others:
         yield f"not compared: scales of a drafter ({cut_list(first.others, 2)})"
@@ -276,10 +276,6 @@ def _list_notes(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator
     factors = {each.fnuz_factor for slot, each in report.held.items() if slot[1] in KV_ROLES}
     if first.is_fnuz and factors == {1.0}:
         yield _FNUZ
-
-
-def _count(what: str, numbers: Collection[int]) -> str:
-    return f"{what}{'s' if len(numbers) > 1 else ''} {format_ranges(sorted(numbers))}"
 
 
 def _join(copies: Sequence[str]) -> str:

@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -39,7 +38,7 @@ from fp8calib.run.distributed.group import RankLostError
 from fp8calib.run.forward.observed_batches import cut_into
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import join_ranges
-from fp8calib.stats.statistic import SiteStats
+from fp8calib.stats.statistic import SiteStats, group_tensors
 
 WORKER = "fp8calib.inside.vllm_worker.FP8CalibWorker"
 _GROUP_S = 3.0
@@ -389,14 +388,10 @@ def _read_answer(
         raise CalibrationError(
             f"vLLM ran sequences {_show(ran)} of {_show(expected)} ({rank.describe()})"
         )
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in load(answer).items():
-        site, _, name = key.rpartition("/")
-        tensors.setdefault(site, {})[name] = tensor
     counts = json.loads(metadata["counts"])
     return {
         Site.parse(site): SiteStats(count=counts[site], tensors=found)
-        for site, found in tensors.items()
+        for site, found in group_tensors(load(answer)).items()
     }
 
 

@@ -25,6 +25,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.batch_view import view_batch
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.reductions import observe_expert_input, observe_heads, observe_input
+from fp8calib.stats.statistic import name_tensors
 
 
 class Observer:
@@ -205,9 +206,7 @@ def _names_of(value: Any) -> frozenset[str]:
     return getattr(value, "held", frozenset()) if isinstance(value, _Named) else frozenset()
 
 
-def _trace_loader(
-    model: Any, tensors: Iterable[tuple[str, str, Sequence[int]]]
-) -> tuple[dict[str, list[str]], str]:
+def _trace_loader(model: Any, tensors: Tensors) -> tuple[dict[str, list[str]], str]:
     """Ask the model's own loader which parameter each tensor goes into; nothing is loaded.
 
     Returns:
@@ -396,11 +395,7 @@ def _collect(observations: Sequence[_Observation]) -> bytes:
         "faults": json.dumps(faults),
         "nonfinite": "".join(bad[:1]),
     }
-    tensors = {
-        f"{site}/{name}": tensor.contiguous()
-        for site, stats in found.items()
-        for name, tensor in stats.tensors.items()
-    }
+    tensors = {key: tensor.contiguous() for key, tensor in name_tensors(found)}
     saved: bytes = save(tensors, metadata)
     return saved
 

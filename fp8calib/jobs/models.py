@@ -95,7 +95,7 @@ class RunModel:
             device_map=self.device_map,
             checkpoint=self.checkpoint,
         )
-        return replace(self.prepared, model=model, weights=WeightSource(model, self.checkpoint))
+        return replace(self.prepared, weights=WeightSource(model, self.checkpoint))
 
     def describe_decoded(self) -> Iterator[str]:
         """Describe a model that is quantized already, and is decoded while it is read."""

@@ -85,10 +85,9 @@ def _layer_row(stats: CalibrationStats, layer: Layer) -> LayerRow:
     attention = layer.attention
     if attention is None:
         return LayerRow(layer=layer.index, mixer=layer.mixer)
-    mixer, owner = layer.mixer, attention
+    mixer, owner = layer.mixer, stats.geometry.producer_of(attention)
     if attention.producer is not None:
         mixer = f"{layer.mixer} (K/V of layer {attention.producer})"
-        owner = stats.geometry.layers[attention.producer].attention or attention
     k, v = (_find_amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V))
     both = max((amax for amax in (k, v) if amax is not None), default=None)
     is_joint = attention.kind == "latent"  # one cache, one scale

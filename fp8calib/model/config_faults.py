@@ -22,7 +22,7 @@ from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.model_config import find_quantization_configs, without_quantization
 from fp8calib.errors import ModelError, shorten
 from fp8calib.model.config_values import list_odd_values
-from fp8calib.model.geometry_from_config import complete_heads, restore_floats
+from fp8calib.model.geometry_from_config import complete_heads, is_known, restore_floats
 
 _GENERATION = "generation_config.json"
 _SAMPLING = {
@@ -49,7 +49,7 @@ def find_config_fault(config: Mapping[str, object]) -> str:
     It may refuse it only when it builds the model: with `head_dim: null`, whose geometry is that of
     an engine which computes it.
     """
-    if str(config.get("model_type")) not in CONFIG_MAPPING:
+    if not is_known(config):
         return ""
     plain = restore_floats(without_quantization(config))
     if why := _try(partial(_parse_config, plain)):
@@ -79,7 +79,7 @@ def list_other_faults(
         config: its config.json.
         is_refused: whether transformers refuses that, so that no class has read its values.
     """
-    is_read = str(config.get("model_type")) in CONFIG_MAPPING and not is_refused
+    is_read = is_known(config) and not is_refused
     parts = list(_list_parts(restore_floats(without_quantization(config)))) if is_read else []
     for parsed, own in parts:
         yield from _list_nulls(parsed, own)

@@ -58,7 +58,8 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         weights = WeightSource(skeleton, checkpoint)
-        names = _find_names(skeleton, weights)
+        names = {name: weights.spell(name) for name in find_absent(weights)}
+        names |= weights.single_tensors
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
         shapes: dict[str, object] = {
             "matrices": _list_matrices(skeleton, names),
@@ -68,7 +69,7 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         # if the text model is wrapped, the checkpoint may hold towers and names that it lacks
         is_wrapped = source.config.get_text_config() is not source.config
         if type(skeleton).__name__ in str(config.get("architectures")) or not is_wrapped:
-            shapes["leftovers"] = tuple(find_leftovers(skeleton, weights))
+            shapes["leftovers"] = tuple(find_leftovers(weights))
             shapes["renamed"] = tuple(weights.find_renamed())
         return geometry.model_copy(update=shapes)
     except Fp8CalibError:
@@ -172,20 +173,14 @@ def _unusable(
 
 def _open_leniently(folder: Path) -> Checkpoint:
     """Open every weight file of the folder whose header can be read, and ignore the index."""
-    files: dict[str, TensorFile] = {}
+    files: list[TensorFile] = []
     for path in sorted(folder.glob("*.safetensors")):
         try:
             refuse_external_link(path)
-            files[path.name] = TensorFile(path)
+            files.append(TensorFile(path))
         except ModelError:
             continue
-    return Checkpoint(folder, files=files, index=None)
-
-
-def _find_names(skeleton: LoadedModel, weights: WeightSource) -> dict[str, str]:
-    """Name the tensor of each parameter that is one whole tensor, or that no tensor fills."""
-    absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
-    return absent | dict(weights.single_tensors)
+    return Checkpoint(folder, files=files)
 
 
 def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:

@@ -38,7 +38,7 @@ class LiveCheckpoint(Checkpoint):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(Path(model.name_or_path or name_class(model)), files={}, index=None)
+        super().__init__(Path(model.name_or_path or name_class(model)))
         self._config = _make_config(model)
         state = model.state_dict()
         for name in set(model._keys_to_ignore_on_save or ()) & state.keys():

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
+from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
@@ -39,9 +40,8 @@ HUB_FILES = [
     *("LICEN[CS]E*", "NOTICE*", "*.md"),
 ]
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-
+_TRUST = "pass --trust-remote-code if you trust that code"
 
 _MODEL_CLASSES = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -112,7 +112,7 @@ def open_source(
         ModelError: there is no model, its config cannot be used, or it is not a decoder-only model.
     """
     folder = find_folder(model, revision)
-    with Checkpoint.open(folder, require_config=True) as checkpoint:
+    with Checkpoint.open(folder) as checkpoint:
         raw = checkpoint.load_config()
         refuse_duplicate_tensors(checkpoint)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
@@ -201,7 +201,7 @@ def _check_model_type(folder: Path, raw: Mapping[str, object], *, trust_remote_c
     if "auto_map" in raw:
         raise ModelError(
             f"{folder}: model_type {name} needs the Python code of the checkpoint",
-            hint="pass --trust-remote-code if you trust that code",
+            hint=_TRUST,
         )
     if not isinstance(name, str):
         raise ModelError(
@@ -257,7 +257,7 @@ def as_unquantized(source: ModelSource) -> ModelSource:
     """
     config = deepcopy(source.config)
     for part in (config, config.get_text_config(decoder=True)):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTIZATION_KEYS:
             if hasattr(part, key):
                 delattr(part, key)
     return replace(source, config=config)
@@ -294,10 +294,9 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
             source.folder, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:
-        carries_code = "trust_remote_code" in str(error)
         raise ModelError(
             f"{source.folder}: the tokenizer cannot be loaded: {_explain_load_error(error)}",
-            hint="pass --trust-remote-code if you trust that code" if carries_code else "",
+            hint=_TRUST if "trust_remote_code" in str(error) else "",
         ) from error
     if len(tokenizer) > vocab_size:
         raise ModelError(
@@ -305,15 +304,10 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
             f"{vocab_size} rows",
             hint="the tokenizer belongs to another model, or the embedding was not resized",
         )
-    if not getattr(tokenizer, "chat_template", None):
-        tokenizer.chat_template = _load_processor_template(source.folder)
+    own_file = source.folder / "chat_template.json"  # where older processors keep the template
+    if not getattr(tokenizer, "chat_template", None) and own_file.is_file():
+        tokenizer.chat_template = load_json_object(own_file).get("chat_template")
     return tokenizer
-
-
-def _load_processor_template(folder: Path) -> object:
-    """Load the chat template that older processors keep in a file of their own, if there is one."""
-    path = folder / _PROCESSOR_TEMPLATE
-    return load_json_object(path).get("chat_template") if path.is_file() else None
 
 
 def load_processor(source: ModelSource) -> Any:
@@ -336,12 +330,11 @@ def load_processor(source: ModelSource) -> Any:
     except Exception as error:
         if not any((source.folder / name).is_file() for name in _PROCESSOR_FILES):
             raise _no_processor(source.folder) from error
-        carries_code = "trust_remote_code" in str(error)
         raise ModelError(
             f"{source.folder}: the processor of its media cannot be loaded: "
             f"{_explain_load_error(error)}",
-            hint="pass --trust-remote-code if you trust that code"
-            if carries_code
+            hint=_TRUST
+            if "trust_remote_code" in str(error)
             else "copy the files again that the model was published with",
         ) from error
     if not hasattr(processor, "tokenizer"):  # without its files transformers gives the tokenizer
@@ -418,7 +411,7 @@ def _check_loading(
 ) -> None:
     missing = sorted(filter(is_run(model), info.get("missing_keys") or ()))
     if missing and checkpoint is not None:
-        missing = _join_experts(model, missing, WeightSource(model, checkpoint))
+        missing = _join_experts(missing, WeightSource(model, checkpoint))
     if missing:
         raise missing_error(folder, missing)
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
@@ -426,12 +419,10 @@ def _check_loading(
 
 
 @torch.no_grad()
-def _join_experts(
-    model: PreTrainedModel, missing: Sequence[str], weights: WeightSource
-) -> list[str]:
+def _join_experts(missing: Sequence[str], weights: WeightSource) -> list[str]:
     """Fill missing parameters that transformers does not join; list those that cannot be filled."""
     made = weights.parameters
-    parameters = dict(model.named_parameters())
+    parameters = dict(weights.model.named_parameters())
     left = [name for name in missing if name not in made or parameters[name].is_meta]
     for name in missing:
         if name not in left:

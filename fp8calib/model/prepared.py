@@ -38,7 +38,6 @@ _ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 class PreparedModel:
     """A model, with or without weights, and the source of its weights."""
 
-    model: PreTrainedModel
     geometry: ModelGeometry
     unobserved: Mapping[str, str]
     """The modules whose weights no hook can observe, with the reason."""
@@ -47,6 +46,11 @@ class PreparedModel:
     """The modules that the recipe excludes from calibration."""
     towers: tuple[Linear, ...] = ()
     """The linears of towers, if they are observed."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself."""
+        return self.weights.model
 
 
 def prepare(
@@ -60,7 +64,7 @@ def prepare(
         RecipeError: a pattern matches no module.
     """
     weights = WeightSource(model, checkpoint)
-    check_stored_parameters(model, weights)
+    check_stored_parameters(weights)
     geometry, unobserved = find_geometry(
         model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
@@ -73,7 +77,6 @@ def prepare(
         )
     modules = [*_module_names(geometry), *(linear.module for linear in towers)]
     return PreparedModel(
-        model=model,
         geometry=geometry,
         unobserved=unobserved,
         weights=weights,
@@ -116,12 +119,12 @@ def list_skipped(
     skipped += _applied_by_modules(prepared)
     weights = prepared.weights
     drafters = {path for site in observed for path in list_paths(site.module)}
-    unused = (name for name in weights.unused if name not in drafters)
-    skipped += [Skipped(site=name, why=_UNUSED) for name in unused]
-    leftovers = list_leftovers(prepared.model, weights)
-    skipped += [Skipped(site=name, why=_LEFTOVER) for name in leftovers]
-    absent = list_absent(prepared.model, weights)
-    skipped += [Skipped(site=name, why=_ABSENT) for name in absent]
+    differences = {
+        _UNUSED: [name for name in weights.unused if name not in drafters],
+        _LEFTOVER: list_leftovers(weights),
+        _ABSENT: list_absent(weights),
+    }
+    skipped += [Skipped(site=name, why=why) for why, names in differences.items() for name in names]
     return skipped
 
 

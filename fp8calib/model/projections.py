@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
@@ -39,17 +38,13 @@ class LinearWeight:
         return rows[:, channels.start : channels.stop]
 
 
-def read_linears(
-    model: PreTrainedModel, linears: Sequence[Linear], source: WeightSource
-) -> Iterator[LinearWeight]:
+def read_linears(linears: Sequence[Linear], source: WeightSource) -> Iterator[LinearWeight]:
     """Read the weights of linears, each parameter once, and stacked experts one by one.
-
-    Only the modules of `model` are used; it may be without weights.
 
     Raises:
         ModelError: the checkpoint holds no tensor for one of them.
     """
-    modules = dict(model.named_modules())
+    modules = dict(source.model.named_modules())
     stacks: dict[str, list[Linear]] = defaultdict(list)
     for linear in linears:
         stacks[linear.weight_name].append(linear)

@@ -24,7 +24,7 @@ class UnfilledModelError(ModelError):
     """The checkpoint and the model's class or config do not fit together."""
 
 
-def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> None:
+def check_stored_parameters(weights: WeightSource) -> None:
     """Refuse a checkpoint that does not hold the model that its config describes.
 
     Raises:
@@ -32,9 +32,9 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
             holds one in another shape, or has values for one that the config switches off.
         ModelError: the checkpoint holds integers for a parameter.
     """
-    stored = weights.source
+    model, stored = weights.model, weights.source
     runs = is_run(model)
-    if missing := [name for name in find_absent(model, weights) if runs(name)]:
+    if missing := [name for name in find_absent(weights) if runs(name)]:
         raise missing_error(stored.folder, missing)
     known = model.state_dict()
     for name, tensor in weights.single_tensors.items():
@@ -48,7 +48,7 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
                 "does not state it",
                 hint="use the unquantized model that it was made from",
             )
-    if unused := list(_find_switched_off(model, weights)):
+    if unused := list(_find_switched_off(weights)):
         raise UnfilledModelError(
             f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, but its config gives "
             "the model no such parameter",
@@ -66,26 +66,25 @@ def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
     )
 
 
-def list_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+def list_absent(weights: WeightSource) -> list[str]:
     """List the parameters that the checkpoint lacks; numbers that differ are `*`."""
-    return sorted(group_by_pattern(find_absent(model, weights)), key=dot_natural_key)
+    return sorted(group_by_pattern(find_absent(weights)), key=dot_natural_key)
 
 
-def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+def list_leftovers(weights: WeightSource) -> list[str]:
     """List the tensors that the model has no parameter for; numbers that differ are `*`.
 
     Tensors below the paths of `weights.unused`, and buffers that models now compute, are not
     listed.
     """
     covered = set(weights.unused)
-    names = find_leftovers(model, weights)
-    others = (name for name in names if covered.isdisjoint(list_paths(name)))
+    others = (name for name in find_leftovers(weights) if covered.isdisjoint(list_paths(name)))
     return sorted(group_by_pattern(others), key=dot_natural_key)
 
 
-def find_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+def find_leftovers(weights: WeightSource) -> list[str]:
     """Find the tensors that the model has no parameter for."""
-    return [name for key in _find_unexpected(model, weights) for name in weights.unmatched[key]]
+    return [name for key in _find_unexpected(weights) for name in weights.unmatched[key]]
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -115,8 +114,9 @@ def mismatch_error(
     )
 
 
-def find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+def find_absent(weights: WeightSource) -> list[str]:
     """Find the parameters that no tensor fills, except those that transformers ignores."""
+    model = weights.model
     stored = {made for group in weights.parameters.values() for made in group}
     known = model.state_dict(keep_vars=True)
     filled = {id(known[name]) for name in stored if name in known}  # one object with two names
@@ -129,8 +129,9 @@ def find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     return sorted(_filter(model, missing=missing).missing_keys)
 
 
-def _find_unexpected(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+def _find_unexpected(weights: WeightSource) -> list[str]:
     """Find the tensors without a parameter by their names in the model, as transformers does."""
+    model = weights.model
     computed = {name for name, _ in model.named_buffers()}
     unexpected = (
         name for name in weights.unmatched if computed.isdisjoint(_spellings(model, name))
@@ -154,10 +155,11 @@ def _filter(
     return info
 
 
-def _find_switched_off(model: PreTrainedModel, weights: WeightSource) -> Iterator[str]:
+def _find_switched_off(weights: WeightSource) -> Iterator[str]:
     """Find tensors for parameters that the config switches off, if their values have an effect."""
+    model = weights.model
     runs = is_run(model)
-    for name in _find_unexpected(model, weights):
+    for name in _find_unexpected(weights):
         leaf = name.rpartition(".")[2]
         neutral = 1.0 if leaf == "weight" else 0.0
         owners = [_find_module(model, each) for each in _spellings(model, name) if runs(each)]

@@ -39,6 +39,9 @@ _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w
 _EXPERT = r"\.experts\.\d*."
 _STACK_AXES = 3
 
+_Part = tuple[str, str | None]
+"""A tensor, and the pattern of the converter that joins it to others; None if none does."""
+
 
 class TensorSource(Protocol):
     """An object that tensors are read from by name, such as a checkpoint."""
@@ -62,8 +65,10 @@ class WeightSource:
     """Reads the parameters of a model from its checkpoint, in the checkpoint's dtype."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: TensorSource) -> None:
-        self._model = model
-        self._checkpoint = checkpoint
+        self.model = model
+        """The model, with or without weights."""
+        self.source = checkpoint
+        """The checkpoint that tensors are read from."""
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:
             conversions = get_model_conversion_mapping(model)
@@ -77,16 +82,12 @@ class WeightSource:
         self._parts = _map_names(model, checkpoint, conversions)
         self._known = model.state_dict().keys()
         self._renamings = _reverse_renamings(conversions)
-        self._plain_renamings = [
-            each
-            for each in conversions
-            if isinstance(each, WeightRenaming) and not isinstance(each, PrefixChange)
-        ]
-
-    @property
-    def source(self) -> TensorSource:
-        """The checkpoint that tensors are read from."""
-        return self._checkpoint
+        self.single_tensors: Mapping[str, str] = {
+            parameter: parts[0][0]
+            for parameter, parts in self._parts.items()
+            if len(parts) == 1 and parts[0][1] is None
+        }
+        """Parameter -> name of its tensor, for each parameter that is one whole tensor."""
 
     @property
     def unmatched(self) -> Mapping[str, tuple[str, ...]]:
@@ -95,15 +96,6 @@ class WeightSource:
             target: tuple(name for name, _ in parts)
             for target, parts in self._parts.items()
             if target not in self._known
-        }
-
-    @property
-    def single_tensors(self) -> Mapping[str, str]:
-        """Parameter -> name of its tensor, for each parameter that is one whole tensor."""
-        return {
-            parameter: parts[0][0]
-            for parameter, parts in self._parts.items()
-            if len(parts) == 1 and parts[0][1] is None
         }
 
     @property
@@ -119,7 +111,7 @@ class WeightSource:
         matrices = (
             name
             for name in unused
-            if len(self._checkpoint.tensors[name].shape) > 1 and not name.endswith("bias")
+            if len(self.source.tensors[name].shape) > 1 and not name.endswith("bias")
         )
         outside = (next(p for p in list_paths(name) if p not in inside) for name in matrices)
         return sorted(set(outside), key=dot_natural_key)
@@ -133,7 +125,7 @@ class WeightSource:
 
         If a tensor fills only a part of a parameter, such as one expert, only the path is compared.
         """
-        renamings = [each.reverse_transform() for each in self._plain_renamings[::-1]]
+        renamings = [each for each in self._renamings if not isinstance(each, PrefixChange)]
         found = []
         for parameter, parts in self._parts.items():
             if parameter not in self._known:
@@ -155,7 +147,7 @@ class WeightSource:
     def reading_from(self, source: TensorSource) -> WeightSource:
         """Copy this object to read from `source`, which must have the same tensor names."""
         other = copy(self)
-        other._checkpoint = source
+        other.source = source
         return other
 
     @property
@@ -177,8 +169,8 @@ class WeightSource:
             ModelError: the checkpoint holds no tensor for it.
         """
         parts = self._find(parameter)
-        if len(parts) == 1 and parts[0][1] is None:
-            return {parameter: self._checkpoint.read(parts[0][0])}
+        if (name := self.single_tensors.get(parameter)) is not None:
+            return {parameter: self.source.read(name)}
         return self._convert(parameter, parts)
 
     def read(self, parameter: str) -> torch.Tensor:
@@ -191,36 +183,33 @@ class WeightSource:
 
     def read_rows(self, parameter: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of a parameter that is one whole tensor of the checkpoint."""
-        return self._checkpoint.read_rows(self._find(parameter)[0][0], start, stop)
+        return self.source.read_rows(self._find(parameter)[0][0], start, stop)
 
     def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
         """Read a 3-D parameter of experts, one expert at a time: [rows, columns]."""
         parts = self._find(parameter)
-        if len(parts) == 1 and parts[0][1] is None:
-            name = parts[0][0]
-            for expert in range(self._checkpoint.tensors[name].shape[0]):
-                yield self._checkpoint.read_rows(name, expert, expert + 1)[0]
+        if (name := self.single_tensors.get(parameter)) is not None:
+            for expert in range(self.source.tensors[name].shape[0]):
+                yield self.source.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):
             for one_expert in _by_expert(parts):
                 yield self._convert(parameter, one_expert)[parameter][0]
         else:
             yield from self._convert(parameter, parts)[parameter]
 
-    def _find(self, parameter: str) -> list[tuple[str, str | None]]:
+    def _find(self, parameter: str) -> list[_Part]:
         if parameter not in self._parts:
             raise ModelError(
-                f"{self._checkpoint.folder}: the checkpoint holds no tensor for {parameter}"
+                f"{self.source.folder}: the checkpoint holds no tensor for {parameter}"
             )
         return self._parts[parameter]
 
-    def _convert(
-        self, parameter: str, parts: list[tuple[str, str | None]]
-    ) -> dict[str, torch.Tensor]:
+    def _convert(self, parameter: str, parts: list[_Part]) -> dict[str, torch.Tensor]:
         converter = deepcopy(self._converters[str(parts[0][1])])
         for name, pattern in parts:
-            converter.add_tensor(parameter, name, pattern, self._checkpoint.read(name))
+            converter.add_tensor(parameter, name, pattern, self.source.read(name))
         try:
-            converted = converter.convert(parameter, model=self._model, config=self._model.config)
+            converted = converter.convert(parameter, model=self.model, config=self.model.config)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
             raise ModelError(
                 f"{parameter}: transformers {transformers.__version__} does not make it of "
@@ -235,11 +224,11 @@ class WeightSource:
 
 def _map_names(
     model: PreTrainedModel, checkpoint: TensorSource, conversions: list[Any]
-) -> dict[str, list[tuple[str, str | None]]]:
+) -> dict[str, list[_Part]]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     known = model.state_dict()
-    parts: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    parts: dict[str, list[_Part]] = defaultdict(list)
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
         for alias in (name, _mixtral_name(name)):
             target, pattern = rename_source_key(
@@ -255,14 +244,12 @@ def _map_names(
 
 def _reverse_renamings(conversions: list[Any]) -> list[WeightRenaming]:
     """Reverse the renamings, except changes of a prefix that the checkpoint does not have."""
-    used = (
-        entry
-        for entry in conversions
+    return [
+        entry.reverse_transform()
+        for entry in reversed(conversions)
         if isinstance(entry, WeightRenaming)
         and (entry.was_used() or not isinstance(entry, PrefixChange))
-    )
-    reversed_ = [entry.reverse_transform() for entry in used]
-    return [entry for entry in reversed_[::-1] if isinstance(entry, WeightRenaming)]
+    ]
 
 
 def _mixtral_name(name: str) -> str:
@@ -276,7 +263,7 @@ def _mixtral_name(name: str) -> str:
     return head + experts + tail
 
 
-def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, str | None]]]:
+def _by_expert(parts: list[_Part]) -> Iterator[list[_Part]]:
     by_pattern: dict[str | None, list[str]] = defaultdict(list)
     for name, pattern in parts:
         by_pattern[pattern].append(name)

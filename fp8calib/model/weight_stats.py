@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
-from transformers import PreTrainedModel
 
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_error
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import channel_amax, group_amax, row_amax
 from fp8calib.geometry.model_geometry import Linear
@@ -21,22 +20,16 @@ _ROWS_AT_ONCE = 4096
 
 
 def observe_weights(
-    model: PreTrainedModel,
-    linears: Iterable[Linear],
-    source: WeightSource,
-    *,
-    ignored: Collection[str],
+    linears: Iterable[Linear], source: WeightSource, *, ignored: Collection[str]
 ) -> Iterator[tuple[Site, SiteStats]]:
     """Read every linear's weight and reduce it per output and per input channel.
-
-    Only the modules of `model` are used; it may be without weights.
 
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
     """
     observed = [linear for linear in linears if linear.runner not in ignored]
     per_expert: dict[str, list[tuple[SiteStats, torch.Tensor]]] = defaultdict(list)
-    for weight in read_linears(model, observed, source):
+    for weight in read_linears(observed, source):
         linear, stats = weight.linear, _reduce(weight.values, weight.name)
         site = Site(linear.module, Role.WEIGHT)
         if weight.expert is None:
@@ -79,14 +72,7 @@ def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
     bad = (~rows.float().isfinite()).nonzero()
     if len(bad):
         row, *rest = bad[0].tolist()
-        raise _nonfinite_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
-
-
-def _nonfinite_error(name: str, value: float, index: list[int]) -> ModelError:
-    return ModelError(
-        f"{name} holds {value} at {index}",
-        hint="the checkpoint is damaged, or overflowed in training or conversion",
-    )
+        raise nonfinite_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
 
 
 def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
@@ -99,7 +85,7 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
     amax_out = row_amax(weight)
     if not bool(amax_out.isfinite().all()):
         index = (~weight.float().isfinite()).nonzero()[0].tolist()
-        raise _nonfinite_error(name, float(weight[tuple(index)]), index)
+        raise nonfinite_error(name, float(weight[tuple(index)]), index)
     return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
 
 

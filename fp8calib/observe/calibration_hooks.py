@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,8 @@ from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import (
     ExpertsCall,
     HookedCache,
+    changed_input,
     open_hooks,
-    own_attentions,
     wrapped_lookup,
 )
 from fp8calib.observe.recorder import Recorder
@@ -73,7 +74,7 @@ def open_calibration_hooks(
     """
     hooks = CalibrationHooks(recorder, listener)
     config = model.config.get_text_config(decoder=True)
-    attentions = own_attentions(geometry)
+    attentions = geometry.owners()
     unseen = ignored if observe.kv else {each.module for each in attentions.values()}
     with (
         open_hooks(
@@ -97,10 +98,10 @@ def _open_tower_hooks(
         return
     paths = {module: path for path, module in list_tower_modules(model)}
 
-    def see_input(site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def see_input(site: Site, x: torch.Tensor) -> torch.Tensor:
         if recorder.is_open:
-            x = args[0] if args else kwargs["input"]
             recorder.record(site, observe_tower(recorder.batch, channel_amax(x), x))
+        return x
 
     def attend(function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(module)
@@ -113,12 +114,8 @@ def _open_tower_hooks(
         for linear in towers:
             if linear.module in ignored:
                 continue
-            site = Site(linear.module, Role.INPUT)
-            handle = model.get_submodule(linear.module).register_forward_pre_hook(
-                lambda _module, args, kwargs, site=site: see_input(site, args, kwargs),
-                with_kwargs=True,
-            )
-            stack.callback(handle.remove)
+            see = partial(see_input, Site(linear.module, Role.INPUT))
+            stack.enter_context(changed_input(model.get_submodule(linear.module), see))
         stack.enter_context(wrapped_lookup(AttentionInterface, attend))
         yield
 

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
-from fp8calib.observe.hooks import TensorHooks, find_attention, own_attentions
+from fp8calib.observe.hooks import TensorHooks, find_attention
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def open_cache_hooks(
 
 @contextmanager
 def _hooked_updates(geometry: ModelGeometry, hooks: TensorHooks) -> Iterator[None]:
-    attentions = own_attentions(geometry)
+    attentions = geometry.owners()
     original = Cache.update
 
     def update(

@@ -156,15 +156,6 @@ def _unexpected(
     )
 
 
-def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
-    """Map the index of each layer that stores its own K and V to its attention."""
-    return {
-        layer.index: attention
-        for layer, attention in geometry.attentions()
-        if attention.producer is None
-    }
-
-
 @contextmanager
 def open_hooks(
     model: PreTrainedModel,
@@ -209,22 +200,31 @@ def open_hooks(
             if linear.num_experts:
                 experts[modules[path]] = (path, linear.expert_block)
             else:
-                see = _input_hook(linear, hooks)
-                handle = modules[path].register_forward_pre_hook(see, with_kwargs=True)
-                stack.callback(handle.remove)
+                see = partial(hooks.on_input, linear)
+                stack.enter_context(changed_input(modules[path], see))
         if inputs:
             run = _experts_hook(experts, hooks)
             stack.enter_context(wrapped_lookup(ExpertsInterface, run))
         yield
 
 
-def _input_hook(linear: Linear, hooks: TensorHooks) -> Callable[..., Any]:
+@contextmanager
+def changed_input(
+    module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Pass the first argument of a module through `change` while the context is open."""
+
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (hooks.on_input(linear, args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "input": hooks.on_input(linear, kwargs["input"])}
+            return (change(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: change(kwargs[name])}
 
-    return hook
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _query_hook(

@@ -92,7 +92,8 @@ class Recorder:
         """Those whose histogram is not counted yet, by identity."""
         self._num_sampled = 0
         self._sequences: list[tuple[int, int]] = []
-        self._is_settled = True
+        self.is_settled = True
+        """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
         self._quarter = 0
         self._batch: BatchView | None = None
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
@@ -123,13 +124,13 @@ class Recorder:
         """Close the batch and add its observations to the running statistics."""
         self._count_sampled()
         self._join_segments()
-        self._is_settled = False
+        self.is_settled = False
         _apply(
             update for site, seen in self._pending for update in self._running[site].observe(seen)
         )
         first = self.batch.first
         self._sequences.append((first, first + self.batch.shape[0]))
-        self._is_settled = True
+        self.is_settled = True
         self._drop_batch()
 
     def _drop_batch(self) -> None:
@@ -142,11 +143,6 @@ class Recorder:
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """The sequences of all batches that count, as half-open ranges in order."""
         return tuple(self._sequences)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
-        return self._is_settled
 
     def record(self, site: Site, seen: Reductions) -> None:
         """Add what was observed at a site to the open batch."""
@@ -194,15 +190,17 @@ class Recorder:
 
     def check_finite(self) -> Site | None:
         """Find the first site, in execution order, with NaN or inf; waits for devices."""
-        found = {site: each.quarter for site, each in self._running.items() if each.is_open}
-        by_device: dict[torch.device, list[tuple[Site, torch.Tensor]]] = {}
-        for site, amax in found.items():
-            if amax is not None:
-                by_device.setdefault(amax.device, []).append((site, amax))
-        if all(_all_finite([amax for _, amax in pairs]) for pairs in by_device.values()):
+        found = {
+            site: each.quarter
+            for site, each in self._running.items()
+            if each.is_open and each.quarter is not None
+        }
+        by_device = defaultdict[torch.device, list[torch.Tensor]](list)
+        for amax in found.values():
+            by_device[amax.device].append(amax)
+        if all(map(_all_finite, by_device.values())):
             return None
-        bad = (s for s, amax in found.items() if amax is not None and not _all_finite([amax]))
-        return next(bad)
+        return next(site for site, amax in found.items() if not _all_finite([amax]))
 
     def stats(self) -> dict[Site, SiteStats]:
         """Close the open quarter and return all statistics, on the CPU."""

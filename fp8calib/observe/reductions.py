@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -43,15 +42,13 @@ class Reductions:
 def _complete(
     num_tokens: int,
     rows: Callable[[], torch.Tensor],
+    built_in: Mapping[str, torch.Tensor | None],
     *,
     segments: tuple[torch.Tensor, ...] = (),
     sampled: torch.Tensor | None = None,
-    by_modality: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    **built_in: torch.Tensor | None,
 ) -> Reductions:
     """Add the statistics that are not built in; they reduce `rows()`, [N, channels]."""
-    given = {**built_in, **by_modality}
-    tensors = {name: found for name, found in given.items() if found is not None}
+    tensors = {name: found for name, found in built_in.items() if found is not None}
     for statistic in STATISTICS.values():
         if statistic.observe is not None:
             tensors[statistic.name] = statistic.observe(rows())
@@ -118,7 +115,7 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     return _complete(
         batch.num_tokens,
         lambda: tokens_first(counted),
-        amax=None if is_whole else find_amax(counted),
+        {"amax": None if is_whole else find_amax(counted)},
         segments=tuple(find_amax(counted[:, :, rows]) for rows in segments),
         sampled=sampled,
     )
@@ -128,7 +125,7 @@ def observe_tower(batch: BatchView, amax: torch.Tensor, x: torch.Tensor) -> Redu
     """Reduce a tensor of a tower, [..., C], whose rows are no tokens; `amax` is its own."""
     rows = x.reshape(-1, x.shape[-1])
     sampled = rows[:: batch.sampling_stride] if len(batch.input_sample) else None
-    return _complete(len(rows), lambda: rows, amax=amax, sampled=sampled)
+    return _complete(len(rows), lambda: rows, {"amax": amax}, sampled=sampled)
 
 
 # --- inputs of linears -------------------------------------------------------------------------
@@ -155,7 +152,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     return _complete(
         batch.num_tokens if is_whole else num_rows,
         lambda: flat,
-        amax=amax,
+        {"amax": amax},
         segments=segments,
         sampled=_sample_input(batch, x, flat),
     )
@@ -203,12 +200,16 @@ def observe_expert_input(
     return _complete(
         batch.num_tokens,
         lambda: rows,
-        amax=channel_amax(rows),
-        positions=_position_amax(batch, per_row, batch.rows("ranges", rows.device)),
-        by_modality=_list_experts_media(batch, rows, per_row, None),
+        {
+            "amax": channel_amax(rows),
+            "positions": _position_amax(batch, per_row, batch.rows("ranges", rows.device)),
+            "experts": segment_amax(
+                per_row.repeat_interleave(index.shape[1], 0), experts, num_experts
+            ),
+            "expert_counts": expert_counts(experts, num_experts),
+            **_list_experts_media(batch, rows, per_row, None),
+        },
         sampled=_sample_input(batch, hidden, rows),
-        experts=segment_amax(per_row.repeat_interleave(index.shape[1], 0), experts, num_experts),
-        expert_counts=expert_counts(experts, num_experts),
     )
 
 
@@ -235,15 +236,18 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
         experts = call.index[batch.rows("kept", rows.device)].flatten()
         ranges = batch.rows("ranges", rows.device).repeat_interleave(num_routed)
     per_block = group_amax(counted, call.block)
+    per_row = per_block.amax(1, keepdim=True)
     return _complete(
         batch.num_tokens,
         lambda: counted,
-        amax=channel_amax(counted),
-        positions=_position_amax(batch, per_block.amax(1, keepdim=True), ranges),
-        by_modality=_list_experts_media(batch, counted, per_block.amax(1, keepdim=True), tokens),
+        {
+            "amax": channel_amax(counted),
+            "positions": _position_amax(batch, per_row, ranges),
+            "experts": segment_amax(per_block, experts, call.num_experts),
+            "expert_counts": expert_counts(experts, call.num_experts),
+            **_list_experts_media(batch, counted, per_row, tokens),
+        },
         sampled=pick("input_sample") if len(batch.input_sample) else None,
-        experts=segment_amax(per_block, experts, call.num_experts),
-        expert_counts=expert_counts(experts, call.num_experts),
     )
 
 

@@ -304,10 +304,8 @@ def _lay_out_shards(
     scales: CalibratedScales,
     metadata: Mapping[str, str],
 ) -> Iterable[ShardLayout]:
-    quantized, unquantized_experts = (
-        _by_source(selection.quantized),
-        _by_source(selection.unquantized_experts),
-    )
+    quantized = _by_source(selection.quantized)
+    unquantized_experts = _by_source(selection.unquantized_experts)
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
     for name in checkpoint.tensors:
         file = checkpoint.file_of(name).name

@@ -94,7 +94,7 @@ def quantize(
                 advance(shard.data_bytes)
                 continue
             temporary = staging / f"{shard.name}.unfinished"
-            writer = ShardWriter(shard, reader, scales, plan.settings.schemes, rounded)
+            writer = ShardWriter(shard, reader, scales, rounded)
             all_zero = writer.write(temporary, advance)
             journal.add(shard, temporary, all_zero)
             temporary.replace(staging / shard.name)

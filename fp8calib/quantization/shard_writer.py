@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp8calib.checkpoint.header import FLOATS
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.errors import ModelError
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_error
 from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
-from fp8calib.fp8.schemes import Granularity
+from fp8calib.fp8.schemes import Granularity, count_parts
 from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.shard_layout import (
     Codes,
@@ -29,7 +29,6 @@ from fp8calib.quantization.shard_layout import (
 )
 from fp8calib.quantization.weight_reader import (
     CHUNK_BYTES,
-    DAMAGED,
     WeightReader,
     require_finite,
     split_rows,
@@ -37,11 +36,9 @@ from fp8calib.quantization.weight_reader import (
 from fp8calib.quantization.weight_scales import (
     AllZeroWeight,
     WeightScales,
-    count_parts,
     part_amax,
     scale_parts,
 )
-from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
 _TASKS_AHEAD = 64
@@ -68,14 +65,12 @@ class ShardWriter:
         shard: ShardLayout,
         reader: WeightReader,
         scales: WeightScales,
-        schemes: LayerSchemes,
         rounded: WeightCodes | None = None,
     ) -> None:
         """Write a shard; weights without `rounded` codes are rounded to nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
-        self._schemes = schemes
         self._rounded = rounded
         self._places = {
             tensor.content.matrix.module: tensor
@@ -140,7 +135,7 @@ class ShardWriter:
         return self._start(tensor, copy, split_rows(matrix))
 
     def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        if self._schemes.of(matrix.module).weights is Granularity.TENSOR:
+        if self._scales.scheme_of(matrix).weights is Granularity.TENSOR:
             return self._start_per_tensor(tensor, matrix)
         return self._start_per_part(tensor, matrix)
 
@@ -160,7 +155,7 @@ class ShardWriter:
 
     def _start_per_part(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         """Start a weight with a scale per row or block, for which one reading is enough."""
-        scheme = self._schemes.of(matrix.module)
+        scheme = self._scales.scheme_of(matrix)
         has_blocks, block = scheme.weights is Granularity.BLOCK, scheme.block
         step = block[0] if has_blocks else 1
         # Results of threads would settle between their buffers, whose memory could not be used
@@ -238,7 +233,7 @@ def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) ->
     """Refuse a norm or a bias that holds NaN; infinity is allowed, because it can be a mask."""
     if bool((found := values.isnan()).any()):
         index = offset // values.element_size() + int(found.nonzero()[0])
-        raise ModelError(f"{tensor.name} holds nan at [{index}]", hint=DAMAGED)
+        raise nonfinite_error(tensor.name, nan, [index])
 
 
 def _finish(started: _Started, advance: Callable[[int], None]) -> None:

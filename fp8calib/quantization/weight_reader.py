@@ -10,12 +10,11 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.errors import ModelError
+from fp8calib.checkpoint.tensor_file import nonfinite_error
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.machine.pinned import NUM_BUFFERS, PinnedCopier
 from fp8calib.selection.matrices import Matrix
 
-DAMAGED = "the checkpoint is damaged, or overflowed in training or conversion"
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""
 PINNED_BYTES = NUM_BUFFERS * CHUNK_BYTES
@@ -115,10 +114,7 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
         return
     row, column = (~values.isfinite()).nonzero()[0].tolist()
     index = _find_index(matrix, rows.start + row, column)
-    raise ModelError(
-        f"{matrix.source} holds {float(values[row, column])} at {index}",
-        hint=DAMAGED,
-    )
+    raise nonfinite_error(matrix.source, float(values[row, column]), index)
 
 
 def _find_index(matrix: Matrix, row: int, column: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Granularity, Scheme, count_blocks
+from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
@@ -68,8 +68,8 @@ class WeightScales:
     ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
         all_zero = _count_zeros(matrix, amax)
-        scales = scale_parts(amax, self._scheme_of(matrix))
-        if all_zero is None or self._scheme_of(matrix).is_mx:
+        scales = scale_parts(amax, self.scheme_of(matrix))
+        if all_zero is None or self.scheme_of(matrix).is_mx:
             return scales, all_zero
         is_whole = all_zero.count == all_zero.total
         substitute = self._substitute(matrix) if is_whole else scales[amax > 0].max()
@@ -77,7 +77,7 @@ class WeightScales:
 
     def of_weight(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
         """Compute the scales of a whole weight: fp32 [], or one per row or block, on its device."""
-        scheme = self._scheme_of(matrix)
+        scheme = self.scheme_of(matrix)
         if scheme.weights is Granularity.TENSOR:
             return self.of_group(matrix)[0].to(values.device)
         amax = part_amax(values, scheme).cpu()
@@ -88,10 +88,11 @@ class WeightScales:
         for pool in (self._siblings[span_experts(matrix.module)], self._layers[matrix.layer]):
             largest = max(self._reader.measure(pool))
             if largest > 0:
-                return scale_parts(torch.tensor(largest), self._scheme_of(matrix))
+                return scale_parts(torch.tensor(largest), self.scheme_of(matrix))
         return torch.tensor(1.0)
 
-    def _scheme_of(self, matrix: Matrix) -> Scheme:
+    def scheme_of(self, matrix: Matrix) -> Scheme:
+        """Give the scheme of a weight."""
         return self._settings.schemes.of(matrix.module)
 
 
@@ -117,13 +118,6 @@ def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     if scheme.weights is Granularity.BLOCK:
         return block_amax(values, scheme.block)
     return row_amax(values)
-
-
-def count_parts(shape: tuple[int, int], scheme: Scheme) -> tuple[int, ...]:
-    """Give the shape of the scales of a whole weight: (), rows or blocks."""
-    if scheme.weights is Granularity.BLOCK:
-        return count_blocks(shape, scheme.block)
-    return shape[:1] if scheme.weights is Granularity.CHANNEL else ()
 
 
 def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:

@@ -21,7 +21,6 @@ from fp8calib.results.show import (
 _HINT = "tables: --all, --kv"
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
 _KV_AND_Q = (".k", ".v", ".q")
-_FEW_VALUES = 8
 _FEW_SITES = 3
 
 
@@ -186,6 +185,4 @@ def _describe_scales(result: ScalesShown, request: ShowRequest) -> Iterator[Bloc
 def _format_values(values: Sequence[float | str] | str) -> str:
     if isinstance(values, str):
         return values
-    shown = ", ".join(f"{float(value):.6g}" for value in values[:_FEW_VALUES])
-    more = len(values) - _FEW_VALUES
-    return f"{shown} and {more} more" if more > 0 else shown
+    return cut_list([f"{float(value):.6g}" for value in values])

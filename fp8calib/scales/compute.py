@@ -15,7 +15,7 @@ import torch
 
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry, Part
+from fp8calib.geometry.model_geometry import Attention, Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import (
     check_heads,
@@ -77,7 +77,7 @@ def compute_kv_scales(
     scales: dict[Site, Scale] = {}
     kept_amax: dict[Site, str] = {}
     for _, attention in stats.geometry.attentions():
-        producer = _producer(stats.geometry, attention)
+        producer = stats.geometry.producer_of(attention)
         for role in roles:
             site, owner = attention.site(role), attention if role is Role.Q else producer
             seen = _in_one_cache(stats, owner, role, fallback)
@@ -174,15 +174,6 @@ def compute_linear_scales(
         kept_amax=kept_amax,
         origin=stats.origin,
     )
-
-
-def _producer(geometry: ModelGeometry, attention: Attention) -> Attention:
-    if attention.producer is None:
-        return attention
-    producer = geometry.layers[attention.producer].attention
-    if producer is None:
-        raise ExportError(f"{attention.module} reads the K/V of a layer that stores none")
-    return producer
 
 
 def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> SiteStats:

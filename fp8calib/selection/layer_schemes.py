@@ -93,9 +93,8 @@ def check_layer_schemes(schemes: LayerSchemes, selection: Selection) -> None:
         return
     quantized = [matrix.module for matrix in selection.quantized]
     reasons = {path: item.why for item in selection.unquantized for path in item.linears}
-    patterns = [pattern for pattern, _ in schemes.by_pattern]
     used = {schemes.pattern_of(module) for module in quantized}
-    for pattern in patterns:
+    for pattern in schemes.names:
         named = match_patterns([pattern], [*quantized, *reasons], option=OPTION)
         if pattern in used:
             continue

@@ -31,7 +31,7 @@ from fp8calib.geometry.model_geometry import Frozen, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.statistic import STATISTICS, SiteStats
+from fp8calib.stats.statistic import STATISTICS, SiteStats, name_tensors
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
@@ -206,15 +206,15 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {"text_hashes": stats.text_hashes}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
-    for site in sorted(stats.sites):
-        for name, stored in stats.sites[site].tensors.items():
-            key, tensor = f"{site}/{name}", stored.contiguous()
-            identity = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
-            if (first := seen.setdefault(identity, key)) == key:
-                tensors[key] = tensor
-            else:
-                aliases[key] = first
-    counts = {str(site): stats.sites[site].count for site in sorted(stats.sites)}
+    sites = {site: stats.sites[site] for site in sorted(stats.sites)}
+    for key, stored in name_tensors(sites):
+        tensor = stored.contiguous()
+        identity = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
+        if (first := seen.setdefault(identity, key)) == key:
+            tensors[key] = tensor
+        else:
+            aliases[key] = first
+    counts = {str(site): found.count for site, found in sites.items()}
     envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases, digest="")
     shard = "" if stats.shard is None else stats.shard.model_dump_json()
     envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors, shard)})

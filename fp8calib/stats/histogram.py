@@ -60,25 +60,18 @@ def count_bins_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _clamped_codes(x: torch.Tensor) -> torch.Tensor:
-    """Give the code of each magnitude, at least `_BELOW`: int16 [N]."""
-    return _codes(x.flatten()).clamp_(_BELOW, _BELOW + _NUM_CODES - 1)
-
-
-def _codes(x: torch.Tensor) -> torch.Tensor:
-    """Give the bfloat16 code of each magnitude as int16."""
+    """Give the bfloat16 code of each magnitude, at least `_BELOW`: int16 [N]."""
+    flat = x.flatten().contiguous()
     if x.dtype is torch.bfloat16:
-        return x.contiguous().view(torch.int16) & 0x7FFF
-    halves = x.float().contiguous().view(torch.int16)  # the lower half of every value first
-    return halves[..., 1::2] & 0x7FFF
+        codes = flat.view(torch.int16)
+    else:
+        codes = flat.float().view(torch.int16)[1::2]  # the lower half of every value is first
+    return (codes & 0x7FFF).clamp_(_BELOW, _BELOW + _NUM_CODES - 1)
 
 
 @cache
 def _bin_of_code(device: torch.device) -> torch.Tensor:
     codes = torch.arange(_BELOW, _BELOW + _NUM_CODES, dtype=torch.int16)
     values = codes.view(torch.bfloat16).to(torch.float64).tolist()
-    return torch.tensor([_bin_of_value(value) for value in values], device=device)
-
-
-def _bin_of_value(value: float) -> int:
-    index = floor((log2(value) - LOWEST_OCTAVE) * BINS_PER_OCTAVE) + 1
-    return min(max(index, 0), NUM_BINS - 1)
+    bins = (floor((log2(value) - LOWEST_OCTAVE) * BINS_PER_OCTAVE) + 1 for value in values)
+    return torch.tensor([min(max(index, 0), NUM_BINS - 1) for index in bins], device=device)

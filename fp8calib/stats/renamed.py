@@ -38,24 +38,17 @@ def rename_sites(stats: CalibrationStats, geometry: ModelGeometry) -> Calibratio
 
 
 def _pair(own: Layer, other: Layer) -> Iterator[tuple[str, str]]:
-    if (own.attention is None) != (other.attention is None):
-        raise _differ(own, other)
+    if _find_shape(own) != _find_shape(other):
+        raise ModelError(
+            f"the statistics of {own.module} have another shape than {other.module} of the model",
+            hint="calibrate this model",
+        )
     if own.attention is not None and other.attention is not None:
         yield own.attention.module, other.attention.module
-    if len(own.linears) != len(other.linears):
-        raise _differ(own, other)
     for one, two in zip(own.linears, other.linears, strict=True):
-        if (one.out_features, one.in_features, one.num_experts) != (
-            two.out_features,
-            two.in_features,
-            two.num_experts,
-        ):
-            raise _differ(own, other)
         yield one.module, two.module
 
 
-def _differ(own: Layer, other: Layer) -> ModelError:
-    return ModelError(
-        f"the statistics of {own.module} have another shape than {other.module} of the model",
-        hint="calibrate this model",
-    )
+def _find_shape(layer: Layer) -> tuple[object, ...]:
+    linears = ((each.out_features, each.in_features, each.num_experts) for each in layer.linears)
+    return layer.attention is None, *linears

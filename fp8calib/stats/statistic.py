@@ -6,14 +6,14 @@ in which parts of the data are observed and joined, the result is therefore the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fp8calib.data.media import MODALITIES
 from fp8calib.geometry.model_geometry import Linear
-from fp8calib.geometry.sites import Role
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.positions import NUM_RANGES
 
 NUM_QUARTERS = 4
@@ -163,3 +163,19 @@ class SiteStats:
     def histogram(self) -> torch.Tensor | None:
         """Counts of log2 magnitudes of the sampled tokens: [NUM_BINS]."""
         return self.tensors.get("histogram")
+
+
+def name_tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name the tensors of sites as stats files do: `<site>/<name>`."""
+    for site, stats in sites.items():
+        for name, tensor in stats.tensors.items():
+            yield f"{site}/{name}", tensor
+
+
+def group_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Group the tensors of `name_tensors` by their site."""
+    by_site: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in named.items():
+        site, _, name = key.rpartition("/")
+        by_site.setdefault(site, {})[name] = tensor
+    return by_site

@@ -171,10 +171,8 @@ def _explain_distance(text: str, checkpoint: Checkpoint, name: str) -> str:
             hint="write the statistics or scales again",
         ) from error
     form = checkpoint.form_of(name)
-    most, distance = (
-        _CHANGES.get(form, _CHANGE),
-        measure_distance(recorded, checkpoint, name, _limit_elements(name)),
-    )
+    most = _CHANGES.get(form, _CHANGE)
+    distance = measure_distance(recorded, checkpoint, name, _limit_elements(name))
     if distance <= most:
         return ""
     cause = f"{form} changes a weight" if form else "rounding to 16 bits changes it"

@@ -21,7 +21,7 @@ from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, rea
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges
+from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
@@ -388,7 +388,7 @@ def leave_cache(
         )
     if shared := sorted(set(geometry.with_readers(layers)) - set(layers)):
         raise UsageError(
-            f"{'layers' if shared[1:] else 'layer'} {format_ranges(shared)}: of the same KV cache "
+            f"{name_ranges(shared)}: of the same KV cache "
             "as a layer in 16 bits, which would be read as if it were quantized",
             hint="name all layers that share a cache, or none",
         )
@@ -440,7 +440,6 @@ def build_scheme(
     planned = find_planned(
         plan_scheme(scheme, ignore),
         find_selection(target.checkpoint, ignore=ignore),
-        model,
         target.geometry,
         WeightSource(model, target.checkpoint),
         fmt=fmt,
@@ -497,10 +496,9 @@ def build_checkpoint(
     checkpoint = opened.checkpoint
     assert checkpoint is not None  # noqa: S101 -- checked by the caller
     source = WeightSource(model, checkpoint)
-    _check_embedding_and_head(checkpoint, source, model, target)
+    _check_embedding_and_head(checkpoint, source, target)
     weights, copied = find_stored(
         checkpoint,
-        model,
         target.geometry,
         source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
@@ -528,7 +526,7 @@ def build_checkpoint(
             *_note_mx_inputs(opened.name, emulation, numerics),
             *_note_unmultiplied(opened.name, checkpoint, numerics),
             *kv.notes,
-            *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source, model),
+            *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source),
         ),
     )
 
@@ -564,13 +562,13 @@ def _describe_rounding(quantizers: Mapping[Site, Quantizer], numerics: Numerics)
 
 
 def _check_embedding_and_head(
-    checkpoint: Fp8Checkpoint, source: WeightSource, model: LoadedModel, target: Target
+    checkpoint: Fp8Checkpoint, source: WeightSource, target: Target
 ) -> None:
     """Refuse a checkpoint with another model's embedding or head, which no FP8 scheme changes.
 
     All candidates are scored with the head of the unquantized model.
     """
-    for name in source.tensor_names(list_embedding_and_head(model)) - checkpoint.quantized:
+    for name in source.tensor_names(list_embedding_and_head(source.model)) - checkpoint.quantized:
         original = target.checkpoint
         if name not in original or original.dtype(name) != checkpoint.dtype(name):
             continue

@@ -90,7 +90,7 @@ def split_text(plan: DataPlan) -> tuple[DataPlan, DataPlan]:
 
 def count_passes(geometry: ModelGeometry, num_options: int) -> tuple[int, int]:
     """Count the passes over the text that rules are chosen on, and over the other, at most."""
-    num_layers = sum(1 for _, attention in geometry.attentions() if attention.producer is None)
+    num_layers = len(geometry.owners())
     searched = min(num_layers, _MOST_LAYERS)
     of_cells = searched * (2 * num_options + 1)
     return count_in_rounds(num_layers) + of_cells + num_options + 1, num_options + 2

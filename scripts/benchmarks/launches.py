@@ -26,7 +26,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, BatchView
 from fp8calib.observe.calibration_hooks import CalibrationHooks, open_calibration_hooks
-from fp8calib.observe.hooks import ExpertsCall, HookedCache, own_attentions
+from fp8calib.observe.hooks import ExpertsCall, HookedCache
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import Decoder
@@ -155,7 +155,7 @@ def count_observation(
 
 
 def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> Work:
-    decoder, attentions = Decoder(model), own_attentions(geometry)
+    decoder, attentions = Decoder(model), geometry.owners()
     unhooked = {attention.module for attention in attentions.values()}
     cache = HookedCache(decoder.config, attentions, unhooked, CalibrationHooks(Recorder()))
     counter = WorkCounter(decoder.device)
@@ -172,7 +172,7 @@ def count_emulation(
     seq_len: int,
 ) -> Work:
     """Count what emulating `quantizers` adds to one sequence, from the second batch on."""
-    decoder, attentions = Decoder(model), own_attentions(geometry)
+    decoder, attentions = Decoder(model), geometry.owners()
     hooks = EmulationHooks(quantizers)
 
     def count() -> Work:
@@ -216,7 +216,7 @@ def _make_batch(model: PreTrainedModel, first: int, seq_len: int) -> Batch:
 
 def _cached_values(geometry: ModelGeometry, *, query: bool) -> int:
     """Count the values of K and V of a token, and those of q."""
-    cached = own_attentions(geometry).values()
+    cached = geometry.owners().values()
     values = sum(each.num_kv_heads * (each.k_head_dim + each.v_head_dim) for each in cached)
     if query:
         values += sum(each.num_heads * each.k_head_dim for _, each in geometry.attentions())

@@ -124,7 +124,7 @@ def test_the_config_is_asked_for_only_on_demand(tmp_path: Path) -> None:
     Checkpoint.open(tmp_path).close()
 
     with pytest.raises(ModelError, match=r"there is no config\.json"):
-        Checkpoint.open(tmp_path, require_config=True)
+        Checkpoint.open(tmp_path).load_config()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_broken_config_is_a_model_error(tmp_path: Path, text: str, message: st
     (_save_sharded(tmp_path) / "config.json").write_text(text)
 
     with pytest.raises(ModelError, match=message):
-        Checkpoint.open(tmp_path, require_config=True)
+        Checkpoint.open(tmp_path).load_config()
 
 
 def test_a_config_keeps_the_order_of_its_keys(tmp_path: Path) -> None:

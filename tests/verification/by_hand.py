@@ -96,7 +96,6 @@ def match_plan(
     return find_planned(
         settings,
         subject.selection,
-        subject.model,
         subject.geometry,
         subject.originals,
         scale_input=None if stats is None else InputScales(stats).of,
@@ -132,9 +131,7 @@ def emulate_checkpoint(
 ) -> Emulation:
     """Ask the product what an engine makes of a checkpoint."""
     source = WeightSource(subject.model, checkpoint)
-    weights, copied = find_stored(
-        checkpoint, subject.model, subject.geometry, source, is_changed=is_changed
-    )
+    weights, copied = find_stored(checkpoint, subject.geometry, source, is_changed=is_changed)
     return emulate_linears(weights, subject.geometry, numerics, copied=copied)
 
 

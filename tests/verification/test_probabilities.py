@@ -17,7 +17,7 @@ from torch import nn
 from fp8calib.engines.registry import ENGINES, find_emulated
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.geometry.sites import Role
-from fp8calib.observe.hooks import AttentionCall, HookedCache, open_hooks, own_attentions
+from fp8calib.observe.hooks import AttentionCall, HookedCache, open_hooks
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation import probabilities
 from fp8calib.verification.emulation.damage import Damage
@@ -177,7 +177,7 @@ def test_the_attention_of_every_family_is_reproduced(subject: Subject, batch: An
     with open_hooks(
         subject.model, subject.geometry, hooks, query=True, inputs=False, attend=attend
     ):
-        cache = HookedCache(decoder.config, own_attentions(subject.geometry), (), hooks)
+        cache = HookedCache(decoder.config, subject.geometry.owners(), (), hooks)
         found = decoder.run(batch, cache)
 
     expected = plain_forward(subject.model, batch)

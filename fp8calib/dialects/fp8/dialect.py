@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.kv.kv_scales import name_scales
-from fp8calib.fp8.schemes import SCHEMES, Granularity, Scheme, count_blocks
+from fp8calib.fp8.schemes import SCHEMES, Granularity, Scheme, count_parts
 from fp8calib.geometry.module_paths import split_expert
 from fp8calib.geometry.sites import Role
 
@@ -158,8 +158,5 @@ class Fp8Dialect:
 
     def shape_scale(self, shape: tuple[int, int], scheme: Scheme) -> Shape:
         """Give the shape of the scale of a weight [out, in]."""
-        if scheme.weights is Granularity.BLOCK:
-            return count_blocks(shape, scheme.block)
-        if scheme.weights is Granularity.CHANNEL:
-            return (shape[0], *self.scalar_shape)
-        return self.scalar_shape
+        parts = count_parts(shape, scheme)
+        return parts if scheme.weights is Granularity.BLOCK else (*parts, *self.scalar_shape)

@@ -23,12 +23,11 @@ from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
     check_precision,
     check_scales,
-    list_owners,
     missing_layers,
 )
 from fp8calib.dialects.metadata import find_origin, find_recorded_format
-from fp8calib.dialects.refusals import name_layers, refusal
-from fp8calib.errors import cut_list
+from fp8calib.dialects.refusals import refusal
+from fp8calib.errors import cut_list, name_ranges
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
@@ -207,7 +206,7 @@ def _fill_from_single(
 def _check_complete(
     place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
 ) -> None:
-    owners = list_owners(geometry)
+    owners = geometry.owners()
     lacking = {
         role: [index for index, owner in owners.items() if owner.site(role) not in values]
         for role in KV_ROLES
@@ -217,7 +216,7 @@ def _check_complete(
         raise missing_layers(place, neither, of=len(owners))
     for role, other in ((Role.K, Role.V), (Role.V, Role.K)):
         if lacking[role]:
-            fault = f"{name_layers(lacking[role])}: {other}_scale without {role}_scale"
+            fault = f"{name_ranges(lacking[role])}: {other}_scale without {role}_scale"
             raise refusal(place, fault, hint="engines use 1.0 or the other scale instead, or stop")
     _check_pairs(place, geometry, values)
 
@@ -231,10 +230,10 @@ def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, tor
         if len([role for role in KV_ROLES if attention.site(role) in values]) == 1
     ]
     if halves:
-        raise refusal(place, f"{name_layers(halves)}: only one of k_scale and v_scale")
+        raise refusal(place, f"{name_ranges(halves)}: only one of k_scale and v_scale")
     without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
     if 0 < len(without) < len(attentions):
-        fault = f"there is no q_scale for {name_layers(without)}, but other layers have one"
+        fault = f"there is no q_scale for {name_ranges(without)}, but other layers have one"
         raise refusal(
             place,
             fault,

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from fp8calib.dialects.dialect import ParsedScales
-from fp8calib.dialects.refusals import name_layers, refusal
-from fp8calib.errors import ModelError, cut_list
+from fp8calib.dialects.refusals import refusal
+from fp8calib.errors import ModelError, cut_list, name_ranges
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.scales.scale_table import ScaleSource
@@ -68,15 +68,9 @@ def check_precision(path: Path, where: str, values: torch.Tensor, *, stored: str
         raise refusal(path, fault, hint=hint)
 
 
-def list_owners(geometry: ModelGeometry) -> dict[int, Attention]:
-    """List the layers that write their own KV cache, by index."""
-    found = geometry.attentions()
-    return {layer.index: attention for layer, attention in found if attention.producer is None}
-
-
 def missing_layers(path: Path, missing: Sequence[int], *, of: int) -> ModelError:
     """Make the error for layers with a KV cache, `of` in all, that have no scale."""
-    fault = f"there is no KV scale for {name_layers(missing)} ({len(missing)} of {of} are missing)"
+    fault = f"there is no KV scale for {name_ranges(missing)} ({len(missing)} of {of} are missing)"
     return refusal(path, fault, hint="the scales are of another model, or of only part of one")
 
 
@@ -120,9 +114,8 @@ def fill_shared(
     shared: dict[Site, ScaleSource] = {}
     differing: list[int] = []
     for layer, attention in geometry.attentions():
-        index = attention.producer
-        producer = None if index is None else geometry.layers[index].attention
-        if producer is None:
+        producer = geometry.producer_of(attention)
+        if producer is attention:
             continue
         for role in KV_ROLES:
             site, theirs = attention.site(role), values[producer.site(role)]
@@ -133,7 +126,7 @@ def fill_shared(
             elif layer.index not in differing:
                 differing.append(layer.index)
     note = (
-        f"{name_layers(differing)}: the scales differ from those of the layer whose cache is read; "
+        f"{name_ranges(differing)}: the scales differ from those of the layer whose cache is read; "
         "they are kept, but an engine that uses them misreads the cache"
     )
     notes = (*reading.notes, note) if differing else reading.notes
@@ -148,7 +141,7 @@ def _check_ranks(path: Path, ranks: Mapping[int, Collection[int]]) -> None:
     for rank, layers in ranks.items():
         differing = sorted(set(layers).symmetric_difference(ranks[0]))
         if differing:
-            fault = f"{name_layers(differing)}: in only one of rank 0 and rank {rank}"
+            fault = f"{name_ranges(differing)}: in only one of rank 0 and rank {rank}"
             raise refusal(path, fault, hint="every rank must have all layers")
 
 
@@ -160,9 +153,9 @@ def _check_layers(path: Path, geometry: ModelGeometry, layers: Collection[int]) 
     count = len(geometry.layers)
     extra = sorted(index for index in layers if index >= count)
     if extra:
-        fault = f"there are scales for {name_layers(extra)}, but the model has {count} layers"
+        fault = f"there are scales for {name_ranges(extra)}, but the model has {count} layers"
         raise refusal(path, fault, hint=OTHER_MODEL)
-    owners = list_owners(geometry)
+    owners = geometry.owners()
     missing = [index for index in owners if index not in layers]
     if missing:
         raise missing_layers(path, missing, of=len(owners))

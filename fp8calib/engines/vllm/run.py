@@ -24,7 +24,7 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.status import Status
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SCRIPT = Path(__file__).with_name("run_loader.py")
@@ -169,8 +169,9 @@ def amend_by_loader(
     elif report.weights is None and silent is not None:
         amended = amended.model_copy(update={"weights": silent})
     layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
+    files = cut_list(answer.files, _MOST_FILES) or "no safetensors file"
     return amended.model_copy(update={"layers": layers}).add_problems(
-        f"vLLM {answer.version} loaded it, from {_show_files(answer.files)}",
+        f"vLLM {answer.version} loaded it, from {files}",
         *_list_differences(report.layers, layers),
     )
 
@@ -194,12 +195,6 @@ def _find_silent_fault(answer: LoaderAnswer, doubts: Sequence[str]) -> LoadVerdi
     else:
         return None
     return LoadVerdict(status=Status.MISREAD, why=why, fix=fix)
-
-
-def _show_files(files: Sequence[str]) -> str:
-    shown = ", ".join(files[:_MOST_FILES]) or "no safetensors file"
-    more = len(files) - _MOST_FILES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _report_error(

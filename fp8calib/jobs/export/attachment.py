@@ -99,7 +99,7 @@ def relate_to_quantized(
 def _compare(hashes: Mapping[str, str], checkpoint: Checkpoint) -> BaseComparison:
     """Compare a quantized checkpoint with the record of the calibrated model."""
     try:
-        decoded = DecodedCheckpoint.open(checkpoint.folder)
+        decoded = DecodedCheckpoint(checkpoint)
     except ModelError as error:
         found = compare_with_base(hashes, checkpoint)
         return replace(found, uncompared=found.uncompared and error.message)
@@ -147,7 +147,7 @@ def _name_other(name: str, checkpoint: Checkpoint, difference: str) -> str:
 def _hash_base(base: str, origin: CalibrationOrigin) -> dict[str, str]:
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
-    with Checkpoint.open(find_folder(base, None), require_config=True) as checkpoint:
+    with Checkpoint.open(find_folder(base, None)) as checkpoint:
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         if fingerprint != origin.model:
             raise ModelError(

@@ -10,7 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, find_difference
-from fp8calib.model.load import LoadedModel, build_skeleton, open_source
+from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
@@ -31,7 +31,6 @@ class RankWeights:
 
     tables: Mapping[int, ScaleTable]
     notes: tuple[str, ...]
-    _model: LoadedModel
     _source: WeightSource
 
     def write(self, folder: Path) -> list[str]:
@@ -47,7 +46,7 @@ class RankWeights:
         ]
 
     def _read(self, table: ScaleTable) -> Iterator[LinearWeight]:
-        return read_linears(self._model, _projections(table.geometry), self._source)
+        return read_linears(_projections(table.geometry), self._source)
 
 
 def _projections(geometry: ModelGeometry) -> list[Linear]:
@@ -67,22 +66,22 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
     tables = {tp: _compute_scales(stats, recipe, tp) for tp in dict.fromkeys(recipe.tp)}
     if not is_int4:
         weights = WeightSource(skeleton, source)
-        return RankWeights(tables=tables, notes=(), _model=skeleton, _source=weights)
+        return RankWeights(tables=tables, notes=(), _source=weights)
     int4 = Int4Source(source)
     weights = WeightSource(skeleton, int4)
-    _check_geometry(stats, skeleton, weights, source.folder)
+    _check_geometry(stats, weights, source.folder)
     scales = weights.reading_from(ScaleSpread(int4))
     geometry = stats.geometry
     adopted = {
         tp: adopt_scales(
             table,
-            read_linears(skeleton, _projections(geometry), weights),
-            read_linears(skeleton, _projections(geometry), scales),
+            read_linears(_projections(geometry), weights),
+            read_linears(_projections(geometry), scales),
         )
         for tp, table in tables.items()
     }
     notes = tuple(_describe_int4_source(stats, source, int4))
-    return RankWeights(tables=adopted, notes=notes, _model=skeleton, _source=weights)
+    return RankWeights(tables=adopted, notes=notes, _source=weights)
 
 
 def _compute_scales(stats: CalibrationStats, recipe: Recipe, tp: int) -> ScaleTable:
@@ -95,12 +94,10 @@ def _compute_scales(stats: CalibrationStats, recipe: Recipe, tp: int) -> ScaleTa
     )
 
 
-def _check_geometry(
-    stats: CalibrationStats, model: LoadedModel, weights: WeightSource, folder: Path
-) -> None:
+def _check_geometry(stats: CalibrationStats, weights: WeightSource, folder: Path) -> None:
     measured = stats.geometry
     found, _ = find_geometry(
-        model, weights.single_tensors, checkpoint_dtype=measured.checkpoint_dtype
+        weights.model, weights.single_tensors, checkpoint_dtype=measured.checkpoint_dtype
     )
     if difference := find_difference(found, measured):
         raise ModelError(

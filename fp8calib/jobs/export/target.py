@@ -76,7 +76,7 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTar
         return
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
-    with Checkpoint.open(find_folder(task.model, None), require_config=True) as checkpoint:
+    with Checkpoint.open(find_folder(task.model, None)) as checkpoint:
         if request.with_weights and is_int4_source(checkpoint):
             _refuse_overlays(task.recipe.formats, checkpoint)
             yield ExportTarget(source=checkpoint, stats=stats)

@@ -92,7 +92,7 @@ def open_gptq(
     """
     request = task.request
     folder = find_folder(task.model, request.revision)
-    with Checkpoint.open(folder, require_config=True) as checkpoint:
+    with Checkpoint.open(folder) as checkpoint:
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, task.asked)
         recipe, rows = resolve_text(_make_recipe(task), request.data)

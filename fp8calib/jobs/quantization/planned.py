@@ -235,11 +235,7 @@ def open_planned(task: QuantizeTask) -> Iterator[Planned]:
     """
     request, asked = task.request, task.asked
     folder = _find_folder(task.model, request.revision)
-    opened = (
-        open_dequantized(folder)
-        if request.dequantize
-        else Checkpoint.open(folder, require_config=True)
-    )
+    opened = open_dequantized(folder) if request.dequantize else Checkpoint.open(folder)
     with opened as checkpoint:
         plan, notes = _plan_checkpoint(checkpoint, asked, task.stats)
         if not request.allow_unservable and (note := require_servable(plan, checkpoint.folder)):
@@ -280,7 +276,7 @@ def replay_settings(
         ModelError: the model cannot be quantized.
         ExportError: the statistics do not fit, or the checkpoint cannot be written so.
     """
-    with Checkpoint.open(folder, require_config=True) as checkpoint:
+    with Checkpoint.open(folder) as checkpoint:
         plan, _ = _plan_checkpoint(checkpoint, asked, stats)
         return plan, *replay_plan(plan, folder, [engine.key for engine in engines])
 

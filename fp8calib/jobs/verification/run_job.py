@@ -292,7 +292,7 @@ def _open_tasks(model: RunModel, request: VerifyRequest) -> TaskJob | None:
 
 
 def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:
-    if leftovers := list_leftovers(found.model, found.weights):
+    if leftovers := list_leftovers(found.weights):
         yield f"{name}: not parameters of the model, so not loaded: {', '.join(leftovers)}"
 
 

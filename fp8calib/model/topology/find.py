@@ -108,7 +108,12 @@ def _find_layers(search: GeometrySearch, prefix: str, decoder: nn.Module) -> lis
     path = f"{prefix}.{name}" if prefix else name
     layers: list[Layer] = []
     for index, block in enumerate(blocks):
-        layers.append(_layer(search, layers, index, f"{path}.{index}", block))
+        module = f"{path}.{index}"
+        attention, mixer = find_mixer(search, layers, index, module, block)
+        linears = tuple(find_linears(search, attention, module, block))
+        layers.append(
+            Layer(index=index, module=module, mixer=mixer, attention=attention, linears=linears)
+        )
     return layers
 
 
@@ -125,11 +130,3 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.Module
         f"{type(decoder).__name__}: no list of {num_layers} decoder layers found "
         "(looked for an nn.ModuleList of num_hidden_layers blocks)"
     )
-
-
-def _layer(
-    search: GeometrySearch, before: list[Layer], index: int, path: str, block: nn.Module
-) -> Layer:
-    attention, mixer = find_mixer(search, before, index, path, block)
-    linears = tuple(find_linears(search, attention, path, block))
-    return Layer(index=index, module=path, mixer=mixer, attention=attention, linears=linears)

@@ -43,20 +43,21 @@ class HessianFactor:
     positive definite."""
 
 
-def factorise(hessian: torch.Tensor, *, damping: float = DAMPING) -> HessianFactor:
+def factorise(hessian: torch.Tensor) -> HessianFactor:
     """Prepare a Hessian [in, in] for `round_compensated`, in float64.
 
     Columns are rounded by falling diagonal. Inputs that were always zero cause no error; their
     columns are rounded to nearest.
 
     Args:
-        hessian: the weighted sum of x x^T over inputs x, finite.
-        damping: share of the mean of the diagonal that is added to it. While the sum is not
-            positive definite, ten times as much is tried.
+        hessian: the weighted sum of x x^T over inputs x, finite. `DAMPING` times the mean of its
+            diagonal is added to it. While the sum is not positive definite, ten times as much is
+            tried.
 
     Raises:
         ValueError: the Hessian is not finite.
     """
+    damping = DAMPING
     diagonal = hessian.diagonal().to(torch.float64)
     mean = float(diagonal.mean())
     if not math.isfinite(mean):

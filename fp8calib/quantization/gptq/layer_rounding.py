@@ -16,7 +16,6 @@ from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Layer
 from fp8calib.quantization.gptq.core import (
-    DAMPING,
     HessianFactor,
     factorise,
     output_error,
@@ -201,7 +200,7 @@ class _InputRounding:
         if sums is None or why:
             return nearest, scale, rounded
         if self._factor is None:
-            self._factor = factorise(sums.used, damping=DAMPING)
+            self._factor = factorise(sums.used)
         chosen = scale
         if searches_scales(scheme):
             chosen = search_scales(weight, scale, sums.used.diagonal())

@@ -24,9 +24,8 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
     for key, section in find_quantization_configs(checkpoint.load_config()):
         raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe_method(section)}")
     for name, entry in checkpoint.tensors.items():
-        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
-            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
-        if entry.dtype in INTEGERS and name.endswith(".weight"):
+        is_integer_weight = entry.dtype in INTEGERS and name.endswith(".weight")
+        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS or is_integer_weight:
             raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
         if is_companion(name):
             raise _quantized(checkpoint, f"{name} is a scale")

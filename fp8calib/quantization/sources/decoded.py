@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,8 +18,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import FLOATS, ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.model_config import find_dtype, without_quantization
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
-from fp8calib.checkpoint.weight_index import WeightIndex
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
@@ -68,12 +67,11 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     Raises:
         ModelError: it cannot be read, or it is quantized in a form that cannot be decoded.
     """
-    checkpoint = Checkpoint.open(folder, require_config=True)
+    checkpoint = Checkpoint.open(folder)
     quantized = find_quantized(checkpoint)
     if quantized is None:
         return checkpoint
-    checkpoint.close()
-    decoded = DecodedCheckpoint.open(folder)
+    decoded = DecodedCheckpoint(checkpoint)
     if decoded.form:
         return decoded
     facts = describe_weights(quantized.config)
@@ -90,7 +88,8 @@ def open_dequantized(folder: Path) -> DecodedCheckpoint:
     Raises:
         ModelError: it cannot be read, or its weights are not FP8.
     """
-    checkpoint = Checkpoint.open(folder, require_config=True)
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.load_config()  # without it, that is the error, and not about the weights
     if not any(entry.dtype.startswith("F8_") for entry in checkpoint.tensors.values()):
         raise ModelError(
             f"--dequantize: {folder} has no FP8 weights",
@@ -98,7 +97,7 @@ def open_dequantized(folder: Path) -> DecodedCheckpoint:
         )
     only = "only FP8 checkpoints can be dequantized"
     try:
-        decoded = DecodedCheckpoint.open(folder)
+        decoded = DecodedCheckpoint(checkpoint)
     except ModelError as error:
         raise ModelError(f"--dequantize: {error.message}", hint=error.hint or only) from error
     if decoded.forms != {FP8}:
@@ -121,16 +120,14 @@ class DecodedCheckpoint(Checkpoint):
 
     is_rounded = True
 
-    def __init__(
-        self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
-    ) -> None:
-        super().__init__(folder, files=files, index=index)
-        self._stored = Checkpoint(folder, files=files, index=index)
-        quantized = find_quantized(self._stored)
+    def __init__(self, stored: Checkpoint) -> None:
+        super().__init__(stored.folder, files=stored.files, index=stored.index)
+        self._stored = stored
+        quantized = find_quantized(stored)
         assert quantized is not None  # noqa: S101 -- every caller has checked it
-        self.weights: dict[str, StoredWeight] = dict(_find_weights(self._stored, quantized))
+        self.weights: dict[str, StoredWeight] = dict(_find_weights(stored, quantized))
         parts = {part for weight in self.weights.values() for part in weight.parts}
-        self._fp8 = _open_fp8(self._stored, files, parts)
+        self._fp8 = _open_fp8(stored, parts)
         if self._fp8 is not None:
             for name in sorted(self._fp8.quantized):
                 self.weights[name] = _Fp8Weight(self._fp8, name)
@@ -321,15 +318,13 @@ def _find_weights(
         )
 
 
-def _open_fp8(
-    checkpoint: Checkpoint, files: Mapping[str, TensorFile], parts: Collection[str]
-) -> Fp8Checkpoint | None:
+def _open_fp8(checkpoint: Checkpoint, parts: Collection[str]) -> Fp8Checkpoint | None:
     """Open the FP8 weights of a checkpoint; None if there are none."""
     if not any(
         entry.dtype.startswith("F8_") and name not in parts and not is_companion(name)
         for name, entry in checkpoint.tensors.items()
     ):
         return None
-    rest = Checkpoint(checkpoint.folder, files=files, index=checkpoint.index)
+    rest = Checkpoint(checkpoint.folder, files=checkpoint.files, index=checkpoint.index)
     rest.tensors = {name: entry for name, entry in rest.tensors.items() if name not in parts}
     return Fp8Checkpoint(rest, fuse=False)

@@ -48,8 +48,7 @@ class Int4Source(DecodedCheckpoint):
         suffixes: set[str] = set()
         for _, section in find_quantization_configs(checkpoint.load_config()):
             suffixes |= self._read_section(section)
-        files = {file.path.name: file for file in checkpoint.files}
-        super().__init__(self.folder, files=files, index=checkpoint.index)
+        super().__init__(checkpoint)
         self.is_rounded = False
         self._scales = {
             name: self._read_scale(weight, tuple(suffixes)) for name, weight in self.weights.items()

@@ -26,14 +26,14 @@ from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.process_rank import ALONE, ProcessRank
-from fp8calib.run.distributed.heartbeat import POLL_S, FailureDetector, PeerFailure
+from fp8calib.run.distributed.heartbeat import POLL_S, FailureDetector, PeerFailure, wait_until
 from fp8calib.run.distributed.rendezvous import (
     START_HINT,
     connect_store,
     rendezvous,
     wait_for_keys,
 )
-from fp8calib.stats.statistic import STATISTICS, SiteStats
+from fp8calib.stats.statistic import STATISTICS, SiteStats, group_tensors, name_tensors
 
 _TIMEOUT = timedelta(minutes=5)
 _FINISH_S = 20.0
@@ -140,7 +140,8 @@ class _ConnectedGroup(ProcessGroup):
             return [json.loads(self._store.get(each)) for each in keys]
 
     def reduce(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        own = dict(_tensors(sites))
+        counts = {f"{site}/count": torch.tensor(stats.count) for site, stats in sites.items()}
+        own = counts | dict(name_tensors(sites))
         shapes = self._gather_shapes(own)
         joined: dict[str, torch.Tensor] = {}
         for is_count in (False, True):
@@ -175,13 +176,17 @@ class _ConnectedGroup(ProcessGroup):
         try:
             yield
         except KeyboardInterrupt:
-            if (failure := self._detector.failure or self._detector.check_peers()) is None:
+            if (failure := self._find_failure()) is None:
                 raise
             raise _make_error(failure, self.size) from None
         except RuntimeError as error:
-            if (failure := _await_failure(self._detector)) is None:
+            # After a connection broke, the system may take a moment to show who failed.
+            if (failure := wait_until(self._find_failure, _NOTICE_S)) is None:
                 raise
             raise _make_error(failure, self.size) from error
+
+    def _find_failure(self) -> PeerFailure | None:
+        return self._detector.failure or self._detector.check_peers()
 
     def _next_key(self) -> str:
         self._num_values += 1
@@ -256,7 +261,6 @@ def choose_threads(process_rank: ProcessRank, environment: Mapping[str, str]) ->
 
 
 def _init_torch(group: ProcessGroup, store: Any) -> None:
-    """Open torch's process group over the store."""
     try:
         with group.peer_failures():
             distributed.init_process_group(
@@ -275,26 +279,13 @@ def _init_torch(group: ProcessGroup, store: Any) -> None:
 
 def _first_has_finished(store: Any) -> bool:
     """Wait until the first process has raised an error; torchrun ends all when this one exits."""
-    until = time.monotonic() + _FINISH_S
-    while time.monotonic() < until:
-        try:
-            if store.check(["finished/0"]):
-                time.sleep(_NOTICE_S)  # it is about to print the error
-                return True
-        except RuntimeError:  # the first process has exited, and the store with it
-            return False
-        time.sleep(POLL_S)
-    return False
-
-
-def _await_failure(detector: FailureDetector) -> PeerFailure | None:
-    """Find the failed peer after a connection broke: the system may take a moment to show it."""
-    until = time.monotonic() + _NOTICE_S
-    while (failure := detector.failure or detector.check_peers()) is None:
-        if time.monotonic() > until:
-            return None
-        time.sleep(POLL_S)
-    return failure
+    try:
+        has_finished = bool(wait_until(lambda: store.check(["finished/0"]), _FINISH_S))
+    except RuntimeError:  # the first process has exited, and the store with it
+        return False
+    if has_finished:
+        time.sleep(_NOTICE_S)  # it is about to print the error
+    return has_finished
 
 
 def _abort(failure: PeerFailure, process_rank: ProcessRank) -> None:
@@ -317,22 +308,15 @@ def _make_error(failure: PeerFailure, size: int) -> Fp8CalibError:
 # --- statistics as named tensors ---------------------------------------------------------------
 
 
-def _tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:
-    for site, stats in sites.items():
-        yield f"{site}/count", torch.tensor(stats.count)
-        for name, tensor in stats.tensors.items():
-            yield f"{site}/{name}", tensor
-
-
 def _is_count(key: str) -> bool:
     name = key.rpartition("/")[2]
     return name == "count" or STATISTICS[name].is_count
 
 
 def _rebuild(tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
-    by_site: dict[str, dict[str, Any]] = {}
-    for key in sorted(tensors):
-        site, _, name = key.rpartition("/")
-        tensor = tensors[key]
-        by_site.setdefault(site, {})[name] = int(tensor) if name == "count" else tensor.clone()
-    return {Site.parse(site): SiteStats(**found) for site, found in by_site.items()}
+    """Build the sites of tensors, which are views of larger ones."""
+    by_site = group_tensors({key: tensors[key].clone() for key in sorted(tensors)})
+    return {
+        Site.parse(site): SiteStats(count=int(found.pop("count")), tensors=found)
+        for site, found in by_site.items()
+    }

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8calib.errors import Fp8CalibError, first_line
 
+T = TypeVar("T")
 BEAT_S = 1.0
 POLL_S = 0.02
 SILENT_S = 30.0
@@ -86,9 +87,7 @@ class FailureDetector:
 
     def await_notice(self, timeout_s: float) -> None:
         """Wait until each peer has read the reported error, has finished or was never started."""
-        until = time.monotonic() + timeout_s
-        while not all(map(self._has_noticed, self._peers)) and time.monotonic() < until:
-            time.sleep(POLL_S)
+        wait_until(lambda: all(map(self._has_noticed, self._peers)), timeout_s)
 
     def check_peers(self) -> PeerFailure | None:
         """Check all peers now."""
@@ -139,6 +138,14 @@ class FailureDetector:
         if now - self._last_beats[rank][1] > SILENT_S:
             return PeerFailure(rank=rank, why=f"no heartbeat for {SILENT_S:.0f} s")
         return None
+
+
+def wait_until(find: Callable[[], T], timeout_s: float) -> T:
+    """Call a function until it finds something or the time is over; give its last answer."""
+    until = time.monotonic() + timeout_s
+    while not (found := find()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return found
 
 
 def _store_failure(error: RuntimeError) -> PeerFailure:

@@ -7,7 +7,7 @@ positions), which is then called with the arguments that the model gave to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -189,21 +189,28 @@ class Decoder:
             raise _DecoderIsCalled
 
         inputs = self._media_inputs(batch, cache)
-        own = self._decoder.__dict__.get("forward")
-        self._decoder.forward = catch
-        try:
+        with replaced_forward(self._decoder, catch), suppress(_DecoderIsCalled):
             self._model(**inputs)
-        except _DecoderIsCalled:
+        if caught:
             return caught[0]
-        finally:
-            if own is None:
-                del self._decoder.forward
-            else:
-                self._decoder.forward = own
         raise ModelError(
             f"{type(self._model).__name__}: its forward pass does not call its text decoder",
             hint="this architecture is not supported",
         )
+
+
+@contextmanager
+def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of a module while the context is open; hooks of the module still run."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def _list_arguments(model: Any) -> set[str]:

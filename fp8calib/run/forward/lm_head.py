@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.run.forward.decoder import replaced_forward
 
 
 class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers is untyped
@@ -52,13 +53,6 @@ class LmHead:
 def open_lm_head(model: PreTrainedModel) -> Iterator[LmHead]:
     """Replace the forward of the text decoder of `model` while the context is open."""
     decoder: Any = find_text_decoder(model)[1]
-    before = decoder.__dict__.get("forward")
     current = [torch.zeros(0)]
-    decoder.forward = lambda *_args, **_kwargs: _Hidden(last_hidden_state=current[0])
-    try:
+    with replaced_forward(decoder, lambda *_args, **_kwargs: _Hidden(last_hidden_state=current[0])):
         yield LmHead(model, current)
-    finally:
-        if before is None:
-            del decoder.forward
-        else:
-            decoder.forward = before

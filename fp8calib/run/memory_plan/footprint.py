@@ -101,10 +101,9 @@ def _state_bytes(model: PreTrainedModel, itemsize: int) -> int:
 
 def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:
     """Compute the bytes of all parameters and buffers, each counted once."""
-    named = [*model.named_parameters(), *model.named_buffers()]
     return sum(
         tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
-        for _, tensor in named
+        for tensor in (*model.parameters(), *model.buffers())
     )
 
 

@@ -46,7 +46,6 @@ class StreamPlanner:
         """
         model, geometry = subject.prepared.model, subject.prepared.geometry
         loader = PartLoader(
-            model,
             subject.prepared.weights,
             subject.checkpoint,
             dtype=subject.dtype,

@@ -73,8 +73,7 @@ def choose_memory_mode(
     if whole is None and cannot_stream is not None:
         raise cannot_stream
     model = build_skeleton(source, dtype=subject.dtype)
-    weights = WeightSource(model, subject.checkpoint)
-    prepared = replace(subject.prepared, model=model, weights=weights)
+    prepared = replace(subject.prepared, weights=WeightSource(model, subject.checkpoint))
     planner = StreamPlanner(replace(subject, prepared=prepared), limits, scratch)
 
     def stream(plan: MemoryPlan) -> Streaming:

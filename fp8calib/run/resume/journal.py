@@ -119,6 +119,8 @@ class Journal:
         )
         self.warn = warn
         self._rank = rank
+        self.layers_stem = folder / f"{NAME_PREFIX}layers-{rank}"
+        """The path, without its suffix, of the folders of a streamed run (`LayerJournal`)."""
         self._cost_s = 0.0
         self._has_written = False
         self._saved_at = self._called_at = time.monotonic()
@@ -171,11 +173,6 @@ class Journal:
         """Remove all checkpoints."""
         for path in self._folder.glob(f"{NAME_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    @property
-    def layers_stem(self) -> Path:
-        """The path, without its suffix, of the folders of a streamed run (`LayerJournal`)."""
-        return self._folder / f"{NAME_PREFIX}layers-{self._rank}"
 
     @property
     def has_layers(self) -> bool:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.weight_source import TensorSource, WeightSource
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.observe.hooks import changed_input
 
 _ROWS_AT_ONCE = 1024
 
 
-def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str, nn.Embedding]:
+def embeddings_by_row(weights: WeightSource) -> dict[str, nn.Embedding]:
     """Find the token embeddings whose rows can be read one by one, by their path.
 
     They have the class of the input embedding and are at least as large: smaller ones may not get
     tokens.
     """
-    path, decoder = find_text_decoder(model)
+    path, decoder = find_text_decoder(weights.model)
     inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]
     return {
         name: module
@@ -108,46 +109,19 @@ def _gather(
 
 @contextmanager
 def open_embeddings(
-    model: PreTrainedModel,
-    weights: WeightSource,
-    checkpoint: TensorSource,
-    tokens: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    device: str,
+    weights: WeightSource, tokens: torch.Tensor, *, dtype: torch.dtype, device: str
 ) -> Iterator[dict[str, EmbeddingRows]]:
     """Fill the token embeddings with the rows of `tokens` while the context is open.
 
     Yields:
         The rows of each embedding by the name of its weight.
     """
-    found = embeddings_by_row(model, weights)
-    handles = []
     placed: dict[str, EmbeddingRows] = {}
-    for name, module in found.items():
-        stored = weights.single_tensors[f"{name}.weight"]
-        rows = EmbeddingRows(
-            module,
-            lambda start, stop, stored=stored: checkpoint.read_rows(stored, start, stop),  # type: ignore[misc]
-            tokens,
-            dtype=dtype,
-            device=device,
-        )
-        module.padding_idx = None  # used only in training, and may exceed the number of rows
-        placed[f"{name}.weight"] = rows
-        handles.append(module.register_forward_pre_hook(_hook(rows), with_kwargs=True))
-    try:
+    with ExitStack() as stack:
+        for name, module in embeddings_by_row(weights).items():
+            read_rows = partial(weights.read_rows, f"{name}.weight")
+            rows = EmbeddingRows(module, read_rows, tokens, dtype=dtype, device=device)
+            module.padding_idx = None  # used only in training, and may exceed the number of rows
+            placed[f"{name}.weight"] = rows
+            stack.enter_context(changed_input(module, rows.look_up))
         yield placed
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hook(rows: EmbeddingRows) -> Callable[..., Any]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (rows.look_up(args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: rows.look_up(kwargs[name])}
-
-    return hook

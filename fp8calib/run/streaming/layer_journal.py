@@ -41,6 +41,7 @@ class LayerJournal:
     def __init__(self, journal: Journal, batches: Sequence[Batch]) -> None:
         self._journal = journal
         self._stem = journal.layers_stem
+        self._new_folder = self._stem.with_name(f"{self._stem.name}.new")
         self._sequences = sequence_ranges(batches)
         self._cost_s = 0.0
         self._saved_at = time.monotonic()
@@ -82,10 +83,6 @@ class LayerJournal:
             self._journal.warn(f"no checkpoint was written, the run continues: {error}")
         self._saved_at = time.monotonic()
         self._cost_s = self._saved_at - started
-
-    @property
-    def _new_folder(self) -> Path:
-        return self._stem.with_name(f"{self._stem.name}.new")
 
     def _save(self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]) -> None:
         new = self._new_folder

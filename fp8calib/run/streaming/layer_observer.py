@@ -266,9 +266,7 @@ class LayerObserver:
             return
         ignored = self._streamed.prepared.ignored
         linears = [each for each in layer.layer.linears if each.module in self._linears]
-        self._weights |= observe_weights(
-            self._streamed.model, linears, layer.weights, ignored=ignored
-        )
+        self._weights |= observe_weights(linears, layer.weights, ignored=ignored)
         read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
         self._observed.update(layer.part.tensors)

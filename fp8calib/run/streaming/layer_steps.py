@@ -9,7 +9,7 @@ whose layers read more than the output before them. Only that output is stored b
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
-from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.decoder import Decoder, replaced_forward
 
 NO_STREAMING_HINT = "it cannot be streamed: leave out --memory, or use a larger machine"
 
@@ -147,13 +147,10 @@ class LayerSteps:
 def open_steps(decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[LayerSteps]:
     """Let `LayerSteps` run the layers while the context is open."""
     steps = LayerSteps(decoder, layers)
-    for index, layer in enumerate(layers):
-        layer.forward = partial(steps.forward, index)
-    try:
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.enter_context(replaced_forward(layer, partial(steps.forward, index)))
         yield steps
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 def _nan_like(leaf: Any) -> Any:

@@ -21,6 +21,7 @@ from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.machine.pinned import StartedCopy
 from fp8calib.model.prepared import PreparedModel
+from fp8calib.model.stored_parameters import is_run
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.decoder import Decoder, DecoderCall
@@ -62,6 +63,8 @@ class StreamedModel:
 
     Attributes:
         prepared: the model, with weights only in the parts that are loaded.
+        model: the model itself.
+        geometry: its geometry.
         checkpoint: where they are read.
         device: the device it computes on.
         embeddings: the rows of embeddings in memory, by the name of the weight.
@@ -69,6 +72,7 @@ class StreamedModel:
 
     def __init__(self, prepared: PreparedModel, loader: PartLoader, streaming: Streaming) -> None:
         self.prepared = prepared
+        self.model, self.geometry = prepared.model, prepared.geometry
         self.checkpoint = loader.checkpoint
         self.device = torch.device(streaming.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
@@ -79,16 +83,6 @@ class StreamedModel:
         self._streaming = streaming
         self._loader = loader
         self._parts = layer_parts(prepared.geometry, loader)
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model itself."""
-        return self.prepared.model
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """Its geometry."""
-        return self.prepared.geometry
 
     def open_hidden_states(self) -> HiddenStateStore:
         """Open the store of the hidden states between two layers."""
@@ -228,13 +222,12 @@ def open_streamed(
     """
     keep_freed_memory()
     dtype, device = streaming.dtype, streaming.device
-    model, weights = prepared.model, prepared.weights
-    loader = PartLoader(model, weights, checkpoint, dtype=dtype, device=device)
+    loader = PartLoader(prepared.weights, checkpoint, dtype=dtype, device=device)
     _compute_buffers(loader)
     streamed = StreamedModel(prepared, loader, streaming)
     outside = part_outside_layers(prepared.geometry, loader)
     with open_embeddings(
-        model, weights, checkpoint, tokens, dtype=dtype, device=device
+        prepared.weights, tokens, dtype=dtype, device=device
     ) as streamed.embeddings:
         loader.place(outside, loader.read(outside))
         yield streamed
@@ -252,7 +245,7 @@ def part_outside_layers(geometry: ModelGeometry, loader: PartLoader) -> ModelPar
     """Gather the text decoder's parameters outside its layers, without embeddings read by row."""
     path, _ = find_text_decoder(loader.model)
     own = tuple(f"{layer.module}." for layer in geometry.layers)
-    embeddings = {f"{name}.weight" for name in embeddings_by_row(loader.model, loader.weights)}
+    embeddings = {f"{name}.weight" for name in embeddings_by_row(loader.weights)}
     return loader.part(
         lambda name: (
             name.startswith(f"{path}." if path else "")
@@ -264,12 +257,8 @@ def part_outside_layers(geometry: ModelGeometry, loader: PartLoader) -> ModelPar
 
 def part_of_towers(loader: PartLoader) -> ModelPart:
     """Gather the parameters outside the text decoder, but those of the lm_head."""
-    path, _ = find_text_decoder(loader.model)
-    head = loader.model.get_output_embeddings()
-    heads = tuple(f"{name}." for name, each in loader.model.named_modules() if each is head)
-    return loader.part(
-        lambda name: not name.startswith((*([f"{path}."] if path else [""]), *heads))
-    )
+    runs = is_run(loader.model)
+    return loader.part(lambda name: not runs(name))
 
 
 def store_calls(

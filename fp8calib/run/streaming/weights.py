@@ -98,14 +98,13 @@ class PartLoader:
 
     def __init__(
         self,
-        model: PreTrainedModel,
         weights: WeightSource,
         checkpoint: Checkpoint,
         *,
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self.model = model
+        self.model = model = weights.model
         self.weights = weights
         self.device = device
         self._copier = PinnedCopier(torch.device(device))

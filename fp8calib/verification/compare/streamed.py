@@ -16,7 +16,7 @@ import torch
 
 from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.observe.hooks import HookedCache, own_attentions
+from fp8calib.observe.hooks import HookedCache
 from fp8calib.run.forward.decoder import Decoder, DecoderCall
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
@@ -73,7 +73,7 @@ class StreamedComparison:
         self._originals = streamed.prepared.weights
         self._model = streamed.model
         self._decoder = Decoder(streamed.model)
-        self._attentions = own_attentions(streamed.geometry)
+        self._attentions = streamed.geometry.owners()
 
     @property
     def num_layers(self) -> int:

@@ -34,7 +34,6 @@ def find_checkpoint_gaps(
     changes: Sequence[WeightChange],
     checkpoint: Fp8Checkpoint,
     source: WeightSource,
-    model: LoadedModel,
 ) -> Iterator[str]:
     """Note what a checkpoint quantizes outside the linears of decoder layers and towers.
 
@@ -43,9 +42,9 @@ def find_checkpoint_gaps(
     changed = [parameter for change in changes for parameter in change.parameters]
     linears = {parameter.name for parameter in changed if parameter.sites}
     copied = {parameter.name for parameter in changed if not parameter.sites}
-    others = {parameter for parameter, _ in model.named_parameters()} - linears
+    others = {parameter for parameter, _ in source.model.named_parameters()} - linears
     quantized = {p for p in others if source.tensor_names([p]) & checkpoint.quantized}
-    inside = {p for p in quantized if p in copied or is_of_decoder(p, model)}
+    inside = {p for p in quantized if p in copied or is_of_decoder(p, source.model)}
     if inside:
         yield _explain_inputs(name, sorted(inside))
     if quantized - inside:

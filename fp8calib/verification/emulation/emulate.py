@@ -26,7 +26,6 @@ from fp8calib.observe.hooks import (
     ExpertsCall,
     HookedCache,
     open_hooks,
-    own_attentions,
 )
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation.damage import (
@@ -313,7 +312,7 @@ def emulated(
     The hooks, made for the same emulation, keep their measurements across contexts. When the
     context closes, changed weights are read again from `originals`.
     """
-    used, attentions = decoder or Decoder(model), own_attentions(geometry)
+    used, attentions = decoder or Decoder(model), geometry.owners()
 
     def run(batch: Batch) -> torch.Tensor:
         hooks.begin_batch(batch)

@@ -94,9 +94,8 @@ def find_misreads(table: ScaleTable, numerics: Numerics) -> Reads:
         return found
     table = _round_scales(table, numerics)
     for _, attention in table.geometry.attentions():
-        index = attention.producer
-        producer = None if index is None else table.geometry.layers[index].attention
-        if producer is None:
+        producer = table.geometry.producer_of(attention)
+        if producer is attention:
             continue
         key, value = (
             _read_scale(table, attention, role, numerics)

@@ -14,7 +14,6 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.model.load import LoadedModel
 from fp8calib.model.topology.search import is_linear, is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import PlanSettings
@@ -47,21 +46,20 @@ class PlannedWeights:
 def find_planned(
     settings: PlanSettings,
     selection: Selection,
-    model: LoadedModel,
     geometry: ModelGeometry,
     source: WeightSource,
     *,
     fmt: Fp8Format = E4M3FN,
     scale_input: Callable[[Linear], torch.Tensor] | None = None,
 ) -> PlannedWeights:
-    """Find the parameters of `model` that are made from the tensors that a plan quantizes.
+    """Find the parameters of a model that are made from the tensors that a plan quantizes.
 
     Args:
         settings: the plan's; weights that engines fuse share their scales.
         selection: the plan's, which may also be one that `quantize` refuses.
-        model: the model, which may be without weights.
         geometry: of the model.
-        source: reads the checkpoint that `selection` was made for.
+        source: reads the checkpoint that `selection` was made for; its model may be without
+            weights.
         fmt: of the weights and their inputs.
         scale_input: gives the static scale of a linear's input; None where no engine needs one.
 
@@ -71,10 +69,10 @@ def find_planned(
     """
     if selection.refusal is not None and not (selection.quantized or selection.unsplit):
         raise selection.refusal
-    found = _Found(model, source, settings, selection)
+    found = _Found(source, settings, selection)
     groups: dict[str, list[WeightParameter]] = defaultdict(list)
     linears = {linear.module: linear for _, linear in geometry.linears()}
-    for parameter in find_parameters(linears.values(), dict(model.named_modules())):
+    for parameter in find_parameters(linears.values(), dict(source.model.named_modules())):
         matched = found.match(parameter)
         if matched is not None:
             groups[found.name_group(parameter)].append(matched)
@@ -101,14 +99,8 @@ def find_planned(
 class _Found:
     """A plan, matched with the parameters of a model."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        source: WeightSource,
-        settings: PlanSettings,
-        selection: Selection,
-    ) -> None:
-        self._model = model
+    def __init__(self, source: WeightSource, settings: PlanSettings, selection: Selection) -> None:
+        self._model = source.model
         self._source = source
         self._settings = settings
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)

@@ -11,7 +11,6 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.coverage import list_embedding_and_head
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
@@ -30,7 +29,6 @@ from fp8calib.verification.emulation.weights import (
 
 def find_stored(
     checkpoint: Fp8Checkpoint,
-    model: LoadedModel,
     geometry: ModelGeometry,
     source: WeightSource,
     *,
@@ -48,9 +46,9 @@ def find_stored(
         ModelError: the checkpoint quantizes no linear of the model, quantizes one in part,
             lacks one, or quantizes the output head or an embedding.
     """
-    found = _Matched(checkpoint, source, model)
+    found = _Matched(checkpoint, source)
     linears = (*(linear for _, linear in geometry.linears()), *towers)
-    parameters = find_parameters(linears, dict(model.named_modules()))
+    parameters = find_parameters(linears, dict(source.model.named_modules()))
     stored = [parameter for parameter in parameters if found.is_stored(parameter)]
     if not stored:
         raise ModelError(
@@ -63,7 +61,7 @@ def find_stored(
         parameters=(),
         source=source,
         fmt=checkpoint.fmt,
-        clip_limits=WeightSource(model, ClipLimits(checkpoint)),
+        clip_limits=source.reading_from(ClipLimits(checkpoint)),
         scales={parameter.name: found.scales_of(parameter) for parameter in stored},
     )
     weights = [
@@ -87,7 +85,6 @@ class _Matched:
 
     checkpoint: Fp8Checkpoint
     source: WeightSource
-    model: LoadedModel
 
     def tensors_of(self, parameter: str) -> frozenset[str]:
         """Give the tensors that a parameter is made from; there must be one."""
@@ -115,16 +112,17 @@ class _Matched:
         self, stored: list[WeightParameter], *, with_towers: bool
     ) -> dict[str, frozenset[str]]:
         """Give the tensors of the other parameters of the text decoder, and of towers if asked."""
-        names = {name for name, _ in self.model.named_parameters()} - {p.name for p in stored}
-        inside = {name for name in names if is_of_decoder(name, self.model)}
+        model = self.source.model
+        names = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
+        inside = {name for name in names if is_of_decoder(name, model)}
         found = {name: self.tensors_of(name) for name in sorted(inside)}
         if with_towers:
-            outside = names - inside - {*list_embedding_and_head(self.model)}
+            outside = names - inside - {*list_embedding_and_head(model)}
             found |= {name: self.source.tensor_names([name]) for name in sorted(outside)}
         return found
 
     def refuse_embeddings(self) -> None:
-        names = self.source.tensor_names(list_embedding_and_head(self.model))
+        names = self.source.tensor_names(list_embedding_and_head(self.source.model))
         if quantized := sorted(names & self.checkpoint.quantized):
             raise ModelError(
                 f"{self.checkpoint.folder}: {quantized[0]} is an embedding or the output head, "

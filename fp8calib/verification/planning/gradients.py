@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fp8calib.data.sequences import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
+from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import LmHead, open_lm_head
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
@@ -130,7 +130,7 @@ class _Walk:
         self._groups = groups
         self._advance = advance
         self._generator = torch.Generator().manual_seed(seed)
-        self._attentions = own_attentions(streamed.geometry)
+        self._attentions = streamed.geometry.owners()
         self._found: dict[tuple[Place, int], torch.Tensor] = {}
         self._top = len(streamed.geometry.layers)
 

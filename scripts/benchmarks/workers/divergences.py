@@ -160,7 +160,7 @@ def open_scorer(
     numerics = find_emulated(engine)[1]
     source = open_source(model)
     loaded = load_model(source, dtype=getattr(torch, dtype), device="cpu", device_map=None)
-    checkpoint = stack.enter_context(Checkpoint.open(source.folder, require_config=True))
+    checkpoint = stack.enter_context(Checkpoint.open(source.folder))
     prepared = prepare(loaded, checkpoint)
     target = Target(
         checkpoint=checkpoint,

@@ -65,7 +65,7 @@ def test_every_column_gets_the_optimal_update(kind: str) -> None:
     weight, hessian = make_case(seed=1)
     scale = make_scale(kind, weight)
     expected = solve_by_brute_force(weight, hessian, scale, damping=0.01)
-    factor = factorise(torch.from_numpy(hessian), damping=0.01)
+    factor = factorise(torch.from_numpy(hessian))
     codes = round_compensated(torch.from_numpy(weight), torch.from_numpy(scale), factor)
     found = codes.to(torch.float64).numpy() * scale
     np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -115,7 +115,7 @@ def test_an_indefinite_hessian_raises_the_damping_until_it_is_definite() -> None
     values, vectors = np.linalg.eigh(hessian)
     values[0] = -lowest
     indefinite = (vectors * values) @ vectors.T
-    factor = factorise(torch.from_numpy(indefinite), damping=0.01)
+    factor = factorise(torch.from_numpy(indefinite))
     assert factor.damping == pytest.approx(1.0)
     shifted = indefinite + factor.damping * np.diag(indefinite).mean() * np.eye(IN)
     order = factor.order.numpy()
