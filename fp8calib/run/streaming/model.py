@@ -300,8 +300,9 @@ def _compute_buffers(loader: PartLoader) -> None:
         return  # computed when the model was opened before
     first, second = (_initialise(model, names, fill) for fill in (0, 1))
     path = find_text_decoder(model)[0]
+    own = f"{path}." if path else ""
     for name in names:
-        if name.startswith(f"{path}.") and not torch.equal(first[name], second[name]):
+        if name.startswith(own) and not torch.equal(first[name], second[name]):
             raise ModelError(
                 f"{type(model).__name__}: the buffer {name} is neither stored nor computed",
                 hint=NO_STREAMING_HINT,
