@@ -1,4 +1,4 @@
-"""`calibrate --rule auto`: choose rules on the part of the text that is held out."""
+"""`calibrate --rule auto`: hold back text on which `verification.rule_choice` chooses the rules."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from fp8calib.scales.clip_range import find_clip_range
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.from_amax import scale_of
 from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -33,9 +33,9 @@ from fp8calib.quantization.shard_layout import (
     WeightScale,
     lay_out,
 )
+from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import LayerSchemes, check_layer_schemes
 from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model

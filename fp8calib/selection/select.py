@@ -12,8 +12,7 @@ from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.expert_layouts import list_configs
 from fp8calib.selection.ends import find_ends
-from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
-from fp8calib.selection.patterns import (
+from fp8calib.selection.ignored import (
     TOWER,
     Reason,
     find_default,
@@ -21,6 +20,7 @@ from fp8calib.selection.patterns import (
     span_layers,
     spell_options,
 )
+from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
 
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}

@@ -8,7 +8,7 @@ from statistics import median_low
 from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
-from fp8calib.selection.patterns import spell_options
+from fp8calib.selection.ignored import spell_options
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.summary import summarize
 from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds

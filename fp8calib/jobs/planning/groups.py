@@ -23,9 +23,9 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.recipe import Quantize
 from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.selection.ignored import span_layers
 from fp8calib.selection.layer_schemes import join_linears
 from fp8calib.selection.matrices import Matrix
-from fp8calib.selection.patterns import span_layers
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (

@@ -50,9 +50,9 @@ from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_s
 from fp8calib.recipe import Quantize
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.scales.from_amax import SMALLEST_SCALE
+from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.layer_schemes import OPTION, LayerSchemes, make_layer_schemes
 from fp8calib.selection.matrices import SUFFIX, Matrix
-from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SAMPLED, _SAMPLED_ROWS = 8, 64
