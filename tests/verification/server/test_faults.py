@@ -23,6 +23,7 @@ SEQUENCES = 10
 LENGTH = 64
 OPTIONS = ("--seq-len", LENGTH, "--dtype", "float32")
 ENGINE = ("--engine", planted.ENGINE)
+BATCHES = ("--batch-size", 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def ask(served: Planted) -> Callable[..., Any]:
     def asked(predict: planted.Predict, *options: object) -> Any:
         with FakeServer(predict) as server:
             found = succeed(
-                "verify", served.model, "--data", served.data, *OPTIONS, *ENGINE,
+                "verify", served.model, "--data", served.data, *OPTIONS, *ENGINE, *BATCHES,
                 "--server", server.url, "--json", *options,
             )  # fmt: skip
         return found.json
