@@ -33,8 +33,8 @@ QUICK = ("--seq-len", LENGTH, "--dtype", "float32", "--batch-size", 12)
 
 
 def plant(folder: Path, change: Callable[[Any], None], **sizes: int) -> tuple[Path, Path]:
-    """Write a changed llama of four layers, and text that it wrote itself."""
-    model: Any = zoo.build("llama", num_hidden_layers=4, **sizes)
+    """Write a changed llama, of four layers unless `sizes` says it, and text that it wrote."""
+    model: Any = zoo.build("llama", **{"num_hidden_layers": 4, **sizes})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         change(model)
@@ -571,7 +571,7 @@ def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
 
 
 def test_type_of_the_cache_is_answered_for_a_gpu(tmp_path: Path) -> None:
-    model, text = plant(tmp_path, lambda _model: None, head_dim=64)
+    model, text = plant(tmp_path, lambda _model: None, head_dim=64, num_hidden_layers=2)
     asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "H100")
     found = run(*asked, "--out", tmp_path / "out", "--json").json
     (answer,) = [each for each in found["decisions"] if "which type" in each["question"]]
@@ -586,7 +586,7 @@ def test_type_of_the_cache_is_answered_for_a_gpu(tmp_path: Path) -> None:
 def test_nvfp4_is_compared_with_the_scales_that_are_measured(
     tmp_path: Path,
 ) -> None:
-    model, text = plant(tmp_path, lambda _model: None, head_dim=128)
+    model, text = plant(tmp_path, lambda _model: None, head_dim=128, num_hidden_layers=2)
     asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "b200")
     found = run(*asked, "--out", tmp_path / "out", "--json").json
     klds = {each["name"]: each["kld_mean"] for each in found["candidates"]}

@@ -109,7 +109,7 @@ def test_every_one_of_many_refits_gives_the_scales_of_its_step() -> None:
     names = {f"model.layers.{i}.self_attn.{r}_scale" for i in range(len(layers)) for r in "kv"}
     previous: set[float] = set()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for _ in range(25):
+    for _ in range(8):
         tokens = torch.stack(rows)
         model(tokens, labels=tokens).loss.backward()
         optimizer.step()
@@ -372,16 +372,16 @@ def test_warnings_are_python_warnings() -> None:
 
 
 def test_the_package_imports_nothing_heavy() -> None:
+    """That its functions do not import typer is a contract of pyproject.toml."""
     program = (
         "import sys, fp8calib\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'typer'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
         "assert set(fp8calib.__all__) <= set(dir(fp8calib))\n"
-        "assert all(hasattr(fp8calib, name) for name in fp8calib.__all__)\n"
-        "assert 'torch' in sys.modules and 'typer' not in sys.modules\n"
-        "assert not hasattr(fp8calib, 'calibration_of_nothing')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+    assert all(hasattr(fp8calib, name) for name in fp8calib.__all__)
+    assert not hasattr(fp8calib, "calibration_of_nothing")
 
 
 @pytest.mark.parametrize("is_live", [False, True])

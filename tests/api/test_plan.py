@@ -461,7 +461,7 @@ def test_a_plan_that_goes_on_rounds_no_scheme_again(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     schemes = ("--scheme", "w8a16", "--scheme", "fp8-block", "--rounding", "gptq")
-    options = ("--max-bytes", 0.7, "--kv-tokens", 0, "--points", 0, *schemes)
+    options = ("--max-bytes", 0.7, "--kv-tokens", 0, "--points", 0, "--passes", 2, *schemes)
     whole = plan(planted, tmp_path / "whole", *options).json
     with patch.object(measure, "_open_job", side_effect=KeyboardInterrupt):
         assert plan(planted, tmp_path / "plan", *options).code == 130
@@ -476,11 +476,12 @@ def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
+    options = (*options, "--passes", 2)
     found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
     assert not (tmp_path / "plan" / "rounded").exists()
     recipe = tmp_path / "plan" / "recipe.yaml"
     command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
-    text = ("--data", planted[1], "--seq-len", 32, "--samples", 16, "--dtype", "float32")
+    text = ("--data", planted[1], *QUICK, "--samples", 16)
     outcome = succeed(*command, *text, "--json").json
     assert len(outcome["rounded"]) == len(outcome["quantized"])
     planned = [linear for g in found["groups"] if g["choice"] == "w8a16" for linear in g["linears"]]
