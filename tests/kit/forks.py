@@ -14,17 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from typing import IO
 
 from tqdm import tqdm
 
 
-def start_fork(
-    module: str,
-    *arguments: object,
-    stderr: int | IO[str] = subprocess.PIPE,
-    **variables: object,
-) -> subprocess.Popen[str]:
+def start_fork(module: str, *arguments: object, **variables: object) -> subprocess.Popen[str]:
     """Start a module as `python -m` does, with more environment variables."""
 
     def run() -> None:
@@ -53,7 +47,7 @@ def start_fork(
     return subprocess.Popen(
         [module],
         stdout=subprocess.PIPE,
-        stderr=stderr,
+        stderr=subprocess.PIPE,
         text=True,
         restore_signals=False,  # Python ignores SIGPIPE
         preexec_fn=run,  # noqa: PLW1509 -- it never returns, so that nothing else is started
