@@ -430,12 +430,11 @@ def test_shards_in_memory_become_the_whole(tmp_path: Path) -> None:
     assert (tmp_path / "merged.safetensors").read_bytes() == expected
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_a_recipe_writes_its_checkpoint(is_live: bool, tmp_path: Path) -> None:
+def test_a_recipe_writes_the_checkpoint_of_a_model_in_memory(tmp_path: Path) -> None:
+    """That of a folder is in tests/cli/test_quantize.py."""
     model = zoo.save("llama", tmp_path / "model")
-    source = model if is_live else tmp_path / "model"
     text: dict[str, Any] = {"seq_len": LENGTH, "out": tmp_path / "out"}
-    result = fp8calib.calibrate(source, token_rows(), recipe="w8a8-static", **text)
+    result = fp8calib.calibrate(model, token_rows(), recipe="w8a8-static", **text)
     assert isinstance(result.quantize, fp8calib.QuantizeResult)
     assert result.passed
     quantized = fp8calib.quantize(
