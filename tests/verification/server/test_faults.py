@@ -159,6 +159,9 @@ def test_the_scales_that_a_server_has_are_told(
     assert report["advice"].startswith(start)
     assert report["advice"].endswith(end)
     assert "..." in says or report["advice"] == start
+    name = report["server"]["explained_by"]
+    assert name
+    assert f" {name} (correlation " in report["advice"]
 
 
 def test_the_scales_of_another_model(
