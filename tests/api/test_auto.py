@@ -25,7 +25,7 @@ from fp8calib.verification.report import (
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
-from tests.kit.minutes import in_minutes
+from tests.kit.minutes import in_minutes, takes_minutes
 from tests.kit.reports import make_candidate, make_small
 
 LENGTH = 32
@@ -33,8 +33,8 @@ QUICK = ("--seq-len", LENGTH, "--dtype", "float32", "--batch-size", 12)
 
 
 def plant(folder: Path, change: Callable[[Any], None], **sizes: int) -> tuple[Path, Path]:
-    """Write a changed llama of four layers, and text that it wrote itself."""
-    model: Any = zoo.build("llama", num_hidden_layers=4, **sizes)
+    """Write a changed llama, of four layers unless `sizes` says it, and text that it wrote."""
+    model: Any = zoo.build("llama", **{"num_hidden_layers": 4, **sizes})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         change(model)
@@ -138,12 +138,15 @@ def test_the_one_linear_that_fp8_breaks_stays_unquantized(tmp_path: Path) -> Non
 
 
 def test_nothing_is_claimed_where_nothing_passes(tmp_path: Path) -> None:
-    model, text = plant(tmp_path, spoil_all)
+    model, text = plant(tmp_path, spoil_all, hidden_size=64, intermediate_size=96)
     out = tmp_path / "out"
-    outcome = run("auto", model, "--data", text, *QUICK, "--out", out)
+    outcome = run("auto", model, "--data", text, *QUICK, "--mxfp8", "--out", out)
     assert outcome.code == 8
     assert "no checkpoint is written" in outcome.out
     report = json.loads((out / "report.json").read_text())
+    assert "mxfp8" in {each["name"] for each in report["candidates"]}
+    (which,) = (each for each in report["decisions"] if "which scheme" in each["question"])
+    assert "mxfp8: fail" in which["why"]
     assert report["written"] is None
     assert report["closest"].startswith("w8a16: ")
     assert outcome.out.splitlines()[-1] == f"closest: {report['closest']}"
@@ -280,49 +283,55 @@ def test_the_plan_of_a_run_has_its_steps(plain: tuple[Path, Path], tmp_path: Pat
     assert not out.exists()
 
 
+@pytest.mark.parametrize("family", ["lfm2", *in_minutes("deepseek_v3")])
 def test_the_kv_cache_stays_in_16_bits_where_the_engine_has_no_place_for_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path
 ) -> None:
-    """VLLM refuses KV scales of lfm2, and ignores those of latent attention (DeepSeek)."""
     rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(60)]
     text = write_rows(tmp_path / "text.jsonl", rows)
-    zoo.save("lfm2", tmp_path / "lfm2")
-    zoo.save("deepseek_v3", tmp_path / "deepseek_v3")
-    for family in ("lfm2", "deepseek_v3"):
-        out = tmp_path / "out" / family
-        asked = ("auto", tmp_path / family, "--data", text, *QUICK, "--engine", "vllm")
-        found = succeed(*asked, "--out", out, "--json").json
-        assert found["written"]["scheme"] == "fp8-dynamic"
-        assert found["written"]["has_kv_scales"] is False
-        assert found["checked"]["vllm"]["ok"] is True
-        assert "--kv-cache-dtype" not in found["serve"]
-        names = {n for f in (out / "fp8-dynamic").glob("*.safetensors") for n in load_file(f)}
-        assert any(name.endswith("weight_scale") for name in names)
-        assert not any(name.endswith(("k_scale", "v_scale")) for name in names)
-        (left,) = [each for each in found["decisions"] if "which KV scales" in each["question"]]
-        assert left["why"].startswith("the KV cache stays in 16 bits: vllm does not use KV scales")
-        monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
-        kv = tmp_path / "kv" / family
-        reason = {"lfm2": "no parameters for scales", "deepseek_v3": "multi-head latent attention"}
-        assert reason[family] in fail(8, *asked, "--gate", "kv", "--out", kv)
-        assert not kv.exists()
-        monkeypatch.undo()
+    zoo.save(family, tmp_path / "model")
+    asked = ("auto", tmp_path / "model", "--data", text, *QUICK, "--engine", "vllm")
+    found = succeed(*asked, "--out", tmp_path / "out", "--json").json
+    assert found["written"]["scheme"] == "fp8-dynamic"
+    assert found["written"]["has_kv_scales"] is False
+    assert found["checked"]["vllm"]["ok"] is True
+    assert "--kv-cache-dtype" not in found["serve"]
+    files = (tmp_path / "out" / "fp8-dynamic").glob("*.safetensors")
+    names = {name for file in files for name in load_file(file)}
+    assert any(name.endswith("weight_scale") for name in names)
+    assert not any(name.endswith(("k_scale", "v_scale")) for name in names)
+    (left,) = [each for each in found["decisions"] if "which KV scales" in each["question"]]
+    assert left["why"].startswith("the KV cache stays in 16 bits: vllm does not use KV scales")
 
 
 def run_no_text(*_: object) -> None:
     pytest.fail("text was run")
 
 
-def test_a_model_of_which_the_engine_loads_no_scheme_is_refused_before_text_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "options", "code", "says"),
+    [
+        ("xglm", (), 8, "vllm cannot load it: vLLM 0.33 does not run xglm"),
+        ("gpt2", (), 4, "Conv1D"),
+        ("lfm2", ("--gate", "kv"), 8, "no parameters for scales"),
+        ("deepseek_v3", ("--gate", "kv"), 8, "multi-head latent attention"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_text_is_run(
+    family: str,
+    options: tuple[str, ...],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """VLLM 0.33 has no class for xglm."""
-    zoo.save("xglm", tmp_path / "xglm")
+    """VLLM 0.33 refuses KV scales of lfm2, and ignores those of latent attention (DeepSeek)."""
+    zoo.save(family, tmp_path / "model")
     text = write_rows(tmp_path / "text.jsonl", [{"input_ids": [3, 4, 5, 6] * 8}] * 8)
     monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
     out = tmp_path / "out"
-    asked = ("auto", tmp_path / "xglm", "--data", text, *QUICK, "--out", out)
-    assert "vllm cannot load it: vLLM 0.33 does not run xglm" in fail(8, *asked)
+    asked = ("auto", tmp_path / "model", "--data", text, *QUICK, *options, "--out", out)
+    assert says in fail(code, *asked)
     assert not out.exists()
 
 
@@ -335,21 +344,10 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     assert "--mxfp8" in fail(2, "auto", model, "--gate", "kv", "--mxfp8")
 
 
-def test_weights_that_cannot_be_quantized_are_refused_before_text_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zoo.save("gpt2", tmp_path / "gpt2")
-    text = write_rows(tmp_path / "text.jsonl", [{"input_ids": [3, 4, 5, 6]}] * 8)
-    monkeypatch.setattr("fp8calib.commands.auto.run_calibration", run_no_text)
-    out = tmp_path / "out"
-    assert "Conv1D" in fail(4, "auto", tmp_path / "gpt2", "--data", text, *QUICK, "--out", out)
-    assert not out.exists()
-
-
 def test_schemes_are_ruled_out_for_what_the_statistics_lack(tmp_path: Path) -> None:
     """No hook reaches the inputs of gemma3n's projections outside its decoder layers."""
     zoo.save("gemma3n_text", tmp_path / "gemma3n")
-    rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(60)]
+    rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(20)]
     text = write_rows(tmp_path / "text.jsonl", rows)
     asked = ("auto", tmp_path / "gemma3n", "--data", text, *QUICK, "--out", tmp_path / "out")
     found = run(*asked, "--json").json
@@ -539,10 +537,11 @@ def test_samples_count_the_text_that_is_held_out(plain: tuple[Path, Path], tmp_p
     ]
 
 
-@pytest.mark.parametrize("is_brief", [True, *in_minutes(False)])
+@takes_minutes
 def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
-    plain: tuple[Path, Path], tmp_path: Path, is_brief: bool
+    plain: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """That it is one of the schemes is seen where nothing passes, too."""
     whole_blocks = plant(tmp_path, lambda _: None, hidden_size=64, intermediate_size=96)
 
     def compare(
@@ -559,8 +558,6 @@ def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
     names, why = compare("vllm", "--mxfp8")
     assert "mxfp8" in names
     assert "mxfp8: vllm cannot load it" not in why
-    if is_brief:
-        return
     assert "mxfp8" not in compare("vllm")[0]
     names, why = compare("sglang", "--mxfp8")
     assert "mxfp8" not in names
@@ -571,7 +568,7 @@ def test_mxfp8_is_compared_where_it_is_asked_for_and_loaded(
 
 
 def test_type_of_the_cache_is_answered_for_a_gpu(tmp_path: Path) -> None:
-    model, text = plant(tmp_path, lambda _model: None, head_dim=64)
+    model, text = plant(tmp_path, lambda _model: None, head_dim=64, num_hidden_layers=2)
     asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "H100")
     found = run(*asked, "--out", tmp_path / "out", "--json").json
     (answer,) = [each for each in found["decisions"] if "which type" in each["question"]]
@@ -586,7 +583,7 @@ def test_type_of_the_cache_is_answered_for_a_gpu(tmp_path: Path) -> None:
 def test_nvfp4_is_compared_with_the_scales_that_are_measured(
     tmp_path: Path,
 ) -> None:
-    model, text = plant(tmp_path, lambda _model: None, head_dim=128)
+    model, text = plant(tmp_path, lambda _model: None, head_dim=128, num_hidden_layers=2)
     asked = ("auto", model, "--data", text, *QUICK, "--gate", "kv", "--gpu", "b200")
     found = run(*asked, "--out", tmp_path / "out", "--json").json
     klds = {each["name"]: each["kld_mean"] for each in found["candidates"]}

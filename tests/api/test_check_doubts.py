@@ -19,7 +19,7 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from tests import zoo
 from tests.architectures.test_vision_language import MODELS
 from tests.kit.checkpoints import change_config, change_tensors
-from tests.kit.minutes import in_minutes
+from tests.kit.minutes import HAS_MINUTES, in_minutes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = ("model-1.safetensors", "model-2.safetensors")
@@ -336,7 +336,7 @@ def test_random_damage_gets_an_answer(tmp_path: Path, family: str) -> None:
         tensors |= {f"{path}.{role}_scale": torch.tensor([0.01]) for role in "kv"}
     configure(quantization_config=make_quantization_config("tensor"))(tmp_path / "x")
     random = Random(family)  # noqa: S311 -- a fixed seed
-    for _ in range(25):
+    for _ in range(25 if HAS_MINUTES else 10):
         damaged = dict(tensors)
         for _ in range(random.randint(1, 3)):
             damage(random, damaged)

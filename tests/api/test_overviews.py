@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import fp8calib
-from tests.cli.program import succeed
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +14,7 @@ def results(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     """Get one result of each function."""
     folder = tmp_path_factory.mktemp("overviews")
     text = {"samples": 4, "seq_len": 16, "dtype": "float32"}
-    stats = fp8calib.calibrate(model, str(data), **text)
-    succeed("calibrate", model, "--data", data, "--samples", 4, "--out", folder / "out")
+    stats = fp8calib.calibrate(model, str(data), out=folder / "out", **text)
     with pytest.warns(fp8calib.Fp8CalibWarning):
         return {
             "calibrate": stats,

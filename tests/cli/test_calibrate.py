@@ -136,20 +136,6 @@ def test_halves_of_the_data_are_compared_where_there_are_four_sequences(
     assert "half of the data" not in succeed(*one).out
 
 
-def test_the_scales_are_amax_over_448(calibrated: tuple[Path, Outcome]) -> None:
-    stats = stats_of(calibrated[0])
-    scales = load_file(calibrated[0] / "kv_scales.safetensors")
-    assert len(scales) == 4
-    for _, attention in stats.geometry.attentions():
-        for role in (Role.K, Role.V):
-            seen = stats.sites[attention.site(role)].amax
-            assert seen.shape == (2,)
-            expected = seen.max() / 448
-            found = scales[f"{attention.module}.{role}_scale"]
-            assert torch.equal(found, expected)
-            assert found.dtype is torch.float32
-
-
 # --- the output folder -------------------------------------------------------------------------
 
 
@@ -208,11 +194,6 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(
     assert plan["writes"] == ["report.json", "rfc.tp2.json", "stats.safetensors"]
     assert "nothing was run or written" in succeed(*arguments, "--dry-run").out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_samples_and_seq_len_decide_the_tokens(calibrate: Any) -> None:
-    _, report = calibrate("--samples", 3, "--seq-len", 10, "--format", "kv-scales")
-    assert (report["sequences"], report["tokens"]) == (3, 30)
 
 
 def test_the_default_length_is_the_models_maximum(model: Path, data: Path) -> None:

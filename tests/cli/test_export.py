@@ -41,22 +41,16 @@ def refused(tmp_path: Path) -> Callable[..., str]:
     return export
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
-@pytest.mark.parametrize("tp", [1, 2])
 def test_an_export_equals_what_calibrate_wrote(
-    calibrated: tuple[Path, Outcome],
-    stats: Path,
-    model: Path,
-    tmp_path: Path,
-    name: str,
-    tp: int,
+    calibrated: tuple[Path, Outcome], stats: Path, model: Path, tmp_path: Path
 ) -> None:
-    needs_model = () if name in LOOSE else ("--model", model)
-    command = ("export", stats, "--format", name, "--tp", tp, *needs_model)
+    """Each format for 1 and 2 ranks."""
+    command = ("export", stats, "--format", *ALL_FORMATS, "--tp", 1, "--tp", 2, "--model", model)
     report = succeed(*command, "--out", tmp_path / "out", "--json").json
     direct, exported = snapshot(calibrated[0]), snapshot(tmp_path / "out")
-    assert exported
-    assert {path: direct[path] for path in exported} == exported
+    for own in ("stats.safetensors", "report.json"):
+        del direct[own]
+    assert direct == exported
     files = [path for path in exported if exported[path] != "folder"]
     assert report["files"] == sorted(files)
     assert report["out"] == str(tmp_path / "out")

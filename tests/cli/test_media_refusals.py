@@ -286,10 +286,10 @@ def test_a_package_that_is_not_installed(
     assert 'pip install "fp8calib[' in text
 
 
-def test_a_row_of_5000_images_is_refused_by_its_length(
+def test_a_row_of_1000_images_is_refused_by_its_length(
     models: dict[str, Path], files: Path
 ) -> None:
-    write_rows(files / "rows.jsonl", [{"text": "Well?", "images": ["good.png"] * 5000}])
+    write_rows(files / "rows.jsonl", [{"text": "Well?", "images": ["good.png"] * 1000}])
     assert "beyond --seq-len 256" in refuse(5, models[SEES], files)
 
 

@@ -50,15 +50,15 @@ def test_the_package_runs_as_a_module() -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["calibrate", "--help"], ["export", "--help"]])
-def test_help_does_not_pay_for_heavy_imports(arguments: list[str]) -> None:
+def test_help_does_not_pay_for_heavy_imports() -> None:
     code = (
-        "import sys\nfrom fp8calib.cli import main\n"
-        f"try: main({arguments!r})\n"
-        f"finally: print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+        "import contextlib, sys\nfrom fp8calib.cli import main\n"
+        "for words in ([], ['calibrate'], ['export']):\n"
+        "    with contextlib.suppress(SystemExit):\n        main([*words, '--help'])\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
     out, err = start(sys.executable, "-c", code).communicate(timeout=60)
-    assert out.startswith("Usage: fp8calib")
+    assert out.count("Usage: fp8calib") == 3
     assert err == "[]\n"
 
 
@@ -142,16 +142,16 @@ def test_a_full_disk_under_stdout_is_told(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_under_stderr_changes_nothing_else(model: Path) -> None:
+def test_a_full_disk_under_stderr_changes_nothing_else(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*PROGRAM, "check", model, "--require-kv", "--json"],
+            [*PROGRAM, "check", tmp_path / "none", "--json"],
             stdout=subprocess.PIPE,
             stderr=full,
             env=ENVIRONMENT,
             check=False,
         )
-    assert done.returncode == 8
+    assert done.returncode == 2
     assert json.loads(done.stdout)["passed"] is False
 
 

@@ -209,7 +209,7 @@ def test_hessians_are_summed_over_processes(mixtral: Path, tmp_path: Path) -> No
     """The sums round differently, which moves few codes; scales and tokens are the same."""
     rows = [{"input_ids": [3 + (i * j + j * j) % 90 for j in range(32)]} for i in range(48)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    size = ("--samples", 48, "--seq-len", 32, "--dtype", "float32", "--json")
+    size = ("--samples", 48, "--seq-len", 32, "--batch-size", 4, "--dtype", "float32", "--json")
     made = ("quantize", mixtral, "--scheme", "w8a16", "--rounding", "gptq", "--data", data, *size)
     alone = succeed(*made, "--out", tmp_path / "one").json
     done = [finish(each) for each in start_ranks(2, *made, "--out", tmp_path / "two")]

@@ -285,16 +285,14 @@ def test_what_is_about_one_engine_is_refused_beside_several(
     assert f"{option[0]} is about one engine, and --engine names several" in message
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_text_that_was_calibrated_on_is_told(
-    model: Path, data: Path, files: Path, name: str
-) -> None:
-    scales = files / name
-    outcome = succeed("verify", model, "--data", data, *QUICK, "--scales", scales, "--json")
-    said = f"{scales}: about 100% of this text was used for calibration, "
+def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Path) -> None:
+    scales = [part for name in FILES for part in ("--scales", files / name)]
+    outcome = succeed("verify", model, "--data", data, *QUICK, *scales, "--json")
     told = [text for text in outcome.json["warnings"] if "for calibration" in text]
-    assert [text.startswith(said) for text in told] == [True]
-    assert said in outcome.err
+    for name, text in zip(FILES, told, strict=True):
+        said = f"{files / name}: about 100% of this text was used for calibration, "
+        assert text.startswith(said)
+        assert said in outcome.err
 
 
 def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(

@@ -46,6 +46,13 @@ def test_these_are_the_forms_that_can_express_it() -> None:
     ]
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write the llama in every form; tests that change one copy it."""
+    folder = tmp_path_factory.mktemp("mx")
+    return {form: run(FOLDER / "llama", folder / form, "mxfp8", form).out for form in FORMS}
+
+
 def load(folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
@@ -109,15 +116,16 @@ def test_every_block_is_llm_compressors_but_for_the_edge(scheme: str, tmp_path: 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_written_checkpoint_is_read_as_codes_times_powers_of_two(
-    form: str, tmp_path: Path
+    form: str, written: dict[str, Path]
 ) -> None:
-    out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
+    out = written[form]
     tensors = load(out)
     assert {tensors[f"{each}.{FORMS[form]}"].dtype for each in list_linears(tensors)} == {
         torch.uint8
     }
     with Fp8Checkpoint.open(out, fuse=True) as found:
         assert found.dialect.name == form
+        assert {weight.scheme.block for weight in found._weights.values()} == {MX_BLOCK}
         for linear in list_linears(tensors):
             name = f"{linear}.weight"
             exact = decode(tensors[name], tensors[f"{linear}.{FORMS[form]}"])
@@ -158,9 +166,9 @@ def test_transformers_loads_the_same_weights_bit_for_bit(
         assert torch.equal(loaded[f"{linear}.weight"].double(), exact), linear
 
 
-def make_damaged(folder: Path, form: str, **changes: torch.Tensor | None) -> Path:
-    """Write a checkpoint with other tensors beside the weight of one linear."""
-    out = run(FOLDER / "llama", folder / "out", "mxfp8", form).out
+def make_damaged(source: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
+    """Copy a checkpoint with other tensors beside the weight of one linear."""
+    out = Path(shutil.copytree(source, folder / "out"))
     tensors = load(out)
     for leaf, value in changes.items():
         name = f"{LAYER}.mlp.down_proj.{leaf}"
@@ -187,16 +195,18 @@ ONES = torch.full((32, 5), 120, dtype=torch.uint8)
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_damaged_scales_are_refused(
-    form: str, scale: torch.Tensor | None, told: str, tmp_path: Path
+    form: str, scale: torch.Tensor | None, told: str, written: dict[str, Path], tmp_path: Path
 ) -> None:
-    out = make_damaged(tmp_path, form, **{FORMS[form]: scale})
+    out = make_damaged(written[form], tmp_path, **{FORMS[form]: scale})
     with pytest.raises(ModelError, match=told):
         Fp8Checkpoint.open(out, fuse=True)
 
 
-def test_scales_in_torchs_own_dtype_of_exponents_are_read(tmp_path: Path) -> None:
+def test_scales_in_torchs_own_dtype_of_exponents_are_read(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
     scale = ONES.view(torch.float8_e8m0fnu)
-    out = make_damaged(tmp_path, "mxfp8", weight_scale_inv=scale)
+    out = make_damaged(written["mxfp8"], tmp_path, weight_scale_inv=scale)
     name = f"{LAYER}.mlp.down_proj.weight"
     with Fp8Checkpoint.open(out, fuse=True) as found:
         assert torch.equal(found.read(name).double(), decode(load(out)[name], ONES))
@@ -237,20 +247,13 @@ def test_experts_with_such_inputs_are_left_as_a_whole(tmp_path: Path) -> None:
     assert not any(".experts." in name for name in list_linears(load(tmp_path / "out")))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_mx_blocks_are_one_row_high(form: str, tmp_path: Path) -> None:
-    out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
-    with Fp8Checkpoint.open(out, fuse=False) as found:
-        assert {weight.scheme.block for weight in found._weights.values()} == {MX_BLOCK}
-
-
 @pytest.mark.parametrize("source", FORMS)
 @pytest.mark.parametrize("target", FORMS)
 def test_another_dialect_stores_the_same_codes_and_exponents(
-    source: str, target: str, tmp_path: Path
+    source: str, target: str, written: dict[str, Path], tmp_path: Path
 ) -> None:
     """Those of OCP's rule, too, which the program does not write itself."""
-    first = run(FOLDER / "llama", tmp_path / "first", "mxfp8", source).out
+    first = Path(shutil.copytree(written[source], tmp_path / "first"))
     tensors = load(first)
     for linear in list_linears(tensors):
         tensors[f"{linear}.{FORMS[source]}"][::2] += 3
@@ -326,8 +329,10 @@ KV_KEYS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_commands_read_it_and_add_kv_scales(form: str, tmp_path: Path) -> None:
-    out = run(FOLDER / "llama", tmp_path / "out", "mxfp8", form).out
+def test_commands_read_it_and_add_kv_scales(
+    form: str, written: dict[str, Path], tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(written[form], tmp_path / "out"))
     drawn = torch.randint(3, 64, (4, 48), generator=torch.Generator().manual_seed(1)).tolist()
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row} for row in drawn])
     text = ("--data", data, "--seq-len", 48)
@@ -392,8 +397,18 @@ def quantize_by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.float8_e4m3fn).view(torch.uint8), (exponents + 127).to(torch.uint8)
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
-@pytest.mark.parametrize("form", FORMS)
+EXPERTS = pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("granitemoe", "compressed-tensors"),
+        ("granitemoe", "mxfp8"),
+        ("qwen3_moe", "compressed-tensors"),
+        ("qwen3_moe", "modelopt"),
+    ],
+)
+
+
+@EXPERTS
 def test_stacked_experts_become_single_ones(family: str, form: str, tmp_path: Path) -> None:
     source = make_stacked(family, tmp_path / "model")
     out = load(run(source, tmp_path / "out", "mxfp8", form).out)
@@ -430,10 +445,9 @@ def rewrite(source: Path, tensors: Tensors, section: dict[str, object]) -> Path:
     return source
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
-@pytest.mark.parametrize("target", FORMS)
+@EXPERTS
 def test_a_stack_in_mxfp8_gives_its_experts_the_same_codes_and_exponents(
-    family: str, target: str, tmp_path: Path
+    family: str, form: str, tmp_path: Path
 ) -> None:
     source = make_stacked(family, tmp_path / "model")
     tensors: Tensors = {}
@@ -451,14 +465,14 @@ def test_a_stack_in_mxfp8_gives_its_experts_the_same_codes_and_exponents(
             for rows in (slice(None), slice(half), slice(half, None)):
                 known.add((own[rows].numpy().tobytes(), powers[rows].numpy().tobytes()))
     rewrite(source, tensors, {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
-    made = ("quantize", source, "--dequantize", "--scheme", "mxfp8", "--format", target, "--json")
+    made = ("quantize", source, "--dequantize", "--scheme", "mxfp8", "--format", form, "--json")
     report = succeed(*made, "--allow-unservable", "--out", tmp_path / "out").json
     assert not any("a second time" in text for text in report["notes"])
     out = load(tmp_path / "out")
     experts = [name for name in list_linears(out) if ".experts." in name]
     assert len(experts) == 2 * 4 * 3
     for name in experts:
-        codes, exponents = out[f"{name}.weight"], out[f"{name}.{FORMS[target]}"]
+        codes, exponents = out[f"{name}.weight"], out[f"{name}.{FORMS[form]}"]
         assert (codes.view(torch.uint8).numpy().tobytes(), exponents.numpy().tobytes()) in known
 
 

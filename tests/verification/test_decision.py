@@ -105,7 +105,7 @@ def compare(subject: by_hand.Subject, request: VerificationRequest) -> Verificat
     return verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
 @pytest.mark.parametrize("role", [Role.K, Role.V])
 @pytest.mark.parametrize(
     ("factor", "verb"), [(1 / 64, "clips: its scale is too small"), (2.0**14, "underflows")]
@@ -118,7 +118,7 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     factor: float,
     verb: str,
 ) -> None:
-    """Divided by 64 it clips, times 2**14 it flushes to zero; whichever layer it is."""
+    """Divided by 64 it clips, times 2**14 it flushes to zero; in the first and the last layer."""
     good = {site: amax / 448 * 1.2 for site, amax in amaxes.items()}
     broken = Site(f"model.layers.{layer}.self_attn", role)
     bad = {**good, broken: good[broken] * factor}

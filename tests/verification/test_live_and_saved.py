@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +95,30 @@ def test_a_model_without_an_output_head_is_refused(kind: str) -> None:
         fp8calib.verify(model, (), ROWS, seq_len=32)
 
 
+def measure_static(model: Any) -> tuple[int, float | None]:
+    stats = fp8calib.calibrate(model, ROWS, recipe="w8a8-static", seq_len=32).stats
+    report = fp8calib.verify(model, stats, ROWS, scheme="fp8-static", seq_len=32)
+    return len(stats.sites), report.candidates[0].kld_mean
+
+
+def measure_all(model: Any) -> tuple[Any, ...]:
+    stats = fp8calib.calibrate(model, ROWS, seq_len=32).stats
+    report = fp8calib.verify(model, stats, ROWS, seq_len=32)
+    amax = {site: found.amax.tolist() for site, found in stats.sites.items()}
+    return amax, [one.kld_mean for one in report.candidates]
+
+
+@cache
+def measure_plain(measure: Callable[[Any], Any]) -> Any:
+    """Measure the llama as it is."""
+    return measure(zoo.build("llama"))
+
+
 @pytest.mark.parametrize(
     "part", ["layers", "self_attn", "mlp", "model", "wrapped layers", "wrapped self_attn"]
 )
 def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
     """Hooks see q and the inputs of linears, and the model is compiled afterwards as before."""
-
-    def measure(model: Any) -> tuple[int, float | None]:
-        stats = fp8calib.calibrate(model, ROWS, recipe="w8a8-static", seq_len=32).stats
-        report = fp8calib.verify(model, stats, ROWS, scheme="fp8-static", seq_len=32)
-        return len(stats.sites), report.candidates[0].kld_mean
-
-    expected = measure(zoo.build("llama"))
     model = zoo.build("llama")
     compiled = []
     for index, layer in enumerate(model.model.layers):
@@ -117,20 +131,13 @@ def test_compiled_modules_are_run_as_they_are_written(part: str) -> None:
     for module in [model.model] if part == "model" else compiled:
         module.compile(backend="eager")
     names = [name for name, _ in model.named_modules()]
-    assert measure(model) == expected
+    assert measure_static(model) == measure_plain(measure_static)
     assert all(module._compiled_call_impl is not None for module in compiled)
     assert [name for name, _ in model.named_modules()] == names
 
 
-def measure_all(model: Any) -> tuple[Any, ...]:
-    stats = fp8calib.calibrate(model, ROWS, seq_len=32).stats
-    report = fp8calib.verify(model, stats, ROWS, seq_len=32)
-    amax = {site: found.amax.tolist() for site, found in stats.sites.items()}
-    return amax, [one.kld_mean for one in report.candidates]
-
-
 def test_autocast_of_the_caller_changes_no_figure() -> None:
-    expected = measure_all(zoo.build("llama"))
+    expected = measure_plain(measure_all)
     model = zoo.build("llama")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert measure_all(model) == expected
@@ -138,7 +145,7 @@ def test_autocast_of_the_caller_changes_no_figure() -> None:
 
 
 def test_the_default_dtype_of_the_caller_changes_no_figure() -> None:
-    expected = measure_all(zoo.build("llama"))
+    expected = measure_plain(measure_all)
     model = zoo.build("llama")
     torch.set_default_dtype(torch.bfloat16)
     try:

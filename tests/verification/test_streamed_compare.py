@@ -58,7 +58,6 @@ def make_emulations(
     scaled = emulate_kv(compute_kv_scales(stats, E4M3FN), VLLM)
     static = scheme("fp8-static")
     return {
-        "kv at 1.0": Emulation(quantizers=emulate_kv(make_unscaled_table(geometry, E4M3FN), VLLM)),
         "kv": Emulation(quantizers=scaled),
         "static and kv": Emulation(
             quantizers={**static.quantizers, **scaled}, weights=static.weights
@@ -86,8 +85,8 @@ def compare(
         else:
             model = load_model(source, dtype=dtype, device="cpu", device_map=None)
         emulations = choose(make_emulations(model, geometry, stats, checkpoint))
-        unscaled = make_emulations(model, geometry, stats, checkpoint)["kv at 1.0"]
-        looking = MeasurementHooks({"unscaled": dict(unscaled.quantizers)})
+        unscaled = emulate_kv(make_unscaled_table(geometry, E4M3FN), VLLM)
+        looking = MeasurementHooks({"unscaled": dict(unscaled)})
         weights = WeightSource(model, checkpoint)
         todo = batches(plan, 3)
         if not streamed:
@@ -108,14 +107,21 @@ def compare(
         return found, looking
 
 
+_measured: dict[Path, tuple[CalibrationStats, ModelGeometry]] = {}
+
+
 def _measure(
     folder: Path, plan: DataPlan, checkpoint: Checkpoint
 ) -> tuple[CalibrationStats, ModelGeometry]:
+    """Calibrate a folder's model once; a test has one plan."""
+    if folder in _measured:
+        return _measured[folder]
     source = open_source(str(folder))
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     prepared = prepare(model, checkpoint, RECIPE)
     stats = calibrate(prepared, plan, source, checkpoint, recipe=RECIPE, progress=Silent())
-    return stats, prepared.geometry
+    _measured[folder] = stats, prepared.geometry
+    return _measured[folder]
 
 
 def _ignore(steps: int) -> None:

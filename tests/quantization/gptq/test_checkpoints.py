@@ -49,11 +49,14 @@ def write_data(folder: Path) -> Path:
     return path
 
 
-def command(model: Path, folder: Path, scheme: str = "w8a16", out: str = "out") -> tuple[Any, ...]:
+def command(
+    model: Path, folder: Path, scheme: str = "w8a16", out: str = "out", *, batch_size: int = 10
+) -> tuple[Any, ...]:
     data = folder / "rows.jsonl"
     if not data.exists():
         write_data(folder)
     text = ("--data", data, "--samples", NUM_SEQUENCES, "--seq-len", SEQ_LEN, "--dtype", "float32")
+    text = (*text, "--batch-size", batch_size)
     made = ("quantize", model, "--scheme", scheme, "--rounding", "gptq", "--out", folder / out)
     return (*made, *text, *(["--allow-unservable"] if scheme == "fp8-block" else []))
 
@@ -507,10 +510,10 @@ def test_padding_has_no_part_in_a_hessian(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     rows = [{"input_ids": ids[: 20 + i % 13].tolist()} for i, ids in enumerate(draw())]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    made = command(tmp_path / "model", tmp_path, out="one")
+    made = command(tmp_path / "model", tmp_path, out="one", batch_size=1)
     one = succeed(*made, "--no-pack", "--json").json
-    made = command(tmp_path / "model", tmp_path, out="four")
-    four = succeed(*made, "--no-pack", "--batch-size", 4, "--json").json
+    made = command(tmp_path / "model", tmp_path, out="four", batch_size=4)
+    four = succeed(*made, "--no-pack", "--json").json
     for each, other in zip(one["rounded"], four["rounded"], strict=True):
         for key in ("module", "rounding", "tokens", "held_tokens"):
             assert each[key] == other[key], each["module"]

@@ -19,10 +19,12 @@ from tests.verification.server import planted
 from tests.verification.server.fake import FakeServer
 from tests.verification.server.planted import write_ids
 
+Values = dict[Site, float]
 SEQUENCES = 10
 LENGTH = 64
 OPTIONS = ("--seq-len", LENGTH, "--dtype", "float32")
 ENGINE = ("--engine", planted.ENGINE)
+BATCHES = ("--batch-size", 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,10 @@ class Planted:
     model: Path
     data: Path
     scales: Path
-    values: dict[Site, float]
+    values: Values
 
 
-def calibrate(model: Path, folder: Path) -> tuple[Path, dict[Site, float]]:
+def calibrate(model: Path, folder: Path) -> tuple[Path, Values]:
     """Calibrate a model; give its file of scales and what it holds."""
     data = write_ids(folder.with_suffix(".jsonl"), 8, LENGTH, seed=1)
     succeed("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-scales", "--out", folder)
@@ -71,7 +73,7 @@ def ask(served: Planted) -> Callable[..., Any]:
     def asked(predict: planted.Predict, *options: object) -> Any:
         with FakeServer(predict) as server:
             found = succeed(
-                "verify", served.model, "--data", served.data, *OPTIONS, *ENGINE,
+                "verify", served.model, "--data", served.data, *OPTIONS, *ENGINE, *BATCHES,
                 "--server", server.url, "--json", *options,
             )  # fmt: skip
         return found.json
@@ -79,7 +81,7 @@ def ask(served: Planted) -> Callable[..., Any]:
     return asked
 
 
-def change(values: dict[Site, float], layer: int, factor: float | None) -> dict[Site, float]:
+def change(values: Values, layer: int, factor: float | None) -> Values:
     """Multiply the scales of k and v of one layer; None: 1.0."""
     return {
         site: (1.0 if factor is None else value * factor)
@@ -89,48 +91,77 @@ def change(values: dict[Site, float], layer: int, factor: float | None) -> dict[
     }
 
 
-def test_the_right_scales_are_confirmed(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
+SITES = [
+    Site(f"model.layers.{layer}.self_attn", role)
+    for layer in range(planted.LAYERS)
+    for role in (Role.K, Role.V)
+]
+
+
+def mix(values: Values, order: Callable[[list[float]], list[float]]) -> Values:
+    """Give the sites other scales, from those of k and v of layer 0, then of layer 1."""
+    return dict(zip(SITES, order([values[site] for site in SITES]), strict=True))
+
+
+BEHAVES = "the server behaves like "
+SERVED: dict[str, tuple[Callable[[Values], Values | None], str]] = {
+    "the right ones": (lambda v: v, "the server is explained by {} (correlation 1.00)."),
+    "none": (
+        lambda _: None,
+        f"{BEHAVES}scale-1.0 (correlation 1.00): your k/v scales are not in use.",
+    ),
+    "one layer's are too small": (
+        lambda v: change(v, 2, 1 / 8),
+        f"{BEHAVES}...: values of layer 2 clip, as its scales are too small.",
+    ),
+    "one layer is at 1.0": (
+        lambda v: change(v, planted.NEEDS_SCALES, None),
+        f"{BEHAVES}...: the k/v scales of layer 1 are not in use.",
+    ),
+    **{
+        f"{role} is at 1.0": (
+            lambda v, role=role: {s: 1.0 if s.role is role else each for s, each in v.items()},
+            f"{BEHAVES}{{}} without its {role} scales (correlation 1.00): {role} is quantized at "
+            "scale 1.0 in all layers.",
+        )
+        for role in (Role.K, Role.V)
+    },
+    "k and v are swapped": (
+        lambda v: mix(v, lambda each: [each[i ^ 1] for i in range(len(each))]),
+        f"{BEHAVES}{{}} with k and v scales swapped...: k is quantized with the scales of v, and v "
+        "with those of k.",
+    ),
+    "reciprocals": (
+        lambda v: mix(v, lambda each: [1 / value for value in each]),
+        f"{BEHAVES}{{}} with reciprocals of its scales...: every k/v scale is 1 / scale.",
+    ),
+    "those of the next layer": (
+        lambda v: mix(v, lambda each: [*each[2:], *each[-2:]]),
+        f"{BEHAVES}{{}} with the scales of the next layer...: every layer has the k/v scales of "
+        "the next one.",
+    ),
+    "those of the previous layer": (
+        lambda v: mix(v, lambda each: [*each[:2], *each[:-2]]),
+        f"{BEHAVES}{{}} with the scales of the previous layer...: every layer has the k/v scales "
+        "of the previous one.",
+    ),
+}
+"""From the scales of the model to those served, and what is said: {} is their file."""
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_the_scales_that_a_server_has_are_told(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any], what: str
 ) -> None:
-    report = ask(runner.predict(runner.emulate(served.values)), "--scales", served.scales)
-    assert report["advice"] == f"the server is explained by {served.scales} (correlation 1.00)."
-
-
-def test_scales_that_are_not_used(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
-) -> None:
-    report = ask(runner.predict(runner.emulate(None)), "--scales", served.scales)
-    assert report["advice"] == (
-        "the server behaves like scale-1.0 (correlation 1.00): your k/v scales are not in use."
-    )
-
-
-def test_one_layer_whose_scales_are_too_small(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
-) -> None:
-    emulation = runner.emulate(change(served.values, 2, 1 / 8))
-    report = ask(runner.predict(emulation), "--scales", served.scales)
-    assert report["advice"].startswith("the server behaves like ")
-    assert report["advice"].endswith(": values of layer 2 clip, as its scales are too small.")
-
-
-def test_one_layer_at_one(served: Planted, runner: planted.Runner, ask: Callable[..., Any]) -> None:
-    emulation = runner.emulate(change(served.values, planted.NEEDS_SCALES, None))
-    report = ask(runner.predict(emulation), "--scales", served.scales)
-    assert report["advice"].startswith("the server behaves like ")
-    assert report["advice"].endswith(": the k/v scales of layer 1 are not in use.")
-
-
-@pytest.mark.parametrize("role", [Role.K, Role.V])
-def test_k_or_v_at_one_in_all_layers(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any], role: Role
-) -> None:
-    values = {site: 1.0 if site.role is role else value for site, value in served.values.items()}
-    report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
-    assert report["advice"] == (
-        f"the server behaves like {served.scales} without its {role} scales (correlation 1.00): "
-        f"{role} is quantized at scale 1.0 in all layers."
-    )
+    choose, says = SERVED[what]
+    report = ask(runner.predict(runner.emulate(choose(served.values))), "--scales", served.scales)
+    start, _, end = says.replace("{}", str(served.scales)).partition("...")
+    assert report["advice"].startswith(start)
+    assert report["advice"].endswith(end)
+    assert "..." in says or report["advice"] == start
+    name = report["server"]["explained_by"]
+    assert name
+    assert f" {name} (correlation " in report["advice"]
 
 
 def test_the_scales_of_another_model(
@@ -147,43 +178,6 @@ def test_the_scales_of_another_model(
     assert report["advice"].endswith(
         ", at least: it has other scales there, or it serves another checkpoint."
     )
-
-
-MIXUPS: dict[str, tuple[Callable[[list[float]], list[float]], str]] = {
-    "k and v scales swapped": (
-        lambda each: [each[i ^ 1] for i in range(len(each))],
-        "k is quantized with the scales of v, and v with those of k.",
-    ),
-    "reciprocals of its scales": (
-        lambda each: [1 / value for value in each],
-        "every k/v scale is 1 / scale.",
-    ),
-    "the scales of the next layer": (
-        lambda each: [*each[2:], *each[-2:]],
-        "every layer has the k/v scales of the next one.",
-    ),
-    "the scales of the previous layer": (
-        lambda each: [*each[:2], *each[:-2]],
-        "every layer has the k/v scales of the previous one.",
-    ),
-}
-"""By what is found: from the scales of k and v of layer 0, then of layer 1, to those served."""
-
-
-@pytest.mark.parametrize("name", MIXUPS)
-def test_scales_in_the_wrong_place(
-    served: Planted, runner: planted.Runner, ask: Callable[..., Any], name: str
-) -> None:
-    mix, ending = MIXUPS[name]
-    sites = [
-        Site(f"model.layers.{layer}.self_attn", role)
-        for layer in range(planted.LAYERS)
-        for role in (Role.K, Role.V)
-    ]
-    values = dict(zip(sites, mix([served.values[site] for site in sites]), strict=True))
-    report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
-    assert report["server"]["explained_by"] == f"{served.scales} with {name}"
-    assert report["advice"].endswith(f": {ending}")
 
 
 @pytest.mark.parametrize("is_right", [True, False])
