@@ -63,7 +63,7 @@ def join_segments(batch: BatchView, group: Sequence[Reductions]) -> None:
     maxima = torch._foreach_max([part for seen in group for part in seen.segments])
 
     def join(which: str, count: int) -> Iterable[torch.Tensor]:
-        if batch.is_first_range_of_text:
+        if batch.is_first_range_of_text:  # the first element of both, without a kernel
             return [largest.view(1) for largest in maxima]
         values = torch.stack(maxima).view(len(group), -1)
         index = batch.rows(which, values.device).expand_as(values)
