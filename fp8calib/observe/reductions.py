@@ -102,21 +102,20 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
         rows = tokens_first(x)[batch.rows("kept", x.device)]
         counted = rows.view(len(rows), x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0)
 
-    def find_amax(rows: torch.Tensor) -> torch.Tensor:
-        amax = head_amax(rows)
-        return amax if len(amax) == num_heads else amax.reshape(num_heads, -1).amax(1)
-
     # The model may add tokens of its own.
     is_whole = counted.shape[2] == batch.spans[-1][1]
-    segments = batch.list_rows(x.device) if is_whole else ()
+    parts = batch.list_rows(x.device) if is_whole else [slice(None)]
+    found = [head_amax(counted[:, :, rows]) for rows in parts]
+    if x.shape[1] != num_heads:
+        found = [amax.reshape(num_heads, -1).amax(1) for amax in found]
     sampled = None
     if role is not Role.Q and len(batch.kv_sample):
         sampled = x.transpose(1, 2).flatten(0, 1)[batch.rows("kv_sample", x.device)]
     return _complete(
         batch.num_tokens,
         lambda: tokens_first(counted),
-        {"amax": None if is_whole else find_amax(counted)},
-        segments=tuple(find_amax(counted[:, :, rows]) for rows in segments),
+        {} if is_whole else {"amax": found[0]},
+        segments=tuple(found) if is_whole else (),
         sampled=sampled,
     )
 
