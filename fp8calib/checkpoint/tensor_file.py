@@ -200,7 +200,7 @@ class TensorFile:
             return self._file.fileno()
 
 
-def nonfinite_error(name: str, value: float, index: Sequence[int]) -> ModelError:
+def nonfinite_tensor_error(name: str, value: float, index: Sequence[int]) -> ModelError:
     """Make the error for a stored tensor that holds NaN or infinity at an index."""
     return ModelError(
         f"{name} holds {value} at {list(index)}",

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
-from fp8calib.checkpoint.weight_index import GGUF_HINT, SINGLE_FILE_NAME
+from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin, refuse_result, require_kv_scales
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
@@ -22,6 +22,8 @@ from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
 from fp8calib.engines.vllm.native_classes import names_base
 from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
+from fp8calib.engines.weights.missing_tensors import list_opened_files
+from fp8calib.engines.weights.weight_rule import Opened
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.inside.audit import compare_ranks
@@ -287,12 +289,8 @@ def _refuse_unreadable(folder: ScaleFolder) -> None:
     Raises:
         ModelError: naming the file.
     """
-    if SINGLE_FILE_NAME in folder.files:
-        weights = [SINGLE_FILE_NAME]
-    else:
-        weights = folder.files if folder.indexed is None else list(folder.indexed.values())
-    for file, fault in folder.faults.items():
-        if file in weights:
+    for file in list_opened_files(folder, Opened.SINGLE):
+        if (fault := folder.faults.get(file)) is not None:
             raise ModelError(fault, hint="download or copy the file again")
 
 

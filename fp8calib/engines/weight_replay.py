@@ -27,7 +27,8 @@ from fp8calib.engines.weights.missing_tensors import (
     describe_paths,
     find_wrong_values,
     list_index_problems,
-    list_opened_tensors,
+    list_opened_files,
+    list_tensors,
 )
 from fp8calib.engines.weights.reader import LinearReader, make_plain_reader
 from fp8calib.engines.weights.rules import (
@@ -61,7 +62,6 @@ class WeightReplay:
         self._folder = folder
         self._geometry = geometry
         self._tp = tp
-        self._find_wrong = cache(partial(find_wrong_values, folder, geometry))
         self._unlike_stats: Finding | None = None
         self.odd_scales: set[str] = set()
         """The suspicious scales of FP8 weights, which then tell nothing of K and V."""
@@ -69,9 +69,9 @@ class WeightReplay:
         self._doubts: list[str] = []
         self._weights: QuantizedWeights | None = None
         self._schemes: Mapping[str, StoredScheme] = {}
-        self._opened = cache(partial(_OpenedWeights, folder, geometry))
+        self._read = cache(partial(_OpenedWeights, folder, geometry))
         self._index_problems = list_index_problems(folder, geometry)
-        self._tensors = self._opened(Opened.INDEXED).tensors
+        self._tensors = self._open(Opened.INDEXED).tensors
         if paths := describe_paths(folder):
             self._doubts.append(paths)
         if (stack := _find_stack(self._tensors)) is not None:
@@ -85,6 +85,10 @@ class WeightReplay:
             )
         elif stored:
             self._describe(stored, matrices, stats)
+
+    def _open(self, opened: Opened) -> _OpenedWeights:
+        """Give the weights that an engine opens; engines that open the same files share them."""
+        return self._read(list_opened_files(self._folder, opened))
 
     def _describe(
         self,
@@ -113,7 +117,7 @@ class WeightReplay:
             unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
-        largest = self._opened(Opened.INDEXED).values.largest
+        largest = self._open(Opened.INDEXED).values.largest
         unmeasured = self._tensors
         if stats is not None:
             measured = map_measured(stats)
@@ -146,7 +150,7 @@ class WeightReplay:
     def _compare(self, engine: Engine) -> Iterator[Finding]:
         """Compare what the config and the model's class mean with what is stored."""
         rules = engine.name_rules or NameRules()
-        opened = self._opened(rules.opened)
+        opened = self._open(rules.opened)
         if not self._has_old_blocks:
             try:
                 reader = self._make_reader(engine)
@@ -184,7 +188,7 @@ class WeightReplay:
         wrong = [each for status in _WORST for each in found if each.status is status]
         certain = [each for each in wrong if not (doubts and each.is_silent)]
         opened = (engine.name_rules or NameRules()).opened
-        if (values := self._find_wrong(opened) or self._unlike_stats) is not None:
+        if (values := self._open(opened).wrong or self._unlike_stats) is not None:
             certain.append(values)
         if certain:
             report = report.model_copy(update={"weights": certain[0].judge()})
@@ -200,7 +204,7 @@ class WeightReplay:
 
     def _amend_judged(self, report: EngineReport) -> EngineReport:
         """Add what an engine's loader does not look at: values of weights, the index."""
-        values = self._find_wrong(Opened.SINGLE) or self._unlike_stats
+        values = self._open(Opened.SINGLE).wrong or self._unlike_stats
         if report.weights is None and values is not None:
             report = report.model_copy(update={"weights": values.judge()})
         report = self._suspect(report)
@@ -226,11 +230,19 @@ def _doubt(
 class _OpenedWeights:
     """The weights in the files that an engine opens."""
 
-    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, opened: Opened) -> None:
+    def __init__(
+        self, folder: ScaleFolder, geometry: ModelGeometry, files: tuple[str, ...]
+    ) -> None:
         self._folder = folder
         self._geometry = geometry
-        self.located = list_opened_tensors(folder, opened)
+        self._files = files
+        self.located = list_tensors(folder, files)
         self.tensors = {name: entry for name, (_, entry) in self.located.items()}
+
+    @cached_property
+    def wrong(self) -> Finding | None:
+        """What makes them wrong without an error, whatever the engine; None for nothing."""
+        return find_wrong_values(self._folder, self._geometry, self._files, self.located)
 
     @cached_property
     def groups(self) -> list[LinearGroup]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_error
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import channel_amax, group_amax, row_amax
 from fp8calib.geometry.model_geometry import Linear
@@ -72,7 +72,7 @@ def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
     bad = (~rows.float().isfinite()).nonzero()
     if len(bad):
         row, *rest = bad[0].tolist()
-        raise nonfinite_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
+        raise nonfinite_tensor_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
 
 
 def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
@@ -85,7 +85,7 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
     amax_out = row_amax(weight)
     if not bool(amax_out.isfinite().all()):
         index = (~weight.float().isfinite()).nonzero()[0].tolist()
-        raise nonfinite_error(name, float(weight[tuple(index)]), index)
+        raise nonfinite_tensor_error(name, float(weight[tuple(index)]), index)
     return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp8calib.checkpoint.header import FLOATS
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_error
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.fp8.schemes import Granularity, count_parts
 from fp8calib.quantization.rounded_codes import WeightCodes
@@ -233,7 +233,7 @@ def _require_numbers(tensor: OutputTensor, values: torch.Tensor, offset: int) ->
     """Refuse a norm or a bias that holds NaN; infinity is allowed, because it can be a mask."""
     if bool((found := values.isnan()).any()):
         index = offset // values.element_size() + int(found.nonzero()[0])
-        raise nonfinite_error(tensor.name, nan, [index])
+        raise nonfinite_tensor_error(tensor.name, nan, [index])
 
 
 def _finish(started: _Started, advance: Callable[[int], None]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.checkpoint.tensor_file import nonfinite_error
+from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.machine.pinned import NUM_BUFFERS, PinnedCopier
 from fp8calib.selection.matrices import Matrix
@@ -114,7 +114,7 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
         return
     row, column = (~values.isfinite()).nonzero()[0].tolist()
     index = _find_index(matrix, rows.start + row, column)
-    raise nonfinite_error(matrix.source, float(values[row, column]), index)
+    raise nonfinite_tensor_error(matrix.source, float(values[row, column]), index)
 
 
 def _find_index(matrix: Matrix, row: int, column: int) -> list[int]:

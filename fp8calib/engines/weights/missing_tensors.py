@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations, product
 
@@ -53,27 +53,28 @@ _PREFERRED_BY_VLLM = "consolidated"
 _UNFILLED = "the engine uses uninitialised memory, or ones for a norm"
 
 
-def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[str, TensorEntry]]:
-    """List the tensors of the files that an engine opens: file and entry by name.
+def list_opened_files(folder: ScaleFolder, opened: Opened) -> tuple[str, ...]:
+    """List the files that an engine opens, readable or not, in order.
 
     Some folders contain the same weights again, under other names, in files that the index does not
     name.
     """
+    weight_map = folder.indexed
+    named = set(folder.files) if weight_map is None else set(weight_map.values())
+    if opened is Opened.ALL:
+        named = {each for each in folder.files if not any(word in each for word in SKIPPED_WORDS)}
+    elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.files:
+        named = {SINGLE_FILE_NAME}
+    return tuple(file for file in folder.files if file in named)
+
+
+def list_tensors(folder: ScaleFolder, files: Iterable[str]) -> Located:
+    """List the tensors of those files that are readable."""
     return {
         name: (file, entry)
-        for file in _list_opened_files(folder, opened)
-        for name, entry in folder.tensors[file].items()
+        for file in files
+        for name, entry in folder.tensors.get(file, {}).items()
     }
-
-
-def _list_opened_files(folder: ScaleFolder, opened: Opened) -> list[str]:
-    weight_map = folder.indexed
-    named = set(folder.tensors) if weight_map is None else set(weight_map.values())
-    if opened is Opened.ALL:
-        named = {each for each in folder.tensors if not any(word in each for word in SKIPPED_WORDS)}
-    elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
-        named = {SINGLE_FILE_NAME}
-    return [file for file in folder.files if file in named and file in folder.tensors]
 
 
 def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
@@ -119,25 +120,23 @@ def describe_paths(folder: ScaleFolder) -> str:
 
 
 def find_wrong_values(
-    folder: ScaleFolder, geometry: ModelGeometry, opened: Opened
+    folder: ScaleFolder, geometry: ModelGeometry, files: Sequence[str], opened: Located
 ) -> Finding | None:
     """Find a tensor that a later file replaces, or a norm or bias with NaN or infinity."""
     if not folder.is_on_disk:
         return None
-    tensors = list_opened_tensors(folder, opened)
-    why = _find_replaced(folder, opened) or _find_broken_vector(folder, geometry, tensors)
+    why = _find_replaced(folder, files) or _find_broken_vector(folder, geometry, opened)
     fix = "write the checkpoint again, with each tensor once"
     return Finding(status=Status.MISREAD, why=why, fix=fix) if why else None
 
 
-def _find_replaced(folder: ScaleFolder, opened: Opened) -> str:
+def _find_replaced(folder: ScaleFolder, files: Sequence[str]) -> str:
     """Say which tensor a later file replaces by another one; KV scales are judged elsewhere.
 
     vLLM 0.32.0 and transformers 5.23 keep the last one (run).
     """
-    files = _list_opened_files(folder, opened)
     indexed = folder.indexed or {}
-    for first, last in combinations(files, 2):
+    for first, last in combinations([file for file in files if file in folder.tensors], 2):
         for name in folder.tensors[first].keys() & folder.tensors[last].keys():
             is_meant = indexed.get(name) == last or parse_name(name) is not None
             if not is_meant and not _is_equal(folder, name, first, last):
