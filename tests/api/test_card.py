@@ -188,7 +188,7 @@ def test_a_folder_that_no_engine_uses_is_a_warning(made: Path, tmp_path: Path) -
             del tensors[scales[0]]
             save_file(tensors, file)
     err = succeed("card", folder, *_base(), "--force").err
-    assert f"warning: none of vllm, sglang, tgi, transformers uses all of {folder}: see" in err
+    assert f"warning: none of vllm, sglang uses all of {folder}: see" in err
     assert "## How it was made\n\nNot recorded.\n" in (folder / "README.md").read_text()
     (folder / "config.json").unlink()
     message = fail(4, "card", folder, *_base(), "--force")

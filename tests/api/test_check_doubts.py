@@ -343,4 +343,4 @@ def test_random_damage_gets_an_answer(tmp_path: Path, family: str) -> None:
         kept = {name: each.clone().contiguous() for name, each in damaged.items()}
         save_file(kept, tmp_path / "x" / SINGLE, metadata={"format": "pt"})
         report = fp8calib.check(tmp_path / "x")
-        assert set(report.engines) == {"vllm", "sglang", "tgi", "transformers"}
+        assert set(report.engines) == {"vllm", "sglang"}

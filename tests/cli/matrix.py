@@ -18,7 +18,7 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_written
-from fp8calib.engines.registry import ENGINES, list_defaults
+from fp8calib.engines.registry import ENGINES
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.recipe import Recipe
@@ -32,7 +32,8 @@ MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
 NUM_KV_HEADS = 2
 WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
-ENGINE_TITLES = {key: ENGINES[key].release for key in list_defaults()}
+ASKED = ("vllm", "sglang", "tgi", "transformers")
+ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
 STATS = "`stats.safetensors`"
 STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time, path or host"
 REPORT_DESCRIPTION = "coverage, saturation, amax by position, warnings, serving commands, duration"
@@ -185,7 +186,7 @@ def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
 def judge(place: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Ask `check` what every engine does with a format: the status, and the reasons."""
     model = () if place.is_dir() else ("--model", MODEL)
-    report = run("check", place, *model, "--json").json
+    report = run("check", place, *model, "--engine", ",".join(ASKED), "--json").json
     return {
         engine: _sum_up(found["layers"], found["problems"])
         for engine, found in report["engines"].items()

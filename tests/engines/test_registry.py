@@ -29,12 +29,12 @@ from tests.engines.check_handmade import (
 )
 
 
-def test_check_asks_four_engines_by_default_and_eight_more_by_name() -> None:
-    assert list_defaults() == ["vllm", "sglang", "tgi", "transformers"]
+def test_check_asks_two_engines_by_default_and_ten_more_by_name() -> None:
+    assert list_defaults() == ["vllm", "sglang"]
     of_vllm = {"vllm-cpu", "vllm-0.6", "vllm-tpu", "vllm-gaudi"}
     assert set(list_replayed()) - set(list_defaults()) == {
         *of_vllm,
-        *("tensorrt-llm", "lmdeploy", "atom", "lightllm"),
+        *("tgi", "transformers", "tensorrt-llm", "lmdeploy", "atom", "lightllm"),
     }
 
 

@@ -66,7 +66,6 @@ TGI = Engine(
     key="tgi",
     title="TGI",
     version="db931fc",
-    is_default=True,
     launch=Launch(
         command="text-generation-launcher --model-id",
         kv_flag="--kv-cache-dtype fp8_e4m3fn",

@@ -25,7 +25,6 @@ TRANSFORMERS = Engine(
     title="transformers",
     version=version("transformers"),
     evidence=Evidence.RUN,
-    is_default=True,
     no_numerics="with KV scales transformers keeps no FP8 cache: compressed-tensors rounds K and V "
     "to values of FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20). --engine "
     "reference rounds to the same format; its --kv-cache-dtype fp8_quantized_cache is that of "
