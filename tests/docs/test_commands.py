@@ -47,6 +47,7 @@ NOT_RUN = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve",
     "docker run --rm --volume $PWD:/models fp8calib check",
     "pip install",
+    "uv pip install",
     "python -m pip wheel --no-deps --wheel-dir",
     "python -m scripts.benchmarks.served",
     "python -m scripts.draw_images",
