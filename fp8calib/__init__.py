@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _PLACES = {
     "audit": "commands.check",

@@ -25,6 +25,8 @@ class RowsUsed:
     used: int
     too_short: int
     """Rows without the tokens of a sequence."""
+    rejected: int
+    """Conversations that the chat template does not accept."""
     cut: int
     """Used rows whose last tokens are in no sequence."""
     conversations: int
@@ -40,7 +42,8 @@ class RowsUsed:
 
     def describe(self) -> Iterator[str]:
         """Describe the rows in a few lines: their number, the chat template, the examples."""
-        beside = ((self.too_short, "too short"), (self.cut, "cut at their end"))
+        beside = ((self.too_short, "too short"), (self.rejected, "rejected by the chat template"))
+        beside = (*beside, (self.cut, "cut at their end"))
         notes = "".join(f", {count:,} {what}" for count, what in beside if count)
         yield f"rows: {self.used:,} used of {self.read:,} read{notes}"
         yield f"chat template: {self._describe_template()}"
@@ -59,7 +62,11 @@ class RowsUsed:
 
 
 def summarize_rows(
-    found: PackedRows, conversations: int, tokenizer: Any, encoder: MediaEncoder | None = None
+    found: PackedRows,
+    conversations: int,
+    rejected: int,
+    tokenizer: Any,
+    encoder: MediaEncoder | None = None,
 ) -> RowsUsed:
     """Summarize rows; where none needed `tokenizer` or `encoder`, examples are token ids."""
     template = tokenizer
@@ -67,9 +74,10 @@ def summarize_rows(
         tokenizer = tokenizer or encoder.tokenizer
         template = encoder.template
     return RowsUsed(
-        read=found.num_rows,
+        read=found.num_rows + rejected,
         used=found.num_used,
         too_short=found.num_dropped,
+        rejected=rejected,
         cut=found.num_cut,
         conversations=conversations,
         chat_template=_hash_template(template) if conversations else None,

@@ -19,12 +19,14 @@ from fp8calib.data.rows_used import RowsUsed, summarize_rows
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, tokenize_rows
+from fp8calib.data.tokenize import NUM_SHOWN, PackedRows, keep_rows, pack_rows, tokenize_rows
 from fp8calib.errors import DataError, UsageError, format_count, shorten
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
 _QUARTERS = 4
+MOST_REJECTED = 0.1
+"""The share of rows that a chat template may reject before the text is refused."""
 IN_MEMORY = "in memory"
 """The source of a plan of rows that no spec names."""
 
@@ -188,11 +190,19 @@ def build_plan(
             conversations += row.messages is not None
             yield row
 
+    rejected: list[str] = []
     encoded = tokenize_rows(
-        count_conversations(rows), tokenizer=load, encoder=encode, vocab_size=vocab_size
+        count_conversations(rows),
+        tokenizer=load,
+        encoder=encode,
+        vocab_size=vocab_size,
+        rejected=rejected,
     )
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
+    noted = _describe_rejected(rejected, found.num_rows + len(rejected))
+    if rejected and len(rejected) > MOST_REJECTED * (found.num_rows + len(rejected)):
+        raise DataError(noted, hint="check the order and names of the roles")
     if not found.sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in "
@@ -210,12 +220,14 @@ def build_plan(
         sources=sources,
         warnings=(
             *_list_unread(parsed, begun, samples),
+            *([f"{noted}; they were skipped"] if rejected else ()),
             *_list_warnings(specs, parsed, found, samples=samples),
         ),
         longest_padded=longest_padded,
         rows=summarize_rows(
             found,
             conversations,
+            len(rejected),
             load() if load.cache_info().currsize else None,
             encode() if encode is not None and found.media else None,
         ),
@@ -347,6 +359,16 @@ def _compute_fingerprint(
     for index in sorted(media):
         digest.update(f"{index}:{media[index].digest};".encode())
     return digest.hexdigest()
+
+
+def _describe_rejected(rejected: Sequence[str], num_rows: int) -> str:
+    """Say how many rows the chat template rejected, and why the first three."""
+    verb = "is" if len(rejected) == 1 else "are"
+    more = "; ..." if len(rejected) > NUM_SHOWN else ""
+    return (
+        f"{len(rejected)} of {format_count(num_rows, 'row')} {verb} rejected by the chat template: "
+        f"{'; '.join(rejected[:NUM_SHOWN])}{more}"
+    )
 
 
 def _note_begun(rows: Iterator[Row], begun: set[int], index: int) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import torch
 from fp8calib.data.processor import MediaEncoder, MediaRow
 from fp8calib.data.rows import Message, Row, has_chat_template, require_unicode
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_text
-from fp8calib.errors import DataError
+from fp8calib.errors import DataError, shorten
 
 NUM_SHOWN = 3
 """Rows that a user is shown as examples."""
@@ -43,6 +43,10 @@ class PackedRows:
     """The token ids of the first rows used, as far as they are in a sequence."""
 
 
+class RejectedRowError(DataError):
+    """The chat template does not accept the conversation of a row."""
+
+
 EncodedRow = Sequence[int] | MediaRow
 """The token ids of a row, or the row with its media."""
 
@@ -53,13 +57,15 @@ def tokenize_rows(
     tokenizer: Callable[[], Any],
     encoder: Callable[[], MediaEncoder] | None = None,
     vocab_size: int,
+    rejected: list[str] | None = None,
 ) -> Iterator[EncodedRow]:
     """Yield each row encoded; `tokenizer` and `encoder` are called only when a row needs one.
 
     Without `encoder` the model takes text alone.
 
     The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
-    gives no tokens.
+    gives no tokens. A conversation that the chat template rejects is left out, and the reason is
+    added to `rejected`; without such a list it is an error.
 
     Raises:
         DataError: a token id is outside the vocabulary, a conversation cannot be rendered, or a
@@ -74,11 +80,17 @@ def tokenize_rows(
                     hint="use other data; --text-column leaves out columns of media",
                 )
             encoded = encoder().encode(row)
-            _check_ids(encoded.ids.tolist(), row, vocab_size)
+            _check_ids(encoded.ids.tolist(), row, vocab_size, tokenizer)
             yield encoded
             continue
-        ids = _tokenize(row, tokenizer) if row.input_ids is None else row.input_ids
-        _check_ids(ids, row, vocab_size)
+        try:
+            ids = _tokenize(row, tokenizer) if row.input_ids is None else row.input_ids
+        except RejectedRowError as error:
+            if rejected is None:
+                raise
+            rejected.append(f"{row.origin} ({error.__cause__})")
+            continue
+        _check_ids(ids, row, vocab_size, tokenizer)
         yield ids
 
 
@@ -228,7 +240,7 @@ def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
                 f"{origin}: the row is a conversation, but the tokenizer has no chat template",
                 hint="use rows with `text`, or a chat model",
             ) from error
-        raise DataError(
+        raise RejectedRowError(
             f"{origin}: the chat template rejects the conversation ({error})",
             hint="check the order and names of the roles",
         ) from error
@@ -248,15 +260,21 @@ def _adds_bos(tokenizer: Any) -> bool:
     return list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
 
 
-def _check_ids(ids: Sequence[int], row: Row, vocab_size: int) -> None:
+def _check_ids(ids: Sequence[int], row: Row, vocab_size: int, tokenizer: Callable[[], Any]) -> None:
+    """Refuse an id without a row in the embedding.
+
+    A tokenizer may have more tokens than the embedding has rows: only those of the text count.
+    """
     bad = next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), None)
     if bad is None:
         return
     if row.input_ids is None:
         raise DataError(
-            f"{row.origin}: the tokenizer gives token {ids[bad]}, "
-            f"but the model's embedding holds 0 to {vocab_size - 1}",
-            hint="the tokenizer belongs to another model: use the one published with this model",
+            f"{row.origin}: the text gives token {ids[bad]} "
+            f"({shorten(tokenizer().decode([ids[bad]]))}), "
+            f"but the model's embedding has rows 0 to {vocab_size - 1}",
+            hint="take it out of the text, use the tokenizer published with this model, or resize "
+            "the embedding",
         )
     raise DataError(
         f"{row.origin}: input_ids holds {ids[bad]} at position {bad}, "

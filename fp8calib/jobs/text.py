@@ -74,7 +74,7 @@ def plan_text(
     plan = build_plan(
         data.sources,
         tokenizer=lambda: (
-            load_tokenizer(source, vocab_size)
+            load_tokenizer(source)
             if tokenizer is None
             else _give_template(getattr(processor, "tokenizer", tokenizer), processor)
         ),

@@ -274,11 +274,11 @@ class _LazyTensor:
         return self._checkpoint.read(self._name)[index]
 
 
-def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
+def load_tokenizer(source: ModelSource) -> Any:
     """Load the tokenizer.
 
     Raises:
-        ModelError: it is missing, cannot be read, or has more tokens than the embedding has rows.
+        ModelError: it is missing, or cannot be read.
     """
     has_files = any((source.folder / name).is_file() for name in _TOKENIZER_FILES) or any(
         source.folder.glob("*.tiktoken")
@@ -298,12 +298,6 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
             f"{source.folder}: the tokenizer cannot be loaded: {_explain_load_error(error)}",
             hint=_TRUST if "trust_remote_code" in str(error) else "",
         ) from error
-    if len(tokenizer) > vocab_size:
-        raise ModelError(
-            f"{source.folder}: the tokenizer has {len(tokenizer)} tokens, the embedding "
-            f"{vocab_size} rows",
-            hint="the tokenizer belongs to another model, or the embedding was not resized",
-        )
     own_file = source.folder / "chat_template.json"  # where older processors keep the template
     if not getattr(tokenizer, "chat_template", None) and own_file.is_file():
         tokenizer.chat_template = load_json_object(own_file).get("chat_template")

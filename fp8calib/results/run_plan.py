@@ -39,6 +39,8 @@ class TextRows(TypedDict):
     read: int
     used: int
     too_short: int
+    rejected: NotRequired[int]
+    """Conversations that the chat template rejects; releases before 0.3 do not give it."""
     cut: int
     conversations: int
     chat_template: str | None

@@ -42,7 +42,7 @@ def main() -> None:
         vocab_size = int(found.source.text_config.vocab_size)
         plan = build_plan(
             (options.data,),
-            tokenizer=lambda: load_tokenizer(found.source, vocab_size),
+            tokenizer=lambda: load_tokenizer(found.source),
             vocab_size=vocab_size,
             samples=options.samples,
             seq_len=options.seq_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 import fp8calib
-from tests.cli.conftest import write_rows
+from tests.cli.conftest import WORDS, save_tokenizer, write_rows
 from tests.cli.program import run, succeed
 
 QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
@@ -74,3 +75,46 @@ def test_every_command_with_text_reads_the_column_that_is_named(
     assert outcome.code == 5
     assert "rows.jsonl:1: the column body is missing; the keys are: text, bodies" in outcome.err
     assert "did you mean --text-column bodies?" in outcome.err
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_used(
+    model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model, tmp_path / "model")
+    save_tokenizer(model, [*WORDS, *(f"x{i}" for i in range(129 - len(WORDS)))])
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    for command in (("calibrate", "--out", tmp_path / "out"), ("verify",)):
+        succeed(command[0], model, *command[1:], "--data", data, *QUICK)
+    last = f"x{128 - len(WORDS)}"
+    data = write_rows(tmp_path / "bad.jsonl", [{"text": TEXTS[0]}, {"text": f"w1 {last}"}])
+    outcome = run("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "bad")
+    assert outcome.code == 5
+    assert f"bad.jsonl:2: the text gives token 128 ({last})" in outcome.err
+    assert "rows 0 to 127" in outcome.err
+
+
+def test_conversations_that_the_template_rejects_are_skipped_counted_and_named(
+    model: Path, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+    template += "{% endif %}{{ m.content }} {% endfor %}"
+    model = shutil.copytree(model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    chats = [
+        {"messages": [{"role": "tool" if i % 10 == 3 else "user", "content": text}]}
+        for i, text in enumerate(TEXTS[:10] * 4)
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", chats)
+    command = ("calibrate", model, "--data", data, "--samples", 99, "--seq-len", 64)
+    outcome = succeed(
+        *command, "--no-pack", "--dtype", "float32", "--out", tmp_path / "a", "--json"
+    )
+    result = json.loads(outcome.out)
+    assert (result["sequences"], result["rows"]["read"], result["rows"]["rejected"]) == (36, 40, 4)
+    where = [f"rows.jsonl:{line} (no tools)" for line in (4, 14, 24)]
+    assert f"4 of 40 rows are rejected by the chat template: {'; '.join(where)}; ..." in outcome.err
+    write_rows(data, [*chats, chats[3]])
+    outcome = run(*command, "--dtype", "float32", "--out", tmp_path / "b")
+    assert outcome.code == 5
+    assert "5 of 41 rows are rejected by the chat template: rows.jsonl:4 (no tools)" in outcome.err
+    assert not (tmp_path / "b").exists()

@@ -249,10 +249,6 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
         ["{}: the tokenizer cannot be loaded"],
     ),
     "an empty tokenizer": (write("tokenizer.json", "{}"), ["the tokenizer cannot be loaded"]),
-    "a large tokenizer": (
-        lambda folder: save_tokenizer(folder, ["<s>", "</s>", *map(str, range(127))]),
-        ["the tokenizer has 129 tokens, the embedding 128 rows"],
-    ),
 }
 
 

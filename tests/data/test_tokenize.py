@@ -82,7 +82,7 @@ def test_a_text_longer_than_the_context_is_tokenized_without_warning(
         (
             Row("x:4", text="a b"),
             8,
-            "x:4: the tokenizer gives token 8, but the model's embedding holds 0 to 7",
+            "x:4: the text gives token 8 (b), but the model's embedding has rows 0 to 7",
         ),
     ],
 )

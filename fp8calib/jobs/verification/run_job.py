@@ -287,7 +287,7 @@ def _open_tasks(model: RunModel, request: VerifyRequest) -> TaskJob | None:
         return None
     tokenizer = request.tokenizer
     if tokenizer is None:
-        tokenizer = load_tokenizer(model.source, int(model.source.text_config.vocab_size))
+        tokenizer = load_tokenizer(model.source)
     return TaskJob(tasks=open_tasks(request.tasks, limit=request.limit), tokenizer=tokenizer)
 
 

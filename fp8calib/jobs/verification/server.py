@@ -167,6 +167,6 @@ def run_alone(job: VerifyJob, evidence: ServerEvidence, progress: Progress) -> V
 def _load_tokenizer(source: ModelSource) -> Any | None:
     """Load the model's tokenizer; None where data of token ids needs none and there is none."""
     try:
-        return load_tokenizer(source, int(source.text_config.vocab_size))
+        return load_tokenizer(source)
     except ModelError:
         return None

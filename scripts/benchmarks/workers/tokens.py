@@ -27,7 +27,7 @@ def main(
     vocab_size = int(source.text_config.vocab_size)
     plan = build_plan(
         specs,
-        tokenizer=lambda: load_tokenizer(source, vocab_size),
+        tokenizer=lambda: load_tokenizer(source),
         vocab_size=vocab_size,
         samples=num_sequences,
         seq_len=num_tokens,
