@@ -42,8 +42,11 @@ class RowsUsed:
 
     def describe(self) -> Iterator[str]:
         """Describe the rows in a few lines: their number, the chat template, the examples."""
-        beside = ((self.too_short, "too short"), (self.rejected, "rejected by the chat template"))
-        beside = (*beside, (self.cut, "cut at their end"))
+        beside = (
+            (self.too_short, "too short"),
+            (self.rejected, "rejected by the chat template"),
+            (self.cut, "cut at their end"),
+        )
         notes = "".join(f", {count:,} {what}" for count, what in beside if count)
         yield f"rows: {self.used:,} used of {self.read:,} read{notes}"
         yield f"chat template: {self._describe_template()}"

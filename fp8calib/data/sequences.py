@@ -200,9 +200,9 @@ def build_plan(
     )
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
     sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
-    noted = _describe_rejected(rejected, found.num_rows + len(rejected))
+    skipped = _describe_rejected(rejected, found.num_rows + len(rejected))
     if rejected and len(rejected) > MOST_REJECTED * (found.num_rows + len(rejected)):
-        raise DataError(noted, hint="check the order and names of the roles")
+        raise DataError(skipped, hint="check the order and names of the roles")
     if not found.sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in "
@@ -220,7 +220,7 @@ def build_plan(
         sources=sources,
         warnings=(
             *_list_unread(parsed, begun, samples),
-            *([f"{noted}; they were skipped"] if rejected else ()),
+            *([f"{skipped}; they were skipped"] if rejected else ()),
             *_list_warnings(specs, parsed, found, samples=samples),
         ),
         longest_padded=longest_padded,
