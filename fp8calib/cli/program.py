@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
+from fp8calib.cli.removed import explain_removed
 from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
 from fp8calib.machine.command_line import remember_arguments
@@ -202,6 +203,8 @@ def _guarded(  # noqa: PLR0911 -- one return per kind of error
     except TyperException as error:
         _wait_for_first(process_rank)
         message = error.format_message().strip().replace(": Input should be", ": must be")
+        if removed := explain_removed(arguments):
+            return show_error("usage", removed, _HINTS["usage"], as_json=as_json, exit_code=2)
         hint = _explain_extra(message, arguments) or _HINTS["usage"]
         return show_error("usage", fit_line(message), hint, as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort) as interruption:
