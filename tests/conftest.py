@@ -8,9 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fp8calib.engines.transformers import report
-from fp8calib.model import geometry_from_config
-from tests.kit.answers import ask_transformers, build_skeleton
+from tests.doors import ask_once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,7 +26,5 @@ def _no_garbage_of_imports() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_answer_of_transformers() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "report_transformers", ask_transformers)
-        patch.setattr(geometry_from_config, "_build", build_skeleton)
+    with ask_once():
         yield

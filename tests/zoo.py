@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
@@ -95,3 +96,9 @@ def save(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> PreTrai
     model = build(family, seed=seed, **changes)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
+
+
+def draw(lengths: list[int], *, seed: int = 7) -> list[torch.Tensor]:
+    """Draw sequences of random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (length,), generator=generator) for length in lengths]

@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.scale_table import ScaleTable
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
+from tests.doors import Role, Site, kv_scales, linear_scales, make_plan, run_calibration
 from tests.truth import brute_force
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 HEADS = 4
 SEPARATE = {"self_attn.q_proj": "q", "self_attn.k_proj": "kv", "self_attn.v_proj": "kv"}
@@ -142,7 +138,7 @@ class Case:
     family: Family
     folder: Path
     modules: dict[str, Any]
-    stats: CalibrationStats
+    stats: Any
     truth: brute_force.Capture
 
     def read(self, key: str) -> np.ndarray:
@@ -268,17 +264,17 @@ def scale(values: np.ndarray) -> np.float32:
     return np.float32(np.abs(values).max() / np.float32(448.0))
 
 
-def per_rank(table: ScaleTable, path: str, role: Role) -> list[float]:
-    return table.scales[Site(path, role)].values.tolist()
+def per_rank(table: dict[Site, list[float]], path: str, role: Role) -> list[float]:
+    return table[Site(path, role)]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_weight_scales_are_those_of_the_slices_on_disk(case: Case, tp: int) -> None:
     """Exactly: the largest magnitude of what the rank holds, divided by 448 in fp32."""
-    table = compute_linear_scales(case.stats, E4M3FN, tp=tp)
+    table = linear_scales(case.stats, tp=tp)
     for rank in range(tp):
         expected = dict(own_weights(case, tp, rank))
-        assert {site.module for site in table.scales} == set(expected)
+        assert {site.module for site in table} == set(expected)
         for path, values in expected.items():
             assert per_rank(table, path, Role.WEIGHT)[rank] == scale(values), path
 
@@ -286,7 +282,7 @@ def test_weight_scales_are_those_of_the_slices_on_disk(case: Case, tp: int) -> N
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_input_scales_are_those_of_the_channels_of_the_rank(case: Case, tp: int) -> None:
     """Row-parallel projections see some channels, all others see all."""
-    table = compute_linear_scales(case.stats, E4M3FN, tp=tp)
+    table = linear_scales(case.stats, tp=tp)
     for rank in range(tp):
         for path, values in own_inputs(case, tp, rank):
             found = per_rank(table, path, Role.INPUT)[rank]
@@ -296,7 +292,7 @@ def test_input_scales_are_those_of_the_channels_of_the_rank(case: Case, tp: int)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_kv_scales_are_those_of_the_heads_of_the_rank(case: Case, tp: int) -> None:
     """Latents are whole on every rank and share one scale; other layers are cut by KV heads."""
-    table = compute_kv_scales(case.stats, E4M3FN, tp=tp)
+    table = kv_scales(case.stats, tp=tp)
     for layer, tensors in case.truth.kv.items():
         heads = [
             brute_force.head_amax([pair[place] for pair in tensors], case.family.kv_heads)

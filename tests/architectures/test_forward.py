@@ -16,15 +16,12 @@ from transformers.modeling_utils import AttentionInterface
 
 import fp8calib
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry.model_geometry import Attention
-from fp8calib.geometry.sites import Role
-from fp8calib.observe.calibration_hooks import CalibrationHooks
-from fp8calib.observe.hooks import HookedCache
-from fp8calib.observe.recorder import Recorder
 from tests import zoo
 from tests.architectures import families
+from tests.doors import Role, make_plan, observe_cache, run_calibration
 from tests.truth import brute_force
-from tests.truth.test_statistics import MOE, draw, make_plan, run_calibration
+from tests.truth.test_statistics import MOE
+from tests.zoo import draw
 
 PAD_ID = 0
 
@@ -198,15 +195,5 @@ def test_a_cache_of_other_shapes_than_the_topology_says_is_refused(
     key: tuple[int, ...], value: tuple[int, ...]
 ) -> None:
     """Expanded latents, a wrong number of heads and wrong head sizes would give wrong scales."""
-    attention = Attention(
-        module="layers.0.attn",
-        checkpoint_module="layers.0.attn",
-        kind="heads",
-        num_heads=4,
-        num_kv_heads=2,
-        k_head_dim=16,
-        v_head_dim=8,
-    )
-    cache = HookedCache(zoo.build("llama").config, {0: attention}, (), CalibrationHooks(Recorder()))
     with pytest.raises(CalibrationError, match=r"layer 0 caches \d KV heads of sizes"):
-        cache.update(torch.zeros(key), torch.zeros(value), 0)
+        observe_cache(zoo.build("llama").config, torch.zeros(key), torch.zeros(value))

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fp8calib.geometry.model_geometry import Linear
-from fp8calib.model.topology.find import find_geometry
 from tests import zoo
 from tests.architectures import families
+from tests.doors import find_geometry
 from tests.truth import brute_force
-from tests.truth.test_statistics import draw
+from tests.zoo import draw
 
 _GPT2 = families.FAMILIES["gpt_bigcode"]
 _OLD_FALCON = {"new_decoder_architecture": False, "alibi": False}
@@ -49,9 +48,8 @@ def silence(module: Any, rows: list[int]) -> None:
             module.bias.zero_()
 
 
-def fused_linear(model: nn.Module) -> tuple[Linear, int]:
-    names = {name: name for name, _ in model.named_parameters()}
-    geometry, _ = find_geometry(model, names, checkpoint_dtype="float32")  # type: ignore[arg-type]
+def fused_linear(model: nn.Module) -> tuple[Any, int]:
+    geometry = find_geometry(model)
     attention = geometry.layers[0].attention
     assert attention is not None
     return next(x for x in geometry.layers[0].linears if len(x.parts) == 3), attention.num_kv_heads

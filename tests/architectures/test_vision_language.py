@@ -13,9 +13,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from fp8calib.geometry.sites import Role
-from fp8calib.model.load import build_skeleton, load_model, open_source
-from fp8calib.model.topology.find import find_text_decoder
 from tests.architectures.families import FAMILIES, SIZES, build
 from tests.architectures.vision import (
     CLIP,
@@ -30,9 +27,9 @@ from tests.architectures.vision import (
 )
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail
+from tests.doors import Role, find_text_decoder, list_parameters, make_plan, run_calibration
 from tests.truth import brute_force
-from tests.truth.test_statistics import draw, make_plan, run_calibration
-from tests.zoo import NEEDS_5_23
+from tests.zoo import NEEDS_5_23, draw
 
 _MLLAMA_VISION = {
     **VISION,
@@ -162,13 +159,7 @@ def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path
     text, vision, _, _ = MODELS[family]
     config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    source = open_source(str(tmp_path))
-    loaded = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
-    found, expected = (
-        {name: tuple(value.shape) for name, value in model.named_parameters()}
-        for model in (build_skeleton(source), loaded)
-    )
-    assert found == expected
+    assert list_parameters(tmp_path, loaded=False) == list_parameters(tmp_path, loaded=True)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
 from tests.architectures.families import FAMILIES
+from tests.doors import make_plan, run_calibration
 from tests.kit.checkpoints import (
     WEIGHTS,
     Tensors,
@@ -42,7 +43,7 @@ from tests.kit.checkpoints import (
     change_tensors,
 )
 from tests.quantization.by_hand import run
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
 """A llama of 4 query heads and 2 KV heads, all of whose linears fill blocks of 128."""

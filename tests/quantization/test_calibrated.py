@@ -23,11 +23,12 @@ from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
+from tests.doors import make_plan, run_calibration
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
 from tests.truth import brute_force
 from tests.truth.test_ranks import calibrated
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 EXPERT = re.compile(r"(.*layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)")
 DOWN = {"w2", "down_proj"}

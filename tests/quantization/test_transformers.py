@@ -23,10 +23,10 @@ from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
+from tests.doors import make_plan, run_calibration
 from tests.kit.models import build_gemma3
 from tests.quantization.by_hand import run
 from tests.quantization.stacked import STACKED
-from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verification.by_hand import (
     PLAIN,
     Subject,
@@ -37,6 +37,7 @@ from tests.verification.by_hand import (
     opened,
     padding_mask,
 )
+from tests.zoo import draw
 
 BATCH = make_batch([20, 7])
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}

@@ -16,9 +16,10 @@ from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
+from tests.doors import make_plan, run_calibration
 from tests.quantization.by_hand import run
 from tests.real_engines.vllm_job import load_in_vllm
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
 FAMILIES = {

@@ -18,10 +18,11 @@ from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import select
 from tests import zoo
 from tests.cli.program import succeed
+from tests.doors import make_plan, run_calibration
 from tests.quantization.by_hand import run
 from tests.quantization.gptq.test_checkpoints import command
 from tests.real_engines.vllm_job import load_in_vllm
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
 """Query heads and KV heads fill whole blocks."""

@@ -18,7 +18,8 @@ from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
-from tests.truth.test_statistics import Silent, draw, make_plan
+from tests.doors import Silent, make_plan
+from tests.zoo import draw
 
 RECIPE = Recipe(name="test", observe=Observe(weights=True))
 LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4, 11, 6, 18, 2, 15]

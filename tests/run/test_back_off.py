@@ -16,8 +16,8 @@ from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import open_streamed
 from tests import zoo
+from tests.doors import Silent
 from tests.run.running import Subject, as_bytes, opened
-from tests.truth.test_statistics import Silent
 
 CPU_MESSAGE = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "

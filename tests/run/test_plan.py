@@ -24,7 +24,8 @@ from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import PartSize
 from tests import zoo
-from tests.truth.test_statistics import draw, make_plan
+from tests.doors import make_plan
+from tests.zoo import draw
 
 # The zoo's llama: 32 wide, 48 inside, 4 heads of 8, 2 KV heads, 2 layers, 128 tokens, untied.
 LAYER = 4 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32)

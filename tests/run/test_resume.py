@@ -23,8 +23,8 @@ from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming import layer_journal
 from fp8calib.stats.calibration_stats import StatsHeader, load_stats
 from tests import zoo
+from tests.doors import Silent
 from tests.run.running import LENGTHS, RECIPE, Subject, as_bytes, opened, rows_of
-from tests.truth.test_statistics import Silent
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,8 @@ from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
 from tests.architectures import families
-from tests.truth.test_statistics import Silent, draw, make_plan
+from tests.doors import Silent, make_plan
+from tests.zoo import draw
 
 Save = Callable[[Path], object]
 MODELS: dict[str, Save] = {

@@ -9,11 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Model
 
 from fp8calib.errors import CalibrationError, ModelError
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.load import open_source
 from tests import zoo
+from tests.doors import Role, Site, make_plan, refuse_source, run_calibration
 from tests.truth import brute_force
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 
 def test_a_vision_language_model_calibrates_its_text_decoder(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_what_is_no_decoder_is_refused_by_name(family: str, tmp_path: Path) -> N
     torch.save({}, tmp_path / "empty")
     _write_one_tensor(tmp_path)
     with pytest.raises(ModelError, match=f"{family.title()}Model .* is not a decoder-only"):
-        open_source(str(tmp_path))
+        refuse_source(tmp_path)
 
 
 def _write_one_tensor(folder: Path) -> None:

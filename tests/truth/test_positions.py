@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.positions import NUM_RANGES, range_starts, split_positions
 from tests import zoo
+from tests.doors import (
+    NUM_RANGES,
+    Role,
+    Site,
+    make_plan,
+    run_calibration,
+    short_positions,
+    split_positions,
+)
 from tests.truth import brute_force
-from tests.truth.test_statistics import FAMILIES, draw, make_plan, run_calibration
+from tests.truth.test_statistics import FAMILIES
+from tests.zoo import draw
 
 RANGES = [(0, 4), (4, 8), (8, 16), (16, 32)]
 """What a first range of four positions makes of 20."""
@@ -21,12 +29,13 @@ LENGTHS = {1: [20, 20, 20], 3: [20, 3, 9, 17, 5, 20]}
 """By batch size: in batches of 3 the sequences are padded."""
 
 
-@pytest.fixture(autouse=True)
-def _short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8calib.stats.positions.FIRST_RANGE", 4)
+@pytest.fixture
+def _short_ranges() -> Iterator[None]:
+    with short_positions(4):
+        yield
 
 
-def check(stats: CalibrationStats, site: Site, sequences: Sequence[np.ndarray]) -> None:
+def check(stats: Any, site: Site, sequences: Sequence[np.ndarray]) -> None:
     """Compare a site with what every sequence showed there: [S, anything] each."""
     found = stats.sites[site].positions
     assert found is not None, site
@@ -41,6 +50,7 @@ def rows_of(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [x[0].transpose(1, 0, 2) for x in tensors]
 
 
+@pytest.mark.usefixtures("_short_ranges")
 @pytest.mark.parametrize("batch_size", LENGTHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_range_holds_the_maximum_of_its_tokens(
@@ -85,10 +95,7 @@ def test_every_range_holds_the_maximum_of_its_tokens(
         check(stats, Site(name, Role.INPUT), truth.inputs[name])
 
 
-def test_ranges_double_and_the_last_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert range_starts()[:4] == [0, 512, 1024, 2048]
-    assert range_starts()[-1] == 2**19
+def test_ranges_double_and_the_last_has_no_end() -> None:
     assert split_positions(1) == [(0, 1)]
     assert split_positions(512) == [(0, 512)]
     assert split_positions(513) == [(0, 512), (512, 513)]

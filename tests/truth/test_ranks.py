@@ -10,17 +10,13 @@ import pytest
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import check_linears
-from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
+from tests.doors import Role, Site, check_degree, kv_scales, make_plan, run_calibration
 from tests.truth import brute_force
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.zoo import draw
 
 
-def calibrated(family: str, folder: Path) -> tuple[Any, CalibrationStats, brute_force.Capture]:
+def calibrated(family: str, folder: Path) -> tuple[Any, Any, brute_force.Capture]:
     model = zoo.save(family, folder)
     sequences = draw([20, 20, 20])
     _, stats = run_calibration(folder, make_plan(sequences))
@@ -41,24 +37,24 @@ def test_one_latent_scale_covers_both_parts_on_every_rank(factor: float, tmp_pat
     sequences = draw([20, 20, 20])
     _, stats = run_calibration(tmp_path / "model", make_plan(sequences))
     truth = brute_force.run(model, sequences)
-    table = compute_kv_scales(stats, E4M3FN, tp=4)
+    table = kv_scales(stats, tp=4)
     for layer in (0, 1):
         latent, rotary = (np.abs(np.stack(x)).max() for x in zip(*truth.kv[layer], strict=True))
         assert (rotary > latent) == (factor > 1)
         for role in (Role.K, Role.V):
             site = Site(f"model.layers.{layer}.self_attn", role)
-            assert table.scales[site].values.tolist() == [scale(np.array([latent, rotary]))] * 4
+            assert table[site] == [scale(np.array([latent, rotary]))] * 4
 
 
 def test_layers_that_share_a_cache_carry_the_scale_of_the_layer_that_writes_it(
     tmp_path: Path,
 ) -> None:
     _, stats, truth = calibrated("gemma3n_text", tmp_path / "model")
-    table = compute_kv_scales(stats, E4M3FN)
+    table = kv_scales(stats)
     for sharing, producer in ((2, 0), (3, 1)):
         heads = brute_force.head_amax([pair[0] for pair in truth.kv[producer]], 2)
         site = Site(f"model.layers.{sharing}.self_attn", Role.K)
-        assert table.scales[site].values.tolist() == [scale(heads)]
+        assert table[site] == [scale(heads)]
 
 
 @pytest.mark.parametrize(("tp", "what"), [(3, "attention heads"), (8, "attention heads")])
@@ -67,15 +63,15 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(
 ) -> None:
     _, stats, _ = calibrated("llama", tmp_path / "model")
     with pytest.raises(UsageError, match=what):
-        compute_kv_scales(stats, E4M3FN, tp=tp)
+        kv_scales(stats, tp=tp)
 
 
 def test_a_degree_that_does_not_divide_the_intermediate_size_is_refused(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model", intermediate_size=50)
     _, stats = run_calibration(tmp_path / "model", make_plan(draw([20])))
-    check_linears(stats.geometry, 2)
+    check_degree(stats.geometry, 2)
     with pytest.raises(UsageError, match="50 channels"):
-        check_linears(stats.geometry, 4)
+        check_degree(stats.geometry, 4)
 
 
 def test_progress_holds_the_maximum_of_each_quarter(tmp_path: Path) -> None:

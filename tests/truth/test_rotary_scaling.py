@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from fp8calib.geometry.sites import Role, Site
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
+from tests.doors import Role, Site, make_plan
 from tests.run.running import opened
 from tests.truth import brute_force
-from tests.truth.test_statistics import draw, make_plan
+from tests.zoo import draw
 
 ROWS = draw([7, 20, 13, 12, 20, 9, 18, 4, 17, 6])
 """On both sides of 12 tokens, in batches of 3."""

@@ -11,41 +11,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8calib.calibration import calibrate
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import DataPlan
-from fp8calib.data.text_hashes import hash_text
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.load import load_model, open_source
-from fp8calib.model.prepared import PreparedModel, prepare
-from fp8calib.recipe import Data, Observe, Recipe
-from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
+from tests.doors import SEQ_LEN, Role, Site, make_plan, run_calibration
 from tests.truth import brute_force
+from tests.zoo import draw
 
-SEQ_LEN = 20
 NUM_SEQUENCES = 5
 FAMILIES = sorted(zoo.ZOO)
 MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 BYPASSES_REGISTRY = ("falcon",)
-
-
-class Silent:
-    """A progress bar that shows nothing."""
-
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        unit: str = "steps",
-        layers: int = 0,
-        batches: int = 0,
-    ) -> None:
-        """Begin a stage."""
-
-    def advance(self, steps: int) -> None:
-        """Go on."""
 
 
 @dataclass
@@ -55,46 +29,13 @@ class Case:
     family: str
     folder: Path
     model: Any
-    prepared: PreparedModel
-    stats: CalibrationStats
+    prepared: Any
+    stats: Any
     truth: brute_force.Capture
 
     def seen(self, module: str, role: Role) -> Any:
         """Give the statistics of a site."""
         return self.stats.sites[Site(module, role)]
-
-
-def make_plan(sequences: list[torch.Tensor], *, packed: bool = True) -> DataPlan:
-    """Wrap token sequences as a data plan."""
-    return DataPlan(
-        sequences=tuple(sequences),
-        packed=packed,
-        seq_len=SEQ_LEN,
-        fingerprint="",
-        text=hash_text([]),
-        sources=("test",),
-        warnings=(),
-    )
-
-
-def draw(lengths: list[int], *, seed: int = 7) -> list[torch.Tensor]:
-    """Draw random token sequences."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
-
-
-def run_calibration(
-    folder: Path, plan: DataPlan, *, batch_size: int = 1, weights: bool = True
-) -> tuple[PreparedModel, CalibrationStats]:
-    """Open, load and calibrate a folder in fp32, with every observation on unless told."""
-    data = Data(batch_size=batch_size)
-    recipe = Recipe(name="test", observe=Observe(weights=weights), data=data)
-    source = open_source(str(folder))
-    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
-    with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, recipe)
-        stats = calibrate(prepared, plan, source, checkpoint, recipe=recipe, progress=Silent())
-    return prepared, stats
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -40,10 +40,11 @@ from fp8calib.verification.verify import (
     verify,
 )
 from tests import zoo
+from tests.doors import Silent, make_plan
 from tests.kit.reports import make_candidate, make_layer, make_small
-from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification import by_hand
 from tests.verification.by_hand import PLAIN, HandCache, make_table, opened, plain_forward
+from tests.zoo import draw
 
 SEQUENCES = draw([20] * 12)
 LAYERS = 4

@@ -16,7 +16,7 @@ from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from tests import zoo
-from tests.truth.test_statistics import make_plan, run_calibration
+from tests.doors import make_plan, run_calibration
 from tests.verification.by_hand import (
     BATCHES,
     FULL,

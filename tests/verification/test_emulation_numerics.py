@@ -22,7 +22,7 @@ from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, e
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv
 from tests import zoo
-from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.doors import make_plan, run_calibration
 from tests.verification.by_hand import (
     PLAIN,
     Subject,
@@ -36,6 +36,7 @@ from tests.verification.by_hand import (
     search_down,
     tensor_scale,
 )
+from tests.zoo import draw
 
 EVERY_SIZE = replace(find_emulated("vllm")[1], power_of_two_sizes=(1, 1))
 """vLLM, if DeepGEMM ran linears of every size."""

@@ -29,9 +29,9 @@ from tests import zoo
 from tests.architectures import families
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
+from tests.doors import make_plan as plan_data
+from tests.doors import run_calibration
 from tests.quantization.by_hand import run
-from tests.truth.test_statistics import draw, run_calibration
-from tests.truth.test_statistics import make_plan as plan_data
 from tests.verification.by_hand import (
     Subject,
     emulate_checkpoint,
@@ -40,6 +40,7 @@ from tests.verification.by_hand import (
     make_subject,
     opened,
 )
+from tests.zoo import draw
 
 _INDEXER = {**zoo.ZOO["deepseek_v3"], "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 MODELS: dict[str, dict[str, Any]] = {

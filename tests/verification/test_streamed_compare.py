@@ -30,10 +30,11 @@ from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
+from tests.doors import Silent, make_plan
 from tests.kit.minutes import in_minutes
 from tests.run.test_streamed import MODELS
-from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification.by_hand import Subject, emulate_scheme
+from tests.zoo import draw
 
 RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True), data=Data(batch_size=3))
 VLLM = find_emulated("vllm")[1]

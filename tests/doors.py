@@ -1,0 +1,205 @@
+"""What `truth`, `architectures`, `foreign`, `cli` and `goldens` know of the product.
+
+Beside these functions they use the command line, the functions of `fp8calib` and its errors.
+Whoever moves code behind a door changes this file and none of their tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.calibration import calibrate
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.sequences import DataPlan
+from fp8calib.data.text_hashes import hash_text
+from fp8calib.engines.transformers import report
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.tensor_parallel import check_linears
+from fp8calib.model import geometry_from_config
+from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.load import build_skeleton, load_model, open_source
+from fp8calib.model.prepared import prepare
+from fp8calib.model.topology import find
+from fp8calib.observe.calibration_hooks import CalibrationHooks
+from fp8calib.observe.hooks import HookedCache
+from fp8calib.observe.recorder import Recorder
+from fp8calib.recipe import Data, Observe, Recipe
+from fp8calib.scales import compute
+from fp8calib.stats import positions
+from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
+from fp8calib.stats.statistic import SiteStats
+
+__all__ = ["Role", "Site"]
+
+SEQ_LEN = 20
+
+
+class Silent:
+    """A progress bar that shows nothing."""
+
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,
+        batches: int = 0,
+    ) -> None:
+        """Begin a stage."""
+
+    def advance(self, steps: int) -> None:
+        """Count finished steps."""
+
+
+# --- calibration ---------------------------------------------------------------------------------
+
+
+def make_plan(sequences: Sequence[torch.Tensor], *, packed: bool = True) -> DataPlan:
+    """Wrap token sequences (int64 [S] each) as the text of a run."""
+    return DataPlan(
+        sequences=tuple(sequences),
+        packed=packed,
+        seq_len=SEQ_LEN,
+        fingerprint="",
+        text=hash_text([]),
+        sources=("test",),
+        warnings=(),
+    )
+
+
+def run_calibration(
+    folder: Path, plan: DataPlan, *, batch_size: int = 1, weights: bool = True
+) -> tuple[Any, CalibrationStats]:
+    """Open, load and calibrate a folder in fp32, with all statistics.
+
+    Gives what the product knows of the model (`model`, `geometry`), and its statistics
+    (`sites[Site]` with `amax`, `count`, `histogram`, ...; `geometry`; `header.skipped`).
+    """
+    recipe = Recipe(name="test", observe=Observe(weights=weights), data=Data(batch_size=batch_size))
+    source = open_source(str(folder))
+    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    with Checkpoint.open(folder) as checkpoint:
+        prepared = prepare(model, checkpoint, recipe)
+        stats = calibrate(prepared, plan, source, checkpoint, recipe=recipe, progress=Silent())
+    return prepared, stats
+
+
+@contextmanager
+def short_positions(first: int) -> Iterator[None]:
+    """Let the first range of token positions have `first` tokens: short texts then have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(positions, "FIRST_RANGE", first)
+        yield
+
+
+def split_positions(length: int) -> list[tuple[int, int]]:
+    """List the ranges of token positions of a sequence."""
+    return positions.split_positions(length)
+
+
+NUM_RANGES = positions.NUM_RANGES
+
+
+def observe_cache(config: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store K and V ([B, H, S, D]) of a layer with 2 heads of K (size 16) and V (size 8)."""
+    attention = Attention(
+        module="layers.0.attn",
+        checkpoint_module="layers.0.attn",
+        kind="heads",
+        num_heads=4,
+        num_kv_heads=2,
+        k_head_dim=16,
+        v_head_dim=8,
+    )
+    cache = HookedCache(config, {0: attention}, (), CalibrationHooks(Recorder()))
+    cache.update(key, value, 0)
+
+
+def replace_amax(path: Path, made: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite tensors of a stats file, by `SITE/amax`, `SITE/amax_in` or `SITE/experts`."""
+    from fp8calib.jobs.stats import load_stats  # noqa: PLC0415 -- the public one takes shards too
+
+    stats = load_stats(path)
+    sites = {}
+    for site, seen in stats.sites.items():
+        tensors = {name: made.get(f"{site}/{name}", x) for name, x in seen.tensors.items()}
+        sites[site] = SiteStats(count=seen.count, tensors=tensors)
+    changed = CalibrationStats(
+        header=stats.header, sites=sites, text_hashes=stats.text_hashes, shard=stats.shard
+    )
+    save_stats(changed, path)
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def find_text_decoder(model: Any) -> tuple[str, Any]:
+    """Find the module that runs text, and its path."""
+    return find.find_text_decoder(model)
+
+
+def find_geometry(model: Any) -> Any:
+    """Find the layers, attention and linears of a model in memory."""
+    names = {name: name for name, _ in model.named_parameters()}
+    geometry, _ = find.find_geometry(model, names, checkpoint_dtype="float32")
+    return geometry
+
+
+def read_folder_geometry(folder: Path) -> Any:
+    """Find the same of a folder, from its config."""
+    return read_geometry(open_source(str(folder)))
+
+
+def list_parameters(folder: Path, *, loaded: bool) -> dict[str, tuple[int, ...]]:
+    """List the parameters of the model of a folder, loaded or built without weights."""
+    source = open_source(str(folder))
+    if loaded:
+        model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    else:
+        model = build_skeleton(source)
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def refuse_source(folder: Path) -> None:
+    """Open a folder that holds no model to calibrate, which is an error."""
+    open_source(str(folder))
+
+
+@contextmanager
+def ask_once() -> Iterator[None]:
+    """Let transformers answer once about equal checkpoints and equal configs, for speed."""
+    from tests.kit.answers import ask_transformers, build_skeleton  # noqa: PLC0415 -- patched then
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "report_transformers", ask_transformers)
+        patch.setattr(geometry_from_config, "_build", build_skeleton)
+        yield
+
+
+# --- scales --------------------------------------------------------------------------------------
+
+
+def kv_scales(stats: CalibrationStats, *, tp: int = 1) -> dict[Site, list[float]]:
+    """Compute the scales of K and V, one a rank."""
+    table = compute.compute_kv_scales(stats, E4M3FN, tp=tp)
+    return {site: scale.values.tolist() for site, scale in table.scales.items()}
+
+
+def linear_scales(stats: CalibrationStats, *, tp: int = 1) -> dict[Site, list[float]]:
+    """Compute the scales of weights and inputs, one a rank."""
+    table = compute.compute_linear_scales(stats, E4M3FN, tp=tp)
+    return {site: scale.values.tolist() for site, scale in table.scales.items()}
+
+
+def check_degree(geometry: Any, tp: int) -> None:
+    """Refuse a tensor-parallel degree that cuts no linear evenly."""
+    check_linears(geometry, tp)
