@@ -6,7 +6,7 @@ Heads have 64 elements (vLLM's CPU kernels need a multiple of 32 in FP8), and li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,21 @@ def make_config(architecture: str, **changes: Any) -> dict[str, Any]:
     return {**fields, **_CHANGES.get(architecture, {}), **changes}
 
 
-def save_model(architecture: str, folder: Path, dtype: str, **changes: Any) -> None:
+def randomize(model: torch.nn.Module) -> None:
+    """Make norms and biases matter: what is lost of them changes a number."""
+    for value in model.parameters():
+        if value.dim() == 1 and bool((value == value[0]).all()):
+            value.data += torch.randn_like(value) / 8
+
+
+def save_model(
+    architecture: str,
+    folder: Path,
+    dtype: str,
+    *,
+    fill: Callable[[torch.nn.Module], None] = randomize,
+    **changes: Any,
+) -> None:
     """Write a random model of an architecture, with the same numbers in every dtype."""
     torch.manual_seed(0)
     fields = make_config(architecture, **changes)
@@ -85,7 +99,5 @@ def save_model(architecture: str, folder: Path, dtype: str, **changes: Any) -> N
         fields.pop("num_key_value_heads", None)  # which engines would read all the same
     config = AutoConfig.for_model(architecture, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for value in model.parameters():
-        if value.dim() == 1 and bool((value == value[0]).all()):
-            value.data += torch.randn_like(value) / 8  # or a lost norm or bias changes nothing
+    fill(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

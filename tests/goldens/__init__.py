@@ -1,0 +1,1 @@
+"""What the product does through its public doors, recorded (`CHANGES.md` says when and why)."""
