@@ -17,6 +17,7 @@ import torch
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import DataPlan
+from fp8calib.data.shares import Share
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.engines.transformers import report
 from fp8calib.fp8.formats import E4M3FN
@@ -32,10 +33,13 @@ from fp8calib.observe.calibration_hooks import CalibrationHooks
 from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Data, Observe, Recipe
+from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.run.streaming.model import Streaming
 from fp8calib.scales import compute
 from fp8calib.stats import positions
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
-from fp8calib.stats.statistic import SiteStats
+from fp8calib.stats.merge import merge_shards
+from fp8calib.stats.statistic import SiteStats, name_tensors
 
 __all__ = ["Role", "Site"]
 
@@ -77,20 +81,56 @@ def make_plan(sequences: Sequence[torch.Tensor], *, packed: bool = True) -> Data
 
 
 def run_calibration(
-    folder: Path, plan: DataPlan, *, batch_size: int = 1, weights: bool = True
+    folder: Path,
+    plan: DataPlan,
+    *,
+    batch_size: int = 1,
+    weights: bool = True,
+    dtype: torch.dtype = torch.float32,
+    streamed: bool = False,
+    shard: tuple[int, int] | None = None,
 ) -> tuple[Any, CalibrationStats]:
-    """Open, load and calibrate a folder in fp32, with all statistics.
+    """Open, load and calibrate a folder, with all statistics.
 
     Gives what the product knows of the model (`model`, `geometry`), and its statistics
-    (`sites[Site]` with `amax`, `count`, `histogram`, ...; `geometry`; `header.skipped`).
+    (`sites[Site]` with `amax`, `count`, `histogram`, ...; `geometry`; `header.skipped`). `shard` is
+    the number of the part, from 1, and that of all parts.
     """
     recipe = Recipe(name="test", observe=Observe(weights=weights), data=Data(batch_size=batch_size))
     source = open_source(str(folder))
-    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    streaming = None
+    if streamed:
+        model = build_skeleton(source, dtype=dtype)
+        streaming = Streaming(
+            dtype=dtype, device="cpu", hidden_ram_bytes=1 << 20, scratch=folder.parent
+        )
+    else:
+        model = load_model(source, dtype=dtype, device="cpu", device_map=None)
+    part = None if shard is None else Share(index=shard[0], count=shard[1])
     with Checkpoint.open(folder) as checkpoint:
         prepared = prepare(model, checkpoint, recipe)
-        stats = calibrate(prepared, plan, source, checkpoint, recipe=recipe, progress=Silent())
+        stats = calibrate(
+            prepared,
+            plan,
+            source,
+            checkpoint,
+            recipe=recipe,
+            progress=Silent(),
+            streaming=streaming,
+            share=WorkShare(shard=part),
+        )
     return prepared, stats
+
+
+def join_shards(shards: Sequence[CalibrationStats]) -> CalibrationStats:
+    """Join the statistics of all shards of a run."""
+    return merge_shards([(str(number), stats) for number, stats in enumerate(shards)])
+
+
+def list_tensors(stats: CalibrationStats) -> dict[str, torch.Tensor]:
+    """List the tensors of statistics as `SITE/NAME`; counts of tokens too."""
+    named = {f"{site}/count": torch.tensor(seen.count) for site, seen in stats.sites.items()}
+    return named | dict(name_tensors(stats.sites))
 
 
 @contextmanager
