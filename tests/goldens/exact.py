@@ -127,7 +127,8 @@ def compare(old_path: Path, new_path: Path) -> int:
     counts: Counter[str] = Counter()
     different: dict[str, list[str]] = {}
     for key in sorted(old | new):
-        kind = " ".join(key.split()[1:3])
+        first, *others = key.split()[1:]
+        kind = f"{first} {others[0]}" if first in {"statistics", "verify"} else first
         if key not in new or key not in old:
             name = f"{key.rpartition('/')[2]} " if "statistics" in kind else ""
             what = f"{kind} {name}only in the {'old' if key in old else 'new'} tree"
