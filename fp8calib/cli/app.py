@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,7 +30,14 @@ from fp8calib.cli.console import (
 )
 from fp8calib.machine.process_rank import ProcessRank, find_process_rank
 from fp8calib.options.option import Declared, list_options
-from fp8calib.requests import find_implementation, find_request, spell_commands, summarize
+from fp8calib.plugin import find_plugins
+from fp8calib.requests import (
+    find_implementation,
+    find_render,
+    find_request,
+    spell_commands,
+    summarize,
+)
 
 if TYPE_CHECKING:
     from fp8calib.results.record import Result
@@ -88,27 +93,45 @@ class _Commands(Mapping[str, Any]):
         self._requests = requests
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._requests)
+        return iter(dict.fromkeys(typed.partition(" ")[0] for typed in self._requests))
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(list(iter(self)))
 
     def __getitem__(self, typed: str) -> Any:
-        return _make_command(self._requests[typed], typed)
+        if typed in self._requests:
+            return _make_command(self._requests[typed], typed)
+        inner = {
+            full.removeprefix(f"{typed} "): place
+            for full, place in self._requests.items()
+            if full.startswith(f"{typed} ")
+        }
+        if not inner:
+            raise KeyError(typed)
+        return _Group(typed, inner, context_settings=HELP_NAMES, rich_markup_mode=None)
 
 
 class _Group(TyperGroup):
-    """The program, which imports the request of the one command that runs."""
+    """The program, or a group of commands in it; it imports the request of the one that runs."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._requests = spell_commands()
+    def __init__(
+        self,
+        name: str | None = None,
+        requests: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(name=name, **settings)
+        self._is_program = requests is None
+        self._requests = spell_commands() if requests is None else requests
         self.commands = _Commands(self._requests)  # type: ignore[assignment] # none is added
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the first line of every command's help, whose request is not imported."""
         with formatter.section("Commands"):
             formatter.write_dl([(typed, summarize(n)) for typed, n in self._requests.items()])
+        if self._is_program and (faults := find_plugins().faults):
+            with formatter.section("Plug-ins that cannot be used"):
+                formatter.write_text("\n".join(faults))
 
 
 app = typer.Typer(
@@ -207,10 +230,10 @@ def _describe(name: str, result: Result, request: Any) -> Iterable[Block]:
     """Describe a result as the module of its command does; plans of runs have one of their own."""
     from fp8calib.results.run_plan import RunPlan  # noqa: PLC0415 -- imports pydantic
 
-    place = f"fp8calib.render.{'run_plan' if isinstance(result, RunPlan) else name}"
-    if find_spec(place) is None:
+    render = find_render("run_plan" if isinstance(result, RunPlan) else name)
+    if render is None:
         return [Line(str(result))]
-    described: Iterable[Block] = import_module(place).describe(result, request)
+    described: Iterable[Block] = render.describe(result, request)
     return described
 
 

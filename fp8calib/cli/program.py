@@ -25,7 +25,7 @@ from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, name
 from fp8calib.machine.command_line import remember_arguments
 from fp8calib.machine.process_rank import ProcessRank, find_process_rank
 from fp8calib.options.option import list_options
-from fp8calib.requests import find_request, list_commands
+from fp8calib.requests import find_request, spell_commands
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
@@ -162,8 +162,8 @@ _EXTRA = re.compile(r"unexpected extra argument\(s\) \((\S+?)[ )]")
 def _explain_extra(message: str, arguments: Sequence[str]) -> str:
     """Say how several values of an option are written, where the second of them is the fault."""
     found = _EXTRA.search(message)
-    command = next(iter(arguments), "").replace("-", "_")
-    if found is None or command not in list_commands():
+    command = spell_commands().get(next(iter(arguments), ""))
+    if found is None or command is None:
         return ""
     place = list(arguments).index(found[1])
     flag, value, extra = ["", "", *arguments][place : place + 3]

@@ -6,11 +6,11 @@ from fp8calib.dialects.dialect import Dialect
 from fp8calib.dialects.kv.foreign import AUTOFP8, COMPRESSED_TENSORS, MODELOPT, QUARK, TRTLLM
 from fp8calib.dialects.kv.json import VLLM_JSON
 from fp8calib.dialects.kv.kv_scales import KV_SCALES
-from fp8calib.dialects.kv.lightllm import LIGHTLLM, LIGHTLLM_HEAD
 from fp8calib.dialects.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD
 from fp8calib.dialects.kv.rfc import RFC
 from fp8calib.dialects.kv.tgi import TGI_CHECKPOINT
 from fp8calib.errors import UsageError, suggest
+from fp8calib.plugin import load_formats
 
 _dialects: dict[str, Dialect] = {}
 
@@ -81,12 +81,11 @@ for _dialect in (
     KV_SCALES,
     VLLM_JSON,
     RFC,
-    LIGHTLLM,
-    LIGHTLLM_HEAD,
     COMPRESSED_TENSORS,
     AUTOFP8,
     QUARK,
     MODELOPT,
     TRTLLM,
+    *load_formats(),
 ):
     register_dialect(_dialect)

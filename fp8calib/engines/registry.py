@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.release import parse_version
-from fp8calib.engines.lightllm import LIGHTLLM
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.read_engines import (
     ATOM,
@@ -22,6 +21,7 @@ from fp8calib.engines.vllm.before_0_7 import VLLM_BEFORE_0_7
 from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
 from fp8calib.errors import UsageError, suggest
+from fp8calib.plugin import load_engines
 
 _QUANTIZED_CACHE = "fp8_quantized_cache"
 """What transformers calls cache_implementation="quantized" with the backend fp8."""
@@ -50,7 +50,8 @@ def register_engine(engine: Engine) -> None:
 
 for _engine in (
     *(REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7),
-    *(TENSORRT_LLM, VLLM_TPU, VLLM_GAUDI, LMDEPLOY, ATOM, LIGHTLLM),
+    *(TENSORRT_LLM, VLLM_TPU, VLLM_GAUDI, LMDEPLOY, ATOM),
+    *load_engines(),
 ):
     register_engine(_engine)
 

@@ -9,20 +9,34 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
+from fp8calib import plugin
+
 
 def list_commands() -> list[str]:
-    """List the commands, as their modules and functions are named."""
+    """List the commands of the core, as their modules and functions are named."""
     return sorted(each.name for each in iter_modules(__path__) if each.name != "shared")
 
 
 def spell_commands() -> dict[str, str]:
-    """Map the commands as they are typed to the names of `list_commands`."""
-    return {name.replace("_", "-"): name for name in list_commands()}
+    """Map all commands as they are typed to what the other functions of this module take.
+
+    That is the name of `list_commands`, or the package of a plug-in.
+    """
+    own = {name.replace("_", "-"): name for name in list_commands()}
+    return own | plugin.list_commands()
+
+
+def _place(command: str, kind: str) -> str:
+    """Give the module of a command: its `request`, its `command` or its `render`."""
+    if "." in command:
+        return f"{command}.{kind}"
+    folder = {"request": "requests", "command": "commands", "render": "render"}[kind]
+    return f"fp8calib.{folder}.{command}"
 
 
 def find_request(command: str) -> type:
     """Import the request of a command: the class of its module whose name ends in Request."""
-    module = import_module(f"{__name__}.{command}")
+    module = import_module(_place(command, "request"))
     (found,) = (
         item
         for name, item in vars(module).items()
@@ -34,7 +48,7 @@ def find_request(command: str) -> type:
 
 def summarize(command: str) -> str:
     """Give the first line of a request's docstring, without importing the request."""
-    place = f"{__name__}.{command}"
+    place = _place(command, "request")
     loader: Any = find_spec(place).loader  # type: ignore[union-attr] # there is one
     classes = (
         each for each in ast.parse(loader.get_source(place)).body if isinstance(each, ast.ClassDef)
@@ -49,6 +63,12 @@ def find_implementation(command: str) -> ModuleType | None:
 
     It is in `fp8calib.commands`, or in the module of the request if it imports nothing slow.
     """
-    place = f"fp8calib.commands.{command}"
-    module = import_module(place if find_spec(place) else f"{__name__}.{command}")
+    place = _place(command, "command")
+    module = import_module(place if find_spec(place) else _place(command, "request"))
     return module if hasattr(module, "run") else None
+
+
+def find_render(command: str) -> ModuleType | None:
+    """Import the module that describes the command's result; None if there is none."""
+    place = _place(command, "render")
+    return import_module(place) if find_spec(place) else None

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.json_files import load_json_object
-from fp8calib.dialects.kv.lightllm import PER_HEAD, PER_TENSOR, QUERY, find_misfit
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.plugins.lightllm.format import PER_HEAD, PER_TENSOR, QUERY, find_misfit
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -120,7 +120,7 @@ def _is_table(rows: object, count: int, width: int) -> bool:
     )
 
 
-LIGHTLLM = Engine(
+ENGINE = Engine(
     key="lightllm",
     title="LightLLM",
     version="88b2fc6",

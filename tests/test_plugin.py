@@ -1,0 +1,139 @@
+"""Plug-ins are found by entry points, or in the tree's own folder, and one that fails is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib import plugin
+from fp8calib.plugin import Plugin, find_plugins
+from tests.cli.program import run
+
+ROOT = Path(__file__).parents[1]
+OWN = sorted(path.parent.name for path in (ROOT / "fp8calib" / "plugins").glob("*/__init__.py"))
+
+
+@pytest.fixture(autouse=True)
+def _find_again() -> Any:
+    find_plugins.cache_clear()
+    yield
+    find_plugins.cache_clear()
+
+
+def test_our_own_plug_ins_are_declared_like_anybodys() -> None:
+    assert sorted(find_plugins().plugins) == OWN
+    assert find_plugins().faults == ()
+
+
+def test_what_cannot_be_used_is_named_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = list(plugin._list_entry_points())
+    missing = EntryPoint("lost", "no_such_module:PLUGIN", plugin.GROUP)
+    other = EntryPoint("other", "json:dumps", plugin.GROUP)
+    monkeypatch.setattr(plugin, "_list_entry_points", lambda: iter([*own, missing, other]))
+    shown = run("--help")
+    assert shown.code == 0
+    text = " ".join(shown.out.split())
+    assert "lost (no_such_module:PLUGIN): ModuleNotFoundError: No module named" in text
+    assert "other (json:dumps): not a Plugin" in text
+    assert sorted(find_plugins().plugins) == OWN
+
+
+def run_python(code: str, folder: Path, **environment: str) -> str:
+    """Run code with the tree in `folder` alone, without the metadata of an installed package."""
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *libraries]), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+HIDE = """
+import importlib.metadata as m
+real = m.distribution
+def distribution(name):
+    if name == "fp8calib":
+        raise m.PackageNotFoundError(name)
+    return real(name)
+m.distribution = distribution
+m.entry_points = lambda **_: ()
+"""
+
+
+def test_without_metadata_the_folders_are_listed() -> None:
+    code = "from fp8calib.plugin import find_plugins\nprint(*sorted(find_plugins().plugins))"
+    assert run_python(f"{HIDE}\n{code}", ROOT).split() == OWN
+
+
+def test_a_copy_without_plug_ins_works(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fp8calib", tmp_path / "fp8calib")
+    shutil.rmtree(tmp_path / "fp8calib" / "plugins")
+    code = f"{HIDE}\nfrom fp8calib.cli import main\nmain(['--help'])"
+    text = run_python(code, tmp_path)
+    assert "calibrate" in text
+    assert "cannot be used" not in text
+    code = f"{HIDE}\nfrom fp8calib.engines.registry import ENGINES\nprint(*ENGINES)"
+    engines = run_python(code, tmp_path).split()
+    assert {"vllm", "sglang"} <= set(engines)
+    assert "lightllm" not in engines
+
+
+def test_a_plug_in_brings_commands_of_one_and_of_two_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "made_up"
+    for folder in (package, package / "say"):
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (package / "__init__.py").write_text(
+        "from fp8calib.plugin import Plugin\n"
+        "PLUGIN = Plugin(commands={'hello': 'made_up.say', 'greet all': 'made_up.say'})\n"
+    )
+    (package / "say" / "request.py").write_text(
+        "from dataclasses import dataclass\nfrom typing import Annotated\n"
+        "from fp8calib.options.option import Option\n"
+        "@dataclass(frozen=True)\nclass SayRequest:\n"
+        '    """Say a word."""\n\n'
+        "    word: Annotated[str, Option('--word', metavar='W', help='Say it.')] = 'hi'\n"
+    )
+    (package / "say" / "command.py").write_text(
+        "from fp8calib.results.record import Result\n"
+        "class Said(Result):\n    word: str\n"
+        "    def __str__(self): return f'said {self.word}'\n"
+        "def run(request, reporter):\n    return Said(word=request.word)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    point = EntryPoint("made-up", "made_up:PLUGIN", plugin.GROUP)
+    own = list(plugin._list_entry_points())
+    monkeypatch.setattr(plugin, "_list_entry_points", lambda: iter([*own, point]))
+    code = (
+        "import sys\nfrom importlib.metadata import EntryPoint\nfrom fp8calib import plugin\n"
+        "points = [EntryPoint('made-up', 'made_up:PLUGIN', plugin.GROUP)]\n"
+        "plugin._list_entry_points = lambda: iter(points)\n"
+        "from fp8calib.cli import main\nmain(sys.argv[1:] or {arguments})\n"
+    )
+
+    def say(*arguments: str) -> str:
+        text = code.replace("{arguments}", repr(list(arguments)))
+        return run_python(text, ROOT, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+
+    assert say("hello", "--word", "yes") == "said yes\n"
+    assert say("greet", "all") == "said hi\n"
+    assert "Say a word." in say("greet", "--help")
+    assert "greet all" in say("--help")
+
+
+def test_a_plugin_names_what_it_brings() -> None:
+    assert Plugin() == Plugin(commands={}, formats=(), engines=())
