@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from fp8calib.commands.auto import auto
     from fp8calib.commands.calibrate import calibrate
     from fp8calib.commands.card import card
-    from fp8calib.commands.check import audit, check
-    from fp8calib.commands.engine_env import engine_env
+    from fp8calib.commands.check import check
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
     from fp8calib.commands.merge import merge
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.recipes import recipes
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
-    from fp8calib.jobs.live_engine import load_kv_scales
     from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.auto import AutoResult
     from fp8calib.results.calibrate import CalibrateResult
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _PLACES = {
-    "audit": "commands.check",
     "AutoResult": "results.auto",
     "CardResult": "results.card",
     "CheckResult": "results.check",
@@ -64,7 +61,6 @@ _PLACES = {
     "CalibrateResult": "results.calibrate",
     "ExportResult": "results.export",
     "ExtractResult": "results.extract_kv_scales",
-    "load_kv_scales": "jobs.live_engine",
     "load_stats": "jobs.stats",
     "MergeResult": "results.merge",
     "PlanResult": "results.plan",
@@ -98,15 +94,12 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "VerifyResult",
-    "audit",
     "auto",
     "calibrate",
     "card",
     "check",
-    "engine_env",
     "export",
     "extract_kv_scales",
-    "load_kv_scales",
     "load_stats",
     "merge",
     "plan",

@@ -13,7 +13,6 @@ from fp8calib.data.sequences import Batch, DataPlan, find_distinct_tokens
 from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.inside.vllm_calibration import EngineSettings, observe_in_vllm
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped
@@ -28,6 +27,7 @@ from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
 from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
 from fp8calib.run.streaming.model import Streaming, open_streamed
+from fp8calib.run.text_engine import TextEngine
 from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.stats.statistic import SiteStats
@@ -45,14 +45,14 @@ def calibrate(
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
     work: LayerWork | None = None,
-    engine: EngineSettings | None = None,
+    engine: TextEngine | None = None,
 ) -> CalibrationStats:
     """Collect the statistics that `recipe` asks for; `plan` is None if it asks for weights only.
 
     With `streaming` the model has no weights yet: those of each layer are read once, and the
     statistics are the same, bit for bit. Of several processes only the first returns them all.
-    `work` also gets the inputs of each layer, and needs a streamed model. With `engine` vLLM loads
-    the model and runs the text; `prepared` then has no weights.
+    `work` also gets the inputs of each layer, and needs a streamed model. `engine` loads
+    the model and runs the text itself; `prepared` then has no weights.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -72,8 +72,8 @@ def calibrate(
         if todo and engine is None:
             sites |= _activations(prepared, todo, recipe, progress, share)
         elif todo and engine is not None:
-            found, unseen = observe_in_vllm(
-                prepared, checkpoint, todo, recipe, engine, progress=progress, share=share
+            found, unseen = engine.observe(
+                prepared, checkpoint, todo, recipe, progress=progress, share=share
             )
             sites |= found
     sites = share.join(sites)
@@ -102,7 +102,7 @@ def make_header(
     recipe: Recipe,
     *,
     compute_dtype: str | None = None,
-    engine: EngineSettings | None = None,
+    engine: TextEngine | None = None,
 ) -> StatsHeader:
     """Make the header of a run's statistics; `calibrate` adds skipped sites and hashes of tensors.
 

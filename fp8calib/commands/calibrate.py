@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from fp8calib.jobs.calibration_result import (
     make_run_plan,
     save_report,
 )
-from fp8calib.jobs.engine import check_engine, make_engine_settings
 from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
     check_checkpoint,
@@ -71,6 +70,7 @@ from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
+from fp8calib.run.text_engine import TextEngine
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -80,9 +80,15 @@ from fp8calib.stats.calibration_stats import (
 
 
 def run(
-    request: CalibrateRequest, reporter: Reporter, process_rank: ProcessRank = ALONE
+    request: CalibrateRequest,
+    reporter: Reporter,
+    process_rank: ProcessRank = ALONE,
+    *,
+    make_engine: Callable[[ResumableJob], TextEngine] | None = None,
 ) -> CalibrateResult | RunPlan | None:
     """Calibrate a model; a dry run gives the plan, and other processes than the first one nothing.
+
+    `make_engine` makes what runs the text in place of transformers.
 
     A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
     checkpoint that `save_pretrained` writes of it.
@@ -104,12 +110,11 @@ def run(
     for text in list_ignored(recipe, list(given)):
         reporter.warn(text)
     shard = None if request.shard is None else parse_share(request.shard)
-    check_engine(request, process_rank)
     device = choose_rank_device(request.device, process_rank, device_map=request.device_map)
     request = replace(request, device=device)
     with (
         open_process_group(process_rank) as group,
-        _open_job(request, recipe, rows, shard, reporter, group) as job,
+        _open_job(request, recipe, rows, shard, reporter, group, make_engine) as job,
     ):
         told = _warn_each(reporter, job.plan.warnings if job.plan else (), ())
         result = _run(job, request)
@@ -192,9 +197,10 @@ def _open_job(
     shard: Share | None,
     reporter: Reporter,
     group: ProcessGroup,
+    make_engine: Callable[[ResumableJob], TextEngine] | None,
 ) -> Iterator[ResumableJob]:
     _check_observed(recipe)
-    check_auto(recipe, request, group.size)
+    check_auto(recipe, request, group.size, has_engine=make_engine is not None)
     with (
         open_run_model(
             request,
@@ -229,8 +235,8 @@ def _open_job(
             out=None if request.out is None else Path(request.out),
             quantization=None if recipe.quantize is None else resolve_recipe(recipe.quantize),
         )
-        if request.engine is not None:
-            job = replace(job, engine=make_engine_settings(request, job))
+        if make_engine is not None:
+            job = replace(job, engine=make_engine(job))
         if job.out is not None:
             _check_outputs(job, dry_run=request.dry_run)
         if recipe.observe.needs_forward:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.json_files import is_result
@@ -19,17 +17,13 @@ from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.fingerprint import add_fingerprints
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.verdicts import CheckReport, report_unknown
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, report_unknown
 from fp8calib.engines.vllm.native_classes import names_base
-from fp8calib.engines.vllm.run import amend_by_loader, ask_loader
 from fp8calib.engines.weights.missing_tensors import list_opened_files
 from fp8calib.engines.weights.weight_rule import Opened
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.inside.audit import compare_ranks
-from fp8calib.inside.rank_answer import RankAnswer
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.live_engine import ask_ranks, name_engine, within_config
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
@@ -49,19 +43,26 @@ def run(request: CheckRequest, reporter: Reporter) -> CheckResult:  # noqa: ARG0
         UsageError: the path or an engine does not exist, or `model` is missing.
         ModelError: the model or the file cannot be read, or the file has no KV scales, or the
             scales are of another model.
-        ServerError: the running vLLM cannot be reached, sleeps, or lacks the extension.
     """
-    with within_config(request.live):
-        return _check(request)
+    return check_path(request)
 
 
-def _check(request: CheckRequest) -> CheckResult:
+def check_path(
+    request: CheckRequest,
+    *,
+    amend: Callable[[CheckReport, Path, ModelGeometry], CheckReport] | None = None,
+    compare: Callable[[EngineReport], EngineReport] | None = None,
+) -> CheckResult:
+    """Check a path.
+
+    Args:
+        request: the path, and what is asked.
+        amend: changes the report of the replay; of checkpoint folders alone.
+        compare: compares the finished report of each engine with what runs; of folders alone.
+    """
     from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
 
     tp, named, stats = request.tp, request.engine, request.stats
-    ranks = None if request.live is None else _ask_live(request)
-    if ranks is not None:
-        tp, named = ranks[0].tp, name_engine(ranks)
     engines = _choose_engines([named] if isinstance(named, str) else named)
     path = fetch_hub_id(Path(request.path))
     is_folder = _is_folder(path)
@@ -90,50 +91,23 @@ def _check(request: CheckRequest) -> CheckResult:
             stats=measured,
         )
     else:
-        if option := "--live" if ranks is not None else "--run" if request.run else "":
-            raise UsageError(f"{option}: {path} is no checkpoint folder", hint="check a folder")
+        if amend is not None or compare is not None:
+            raise UsageError(f"{path} is no checkpoint folder", hint="name the folder")
         require_kv_scales(path)
         if (origin := read_file_origin(path)) is not None:
             _refuse_other_origin(str(path), origin, found)
         report = check_file(path, geometry, engines, tp, model=found, stats=measured)
     report = _doubt_configs(report, found, geometry)
-    if request.run:
-        report = _ask_loader(report, path, geometry, tp, request.engine_python)
+    if amend is not None:
+        report = amend(report, path, geometry)
     report = add_fingerprints(report, tp)
-    if ranks is not None:
-        compared = {key: compare_ranks(ranks, each) for key, each in report.engines.items()}
+    if compare is not None:
+        compared = {key: compare(each) for key, each in report.engines.items()}
         report = report.model_copy(update={"engines": compared})
     report = report.allow_suspicious() if request.allow_suspicious else report
     if is_foreign:
         report = withdraw_used(report, shorten(geometry.model_type))
     return CheckResult.of(report)
-
-
-def _ask_live(request: CheckRequest) -> tuple[RankAnswer, ...]:
-    """Ask the running vLLM, which knows the engine and the ranks.
-
-    Raises:
-        UsageError: the request names them too.
-        ServerError: it does not answer.
-    """
-    given = {"--engine": request.engine, "--tp": request.tp != 1, "--run": request.run}
-    if options := [option for option, value in given.items() if value]:
-        raise UsageError(f"{options[0]}: --live asks the running vLLM for it", hint="leave it out")
-    return ask_ranks(request.live)
-
-
-def _ask_loader(
-    report: CheckReport, path: Path, geometry: ModelGeometry, tp: int, python: str | Path | None
-) -> CheckReport:
-    """Let vLLM's own loader answer for vLLM."""
-    keys = [key for key in report.engines if key.partition("==")[0] == "vllm"]
-    if not keys:
-        raise UsageError("--run: vLLM is not among the engines", hint="add --engine vllm")
-    replayed = report.engines[keys[0]]
-    has_kv = replayed.asks_for_kv
-    answer = ask_loader(path, Path(python or sys.executable), has_kv=has_kv, tp=tp)
-    amended = {key: amend_by_loader(report.engines[key], answer, geometry) for key in keys}
-    return report.model_copy(update={"engines": {**report.engines, **amended}})
 
 
 def _doubt_configs(report: CheckReport, model: ScaleFolder, geometry: ModelGeometry) -> CheckReport:
@@ -309,19 +283,3 @@ def _open_model(model: str | None, path: Path, is_folder: bool) -> ScaleFolder:
 
 
 check = as_function("check", CheckRequest, run)
-
-
-def audit(llm: Any, path: str | Path) -> CheckResult:
-    """Compare the KV scales that every rank of a running vLLM holds with what a checkpoint means.
-
-    It is `check(path, live=llm)`.
-
-    Args:
-        llm: a `vllm.LLM` that was started with `worker_extension_cls`.
-        path: the checkpoint folder that it serves.
-
-    Raises:
-        UsageError: the `LLM` was started without the extension, or there is no such folder.
-        ModelError: the checkpoint cannot be read.
-    """
-    return check(path, live=llm)

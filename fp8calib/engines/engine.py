@@ -231,7 +231,7 @@ class Engine:
     @property
     def run_hint(self) -> str:
         """The end of a sentence on what only its own loader can tell."""
-        hint = "; add --run" if self.name == "vllm" else ""
+        hint = "; `fp8calib vllm check` asks its loader" if self.name == "vllm" else ""
         return f": only the engine's own loader can tell{hint}"
 
     @property

@@ -28,7 +28,9 @@ from fp8calib.verification.report import RuleChoiceResult
 from fp8calib.verification.rule_choice import describe_search, split_text
 
 
-def check_auto(recipe: Recipe, request: CalibrateRequest, num_processes: int) -> None:
+def check_auto(
+    recipe: Recipe, request: CalibrateRequest, num_processes: int, *, has_engine: bool
+) -> None:
     """Refuse `--rule auto` where rules cannot be chosen, or are not those of K and V alone.
 
     Raises:
@@ -40,7 +42,7 @@ def check_auto(recipe: Recipe, request: CalibrateRequest, num_processes: int) ->
     refused = {
         "nothing is written without --out": request.out is None,
         "a shard (--shard) has not all statistics": request.shard is not None,
-        f"--engine {request.engine} measures, and loses nothing here": request.engine is not None,
+        "an engine that runs the text loses nothing here": has_engine,
         "it runs in one process": num_processes > 1,
         f"recipe {recipe.name} scales inputs of linears too": recipe.quantize is not None,
         f"{', '.join(linears)} scales inputs of linears too": bool(linears),

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-
-from fp8calib.errors import UsageError
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import TOWERS, RecipeOptions
 from fp8calib.requests import shared
-
-
-def parse_engine_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """Read KEY=VALUE; a value is read as YAML, so that 0.8, true and {a: 1} are what they say.
-
-    Raises:
-        UsageError: a text has no `=`, or its value is not YAML.
-    """
-    if not texts:
-        return None
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise UsageError(f"--engine-option {text}: not KEY=VALUE")
-        try:
-            found[key.replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--engine-option {text}: {value} is not a value") from error
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +47,6 @@ class CalibrateRequest(RecipeOptions):
             reads=Path,
             help="Output folder; default ./<model>-fp8calib.",
             about_argument="Output folder; None writes nothing.",
-        ),
-    ] = None
-    engine: Annotated[
-        str | None,
-        Option(
-            "--engine",
-            choices=("vllm",),
-            help="Run the text in this engine, installed here, instead of transformers.",
-        ),
-    ] = None
-    tensor_parallel_size: Annotated[
-        int,
-        Option(
-            "--tensor-parallel-size",
-            metavar="N",
-            least=1,
-            help="Tensor-parallel ranks of --engine.",
-        ),
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int,
-        Option(
-            "--pipeline-parallel-size", metavar="N", least=1, help="Pipeline stages of --engine."
-        ),
-    ] = 1
-    engine_option: Annotated[
-        Mapping[str, Any] | None,
-        Option(
-            "--engine-option",
-            metavar="KEY=VALUE",
-            reads=list[str],
-            collect=parse_engine_options,
-            help="Another argument of the engine, such as gpu_memory_utilization=0.8; repeatable.",
         ),
     ] = None
     device: shared.DeviceOption = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fp8calib.checkpoint.locations import find_local_model
 from fp8calib.engines.registry import find_replayed, list_defaults, list_replayed
@@ -81,28 +81,5 @@ class CheckRequest:
             reads=Path,
             check=shared.check_stats,
             help="What calibrate measured: scales that are far from it fail, such as reciprocals.",
-        ),
-    ] = None
-    run: Annotated[
-        bool,
-        Option("--run", help="Load the folder with vLLM's own loader, without its weights."),
-    ] = False
-    engine_python: Annotated[
-        str | Path | None,
-        Option(
-            "--engine-python",
-            metavar="PATH",
-            reads=Path,
-            help="The Python of an environment with vLLM for --run; default this one.",
-        ),
-    ] = None
-    live: Annotated[
-        Any,
-        Option(
-            "--live",
-            metavar="URL",
-            reads=str,
-            help="Read the scales of a running vLLM; its workers need fp8calib's extension.",
-            about_argument="A `vllm.LLM` or a URL: read the scales that it holds.",
         ),
     ] = None

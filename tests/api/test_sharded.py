@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import fp8calib
 from fp8calib.stats.calibration_stats import save_stats
-from tests.inside.live_cases import CLEAN, Recorded, write_model
 from tests.kit.minutes import takes_minutes
+from tests.plugins.vllm.live_cases import CLEAN, Recorded, write_model
 
 ROWS = [{"input_ids": list(range(5 + row, 60 + row))} for row in range(3)]
 OPTIONS = {"observe": ["kv", "inputs"], "pack": False}

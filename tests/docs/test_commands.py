@@ -23,7 +23,7 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.engines.registry import ENGINES
-from fp8calib.inside import vllm_calibration
+from fp8calib.plugins.vllm import engine as vllm_calibration
 from fp8calib.requests.shared import spread_formats
 from scripts.draw_images import write_rows as write_images
 from tests import zoo
@@ -39,10 +39,7 @@ GATE_CODES = {0, 8, 9}
 """Of a random model, any verdict is right."""
 NOT_RUN = (
     ". .venv/bin/activate",
-    "fp8calib calibrate MODEL --data calib.jsonl --engine vllm",
-    "fp8calib check MODEL-FP8 --engine vllm --run",
-    "fp8calib check MODEL-fp8calib/kv-overlay --live",
-    "fp8calib engine-env",
+    "fp8calib vllm ",
     "docker build --file scripts/cpu.Dockerfile --tag fp8calib .",
     "VLLM_SERVER_DEV_MODE=1 vllm serve",
     "docker run --rm --volume $PWD:/models fp8calib check",
@@ -189,10 +186,10 @@ def test_a_command_that_is_not_run_names_what_exists() -> None:
             _check_script(words)
 
 
-def test_the_worker_of_a_live_check_is_the_class_that_errors_name() -> None:
-    texts = [(DOCS / "check.md").read_text(), inspect.getsource(vllm_calibration)]
+def test_the_worker_of_an_audit_is_the_class_that_errors_name() -> None:
+    texts = [(DOCS / "vllm.md").read_text(), inspect.getsource(vllm_calibration)]
     for text in texts:
-        (name,) = {*re.findall(r"fp8calib\.inside[\w.]*Worker", text)}
+        (name,) = {*re.findall(r"fp8calib\.plugins[\w.]*Worker", text)}
         assert isinstance(pkgutil.resolve_name(name), type)
 
 
@@ -200,18 +197,21 @@ def _parse(words: list[str]) -> None:
     """Parse a command line of the program, without running it; an unknown option is an error."""
     group = get_command(app)
     context = group.make_context("fp8calib", spread_formats(words), resilient_parsing=True)
-    name, command, rest = group.resolve_command(context, spread_formats(words))  # type: ignore[attr-defined]
-    command.make_context(name, rest)
+    rest = spread_formats(words)
+    while hasattr(group, "resolve_command"):
+        name, group, rest = group.resolve_command(context, rest)
+        context = group.make_context(name, rest, resilient_parsing=hasattr(group, "commands"))
 
 
 def test_every_option_that_the_text_names_exists() -> None:
     """In inline code; the options of engines are those that the engines' records or rules name."""
     group: Any = get_command(app)
-    known = {option for name in group.commands for option in _list_options(group, name)}
+    known = set(_list_options(group))
     known |= {option for parameter in group.params for option in parameter.opts}
     folders = {
         "scripts": "**/*",
         "fp8calib/engines": "**/*.py",
+        "fp8calib/plugins": "**/*.py",
         "fp8calib/verification/server": "**/*.py",
         "tests/real_engines": "**/*.py",
     }
@@ -225,9 +225,11 @@ def test_every_option_that_the_text_names_exists() -> None:
                 assert is_known, f"{page.name}: {option}"
 
 
-def _list_options(group: Any, name: str) -> Iterator[str]:
-    for parameter in group.commands[name].params:
+def _list_options(command: Any) -> Iterator[str]:
+    for parameter in command.params:
         yield from (*parameter.opts, *parameter.secondary_opts)
+    for name in getattr(command, "commands", ()):
+        yield from _list_options(command.commands[name])
 
 
 def _check_script(words: list[str]) -> None:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.vllm.run import LoaderAnswer, amend_by_loader
 from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.plugins.vllm.loader import LoaderAnswer, amend_by_loader
 from tests.engines.test_check_weights import WHOLE, ask, make
 
 CT, AUTOFP8 = "compressed-tensors", "autofp8"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.inside.vllm_cases import make_rows
+from tests.plugins.vllm.vllm_cases import make_rows
 from tests.real_engines.exports import Exports
 from tests.real_engines.vllm_job import Calibrator, VllmServer
 

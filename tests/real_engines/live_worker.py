@@ -17,7 +17,8 @@ import torch
 from vllm import LLM, SamplingParams
 
 import fp8calib
-from fp8calib.inside.vllm_worker import FP8CalibWorker
+from fp8calib.plugins import vllm as inside
+from fp8calib.plugins.vllm.worker import FP8CalibWorker
 
 TINY: dict[str, Any] = {
     "dtype": "float32",
@@ -141,8 +142,8 @@ def _do(llm: LLM, verb: str, *arguments: Any) -> Any:
         "score": lambda: _score(llm, *arguments),
         "sleep": lambda: llm.sleep(level=0),  # pauses; a CPU has no other level
         "wake": llm.wake_up,
-        "audit": lambda: _dump(fp8calib.audit(llm, *arguments)),
-        "refit": lambda: _dump(fp8calib.load_kv_scales(llm, *arguments)),
+        "audit": lambda: _dump(inside.audit(llm, *arguments)),
+        "refit": lambda: _dump(inside.load_kv_scales(llm, *arguments)),
     }
     try:
         return verbs[verb]()

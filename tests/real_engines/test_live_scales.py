@@ -1,6 +1,6 @@
 """The scales of a running vLLM: faults that are planted there are found, and refits are read back.
 
-With FP8CALIB_RECORD=1 what the ranks answered is written for `tests/inside`.
+With FP8CALIB_RECORD=1 what the ranks answered is written for `tests/plugins/vllm`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 import fp8calib
-from fp8calib.inside.live_scales import READ_ATTRIBUTE
+from fp8calib.plugins.vllm.live_scales import READ_ATTRIBUTE
 from tests.cli.program import run
 from tests.engines.vllm_cases import CASES
-from tests.inside.live_cases import (
+from tests.plugins.vllm.live_cases import (
     FAULTS,
     GOLDENS,
     Answers,
@@ -194,7 +194,7 @@ def test_an_engine_without_the_extension_names_the_argument(folder: Path) -> Non
     )
 
     assert audit["error"] == "usage"
-    assert "worker_extension_cls='fp8calib.inside.vllm_worker.FP8CalibWorker'" in audit["hint"]
+    assert "worker_extension_cls='fp8calib.plugins.vllm.worker.FP8CalibWorker'" in audit["hint"]
 
 
 READ = {
@@ -230,14 +230,14 @@ def test_a_server_is_asked_over_http(folder: Path, monkeypatch: pytest.MonkeyPat
         "--max-model-len",
         "64",
     )
-    worker = "fp8calib.inside.vllm_worker.FP8CalibWorker"
+    worker = "fp8calib.plugins.vllm.worker.FP8CalibWorker"
     extended = (*options, "--worker-extension-cls", worker)
 
     with serve(folder / "good", folder / "server.log", *extended) as url:
-        assert run("check", folder / "good", "--live", url).code == 0
-        assert run("check", folder / "other", "--live", url).code == 8
+        assert run("vllm", "audit", folder / "good", "--url", url).code == 0
+        assert run("vllm", "audit", folder / "other", "--url", url).code == 8
     with serve(folder / "good", folder / "bare.log", *options) as url:
-        outcome = run("check", folder / "good", "--live", url)
+        outcome = run("vllm", "audit", folder / "good", "--url", url)
         assert httpx.get(f"{url}/health").is_success
     assert outcome.code == 4
     assert f"--worker-extension-cls {worker}" in outcome.err

@@ -21,8 +21,8 @@ from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.architectures.families import FAMILIES, SIZES
 from tests.cli.quantized_children import save_fp4, save_int
-from tests.inside.recorded import read_golden
-from tests.inside.vllm_cases import CASES, GOLDENS, SEQ_LEN, WIDTH, make_rows
+from tests.plugins.vllm.recorded import read_golden
+from tests.plugins.vllm.vllm_cases import CASES, GOLDENS, SEQ_LEN, WIDTH, make_rows
 from tests.real_engines.exports import LATENT
 from tests.real_engines.vllm_job import Calibrator
 

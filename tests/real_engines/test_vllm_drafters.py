@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
-from tests.inside.vllm_cases import CASES, SEQ_LEN, make_rows
 from tests.kit.checkpoints import change_config
+from tests.plugins.vllm.vllm_cases import CASES, SEQ_LEN, make_rows
 from tests.real_engines.test_vllm_calibration import save_served
 from tests.real_engines.vllm_job import Calibrator
 

@@ -1,4 +1,4 @@
-"""`check --run`: the loader as rank r of N, in one process, holds what a server's ranks hold."""
+"""`vllm check`: the loader as rank r of N, in one process, holds what a server's ranks hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8calib
 from fp8calib.engines.replay.verdicts import EngineReport
-from fp8calib.engines.vllm.run import LoaderAnswer, ask_loader
+from fp8calib.plugins.vllm.loader import LoaderAnswer, ask_loader
 from tests import zoo
 from tests.kit.checkpoints import change_json
 from tests.real_engines.exports import Exports, read_scales

@@ -30,7 +30,7 @@ def main() -> None:
     """Answer every job of stdin."""
     registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
     prepare_for_forks()
-    import fp8calib.commands.calibrate  # noqa: F401, PLC0415 -- once for all forks
+    import fp8calib.plugins.vllm.commands.calibrate.command  # noqa: F401, PLC0415 -- once for all forks
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no reply
@@ -61,7 +61,7 @@ def _answer_in_fork(job: dict[str, Any]) -> None:
 
         code = main_inner(job["arguments"])
         if job["record"]:
-            from tests.inside.recorded import write_golden  # noqa: PLC0415
+            from tests.plugins.vllm.recorded import write_golden  # noqa: PLC0415
 
             write_golden(Path(job["record"]), answers)
     except BaseException as error:  # noqa: BLE001 -- the caller reads it

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.engines.vllm.run import LoaderAnswer, parse_answer
 from fp8calib.errors import VerificationError
+from fp8calib.plugins.vllm.loader import LoaderAnswer, parse_answer
 from tests.real_engines.exports import Scales, layer_index
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ class WeightLoader(ForkServer):
 
 
 class RunLoader(ForkServer):
-    """Asks what `check --run` asks, with `vllm_run.py`."""
+    """Asks what `vllm check` asks, with `vllm_run.py`."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(log, RUN_WORKER)
@@ -194,7 +194,7 @@ class RunLoader(ForkServer):
 
 
 class Calibrator(ForkServer):
-    """Runs `fp8calib calibrate --engine vllm`, with `vllm_calibrate.py`."""
+    """Runs `fp8calib vllm calibrate`, with `vllm_calibrate.py`."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(log, CALIBRATION_WORKER)
@@ -213,7 +213,7 @@ class Calibrator(ForkServer):
         `record` is the file for workers' answers; `has_torchvision` stands an empty one in.
         """
         result = out.with_suffix(".printed")
-        arguments = ["calibrate", model, "--engine", "vllm", "--out", out, *options]
+        arguments = ["vllm", "calibrate", model, "--out", out, *options]
         self._ask(
             arguments=list(map(str, arguments)),
             environment=_bind_ranks(ranks),

@@ -1,7 +1,7 @@
-"""Answer many questions of `check --run`: `vllm_run.py`, one JSON job a line on stdin.
+"""Answer many questions of `vllm check`: `vllm_run.py`, one JSON job a line on stdin.
 
 Runs in vLLM's own environment, which takes long to import: a fork of this process runs the script
-of `check --run` for each. A job names `model`, `kv_cache_dtype` and `result`, the file for what the
+of `vllm check` for each. A job names `model`, `kv_cache_dtype` and `result`, the file for what the
 script prints. A line on stdout says that a job is done.
 """
 
@@ -18,7 +18,7 @@ from types import ModuleType
 from vllm.model_executor.models import registry
 from vllm_weights import TIMEOUT_S, prepare_for_forks
 
-_SCRIPT = Path(__file__).parents[2] / "fp8calib" / "engines" / "vllm" / "run_loader.py"
+_SCRIPT = Path(__file__).parents[2] / "fp8calib" / "plugins" / "vllm" / "loader_script.py"
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def _answer_in_fork(loader: ModuleType, job: dict[str, str]) -> None:
         signal.alarm(TIMEOUT_S)
         with Path(job["result"]).open("w") as file:
             os.dup2(file.fileno(), 1)
-        sys.argv = ["run_loader.py", job["model"], job["kv_cache_dtype"], "1"]
+        sys.argv = ["loader_script.py", job["model"], job["kv_cache_dtype"], "1"]
         loader.main()
     os.waitpid(child, 0)
 

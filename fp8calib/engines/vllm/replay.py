@@ -113,7 +113,7 @@ def replay_vllm(
     if method is KvMethod.QUARK and (name := _find_convolution(context, quantization)):
         report = report.doubt(
             f"the Quark config excludes no {shorten(name)}, a convolution, for which vLLM has no "
-            "scheme; add --run"
+            "scheme; `fp8calib vllm check` asks its loader"
         )
     report = note_drafter(
         report, geometry, release, given_by=release.list_values(_DRAFTER_GETS_SCALES)

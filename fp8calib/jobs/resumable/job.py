@@ -11,13 +11,13 @@ from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.inside.vllm_calibration import EngineSettings
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import LONE, ProcessGroup
+from fp8calib.run.text_engine import TextEngine
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 
@@ -37,8 +37,8 @@ class ResumableJob(RunModel):
     """The processes that divide the text."""
     resume: bool
     force: bool
-    engine: EngineSettings | None = None
-    """How vLLM runs the text; None runs it with transformers."""
+    engine: TextEngine | None = None
+    """What runs the text; None runs it with transformers."""
     held_out: DataPlan | None = None
     """The text that rules are chosen on; None where none are."""
     expects_duration: bool = False

@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
     parser.add_argument("--fuzz", type=int, default=0, metavar="N", help="number of checkpoints")
     parser.add_argument(
-        "--agreement", type=int, default=0, metavar="N", help="compare `check --run` with vLLM"
+        "--agreement", type=int, default=0, metavar="N", help="compare `vllm check` with vLLM"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="one line of a report, instead of random checkpoints")
@@ -38,7 +38,7 @@ def main() -> int:
         "--engine",
         action="append",
         choices=(*ENGINES, *ASKED_BY_NAME),
-        help="instead of the three engines: `run` is the loader of `check --run`",
+        help="instead of the three engines: `run` is the loader of `vllm check`",
     )
     parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1))
     options = parser.parse_args()

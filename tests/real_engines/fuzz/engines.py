@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from fp8calib.engines.vllm.run import EXPERTS, LoaderAnswer
+from fp8calib.plugins.vllm.loader import EXPERTS, LoaderAnswer
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.observation import (
@@ -87,7 +87,7 @@ class VllmObserver:
 
 
 class RunObserver:
-    """Observes what the loader of `check --run` does."""
+    """Observes what the loader of `vllm check` does."""
 
     def __init__(self, load: RunLoader, folder: Path) -> None:
         self._load = load

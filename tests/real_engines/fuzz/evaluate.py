@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 from fp8calib.cli import main_inner
-from fp8calib.engines.vllm.run import LoaderAnswer
 from fp8calib.errors import Fp8CalibError
+from fp8calib.plugins.vllm.loader import LoaderAnswer
 from tests.real_engines.fuzz.architectures import save_model
 from tests.real_engines.fuzz.compare import Finding, Kind, compare, find_refusal
 from tests.real_engines.fuzz.draft import UnfitError
@@ -33,7 +33,7 @@ Observers = Mapping[str, Observe]
 AskLoader = Callable[..., LoaderAnswer]
 """Stands for `ask_loader` of the product, which starts a process for each question."""
 RUN_IN_CHECK = "vllm-run"
-"""Compares `check --run` with a whole load in vLLM."""
+"""Compares `vllm check` with a whole load in vLLM."""
 _RELEASES = dict.fromkeys(("vllm", "run", RUN_IN_CHECK), "vllm==0.32")
 """What `check` is asked about: the release that is run, where it is not the default."""
 _MOST_NUMBERS = 64
@@ -108,7 +108,7 @@ class Evaluator:
                 return
             if engine == "run" and _is_about_values(report, seen):
                 result.excluded[engine] = (
-                    "check names a fault of weights, which `--run` does not read"
+                    "check names a fault of weights, which `vllm check` does not read"
                 )
                 return
             finding = compare(report, seen, list_stored(out), has_kv=has_kv)
@@ -120,8 +120,10 @@ class Evaluator:
     def _ask_check(self, out: Path, engine: str) -> Mapping[str, Any]:
         if engine != RUN_IN_CHECK:
             return ask_check(out, engine)
-        with mock.patch("fp8calib.commands.check.ask_loader", self._ask_loader):
-            return ask_check(out, engine, "--run", "--engine-python", str(PYTHON))
+        with mock.patch(
+            "fp8calib.plugins.vllm.commands.check.command.ask_loader", self._ask_loader
+        ):
+            return ask_check(out, "", "--python", str(PYTHON), command=("vllm", "check"))
 
     def _save_model(self, case: Case) -> Path:
         folder = self._folder / f"{case.architecture}-{case.dtype}-{case.layers}"
@@ -164,12 +166,14 @@ def write(case: Case, original: Path, out: Path) -> None:
     draft.save(out)
 
 
-def ask_check(folder: Path, engine: str, *options: str) -> Mapping[str, Any]:
+def ask_check(
+    folder: Path, engine: str, *options: str, command: tuple[str, ...] = ("check",)
+) -> Mapping[str, Any]:
     """Give what `fp8calib check --json` prints; a checkpoint it does not open is refused."""
     with redirect_stdout(io.StringIO()) as printed:
         try:
-            asked = _RELEASES.get(engine, engine)
-            main_inner(["check", str(folder), "--engine", asked, "--json", *options])
+            asked = ("--engine", _RELEASES.get(engine, engine)) if engine else ()
+            main_inner([*command, str(folder), *asked, "--json", *options])
         except Fp8CalibError as error:
             refused = {"status": "refused", "value": None, "why": f"check stops: {error}"}
             said = {"layers": [], "problems": [], "weights": refused}

@@ -1,1 +1,0 @@
-"""What runs inside a serving engine, and what talks to it there."""

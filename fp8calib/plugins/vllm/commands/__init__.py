@@ -1,0 +1,1 @@
+"""The commands `fp8calib vllm ...`."""

@@ -1,0 +1,1 @@
+"""fp8calib vllm audit: the scales that a running vLLM holds."""

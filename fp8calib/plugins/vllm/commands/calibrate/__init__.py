@@ -1,0 +1,1 @@
+"""fp8calib vllm calibrate: vLLM runs the text of a calibration."""

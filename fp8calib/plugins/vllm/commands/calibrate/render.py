@@ -1,0 +1,5 @@
+"""What `fp8calib vllm calibrate` prints: what `fp8calib calibrate` prints."""
+
+from fp8calib.render.calibrate import describe
+
+__all__ = ["describe"]

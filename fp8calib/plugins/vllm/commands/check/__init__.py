@@ -1,0 +1,1 @@
+"""fp8calib vllm check: the verdict of vLLM's own loader."""

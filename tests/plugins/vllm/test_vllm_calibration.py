@@ -1,0 +1,398 @@
+"""vllm calibrate, with the answers that vLLM's workers gave."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8calib
+from fp8calib.errors import CalibrationError, UsageError
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.machine.process_rank import ProcessRank
+from fp8calib.plugins import vllm as plugin
+from fp8calib.plugins.vllm.commands.calibrate.command import check_engine
+from fp8calib.plugins.vllm.commands.calibrate.request import (
+    VllmCalibrateRequest,
+    parse_engine_options,
+)
+from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed
+from fp8calib.recipe import Observe
+from fp8calib.stats.merge import explain_other_run
+from fp8calib.stats.statistic import STATISTICS, SiteStats
+from tests.plugins.vllm.recorded import read_golden
+from tests.plugins.vllm.vllm_cases import CASES, GOLDENS, SEQ_LEN, make_rows
+
+OPTIONS: dict[str, Any] = {
+    "data": make_rows(),
+    "seq_len": SEQ_LEN,
+    "pack": False,
+    "dtype": "float32",
+    "out": None,
+}
+TOLERANCE = 1e-5
+"""Relative, of magnitudes in float32 (measured: at most 2e-6)."""
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Install the vLLM that answers as recorded."""
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("fake_vllm")))
+    import vllm  # noqa: PLC0415
+
+    vllm.LLM.asked.clear()
+    yield vllm.LLM
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give the model of a case, made once."""
+    root, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def make(name: str) -> Path:
+        family = CASES[name].family
+        if family not in made:
+            made[family] = CASES[name].save_model(root / family)
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_ranks_saw_is_what_transformers_computes(
+    vllm: Any, model_of: Callable[[str], Path], name: str
+) -> None:
+    vllm.answers = read_golden(GOLDENS / f"{name}.json")
+    own = fp8calib.calibrate(model_of(name), **OPTIONS).stats
+
+    found = plugin.calibrate(model_of(name), **OPTIONS, **CASES[name].arguments).stats
+
+    missing = {site for site in own.sites if site not in found.sites}
+    assert {site.module.rpartition(".")[2] for site in missing} <= {"down_proj"}
+    assert all("experts" in site.module for site in missing)
+    assert found.sites.keys() <= own.sites.keys()
+    for site, stats in found.sites.items():
+        assert stats.count == own.sites[site].count, site
+        assert stats.tensors.keys() == own.sites[site].tensors.keys(), site
+        for statistic, tensor in stats.tensors.items():
+            expected = own.sites[site].tensors[statistic]
+            assert tensor.shape == expected.shape, (site, statistic)
+            if STATISTICS[statistic].is_count:
+                assert int(tensor.sum()) == int(expected.sum()), (site, statistic)
+            else:
+                torch.testing.assert_close(tensor, expected, rtol=TOLERANCE, atol=0.0)
+
+
+def test_the_statistics_say_which_engine_ran_the_text(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama-tp2.json")
+
+    result = plugin.calibrate(model_of("llama"), **OPTIONS, **CASES["llama-tp2"].arguments)
+
+    assert result.stats.header.engine == "vllm 0.32.0, tensor parallel 2, pipeline parallel 1"
+    assert result.engine == result.stats.header.engine
+
+
+def test_inputs_inside_fused_experts_are_named_as_not_observed(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "mixtral-tp2.json")
+
+    found = plugin.calibrate(model_of("mixtral-tp2"), **OPTIONS).stats
+
+    why = {skipped.site: skipped.why for skipped in found.header.skipped}
+    site = Site("model.layers.0.mlp.experts.down_proj", Role.INPUT)
+    assert why[str(site)] == "vLLM computes it inside its fused kernel for experts"
+
+
+def test_a_recipe_that_needs_them_is_refused_before_text_is_run(
+    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "mixtral-tp2.json")
+    options = {**OPTIONS, "out": tmp_path / "out"}
+
+    with pytest.raises(CalibrationError, match=r"down_proj.input: vLLM computes it inside"):
+        plugin.calibrate(model_of("mixtral-tp2"), **options, recipe="w8a8-static")
+
+    assert vllm.asked[-1].prompts == []
+
+
+def test_every_sequence_is_run_once_in_order(vllm: Any, model_of: Callable[[str], Path]) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    plugin.calibrate(model_of("llama"), **OPTIONS)
+
+    rows = [row["input_ids"] for row in make_rows()]
+    assert vllm.asked[-1].prompts == rows
+    expected = [each for method, args in vllm.asked[-1].calls for each in _expected(method, args)]
+    assert [(first, length) for first, _, length, *_ in expected] == [
+        (index, len(row)) for index, row in enumerate(rows)
+    ]
+
+
+def _expected(method: str, args: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    return list(args[0]) if method == "fp8calib_expect" else []
+
+
+def test_the_engine_has_a_16_bit_cache_and_runs_one_sequence_a_step(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    plugin.calibrate(
+        model_of("llama"),
+        **OPTIONS,
+        engine_option={"gpu_memory_utilization": 0.5},
+    )
+
+    arguments = vllm.asked[-1].arguments
+    assert arguments["kv_cache_dtype"] == "auto"
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["enforce_eager"] is True
+    assert arguments["language_model_only"] is True
+    assert arguments["max_num_seqs"] == 1
+    assert arguments["max_num_batched_tokens"] > SEQ_LEN
+    assert arguments["gpu_memory_utilization"] == 0.5
+
+
+def test_a_drafter_drafts_one_token_and_is_named(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+    drafter = {"method": "mtp", "num_speculative_tokens": 3}
+    options = {**OPTIONS, "engine_option": {"speculative_config": drafter}}
+
+    found = plugin.calibrate(model_of("llama"), **options).stats
+
+    asked = vllm.asked[-1]
+    assert asked.arguments["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 1}
+    assert found.header.engine.endswith(", drafter mtp")
+    (of_model, of_drafter), *_ = (args for name, args in asked.calls if "describe" in name)
+    assert of_drafter == of_model  # the layers for multi-token prediction are in it
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "quantized cache"),
+        ({"load_format": "dummy"}, "random weights"),
+        ({"limit_mm_per_prompt": {"image": 0}}, "follows from the rows"),
+        ({"speculative_config": "eagle"}, "write {method: ..., model: ...}"),
+        ({"gpu_memory_utilisation": 0.5}, "no such argument"),
+    ],
+)
+def test_options_that_would_falsify_the_statistics_are_refused(
+    vllm: Any, model_of: Callable[[str], Path], option: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        plugin.calibrate(model_of("llama"), **OPTIONS, engine_option=option)
+    assert vllm.asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "cpu"}, "places the model itself"),
+        ({"memory": 4.0}, "places the model itself"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    model_of: Callable[[str], Path], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        plugin.calibrate(model_of("llama"), **OPTIONS, **options)
+
+
+def test_without_vllm_it_says_where_to_install_it(model_of: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match=r"vLLM cannot be imported here"):
+        plugin.calibrate(model_of("llama"), **OPTIONS)
+
+
+def _change(answers: dict[str, list[Any]], change: Callable[[bytes], bytes]) -> None:
+    answers["fp8calib_collect"] = [change(each) for each in answers["fp8calib_collect"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (b'"faults":"[]"', b'"faults":"[1]"', r"did not run the text as it is \(rank 0 of 1"),
+        (b'"[[0, 1], ', b'"[', r"vLLM ran sequences 1 to 8 of 0 to 8 \(rank 0 of 1"),
+        (b'"nonfinite":""', b'"nonfinite":"x"', r"NaN or inf in x of vLLM"),
+        (b'.k\\": 387', b'.k\\": 386', r"vLLM showed 386 tokens at model.layers.0.self_attn.k"),
+    ],
+)
+def test_what_the_engine_did_not_run_as_planned_is_an_error(
+    vllm: Any, model_of: Callable[[str], Path], before: bytes, after: bytes, text: str
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    def change(answer: bytes) -> bytes:
+        size = int.from_bytes(answer[:8], "little")
+        header = answer[8 : 8 + size]
+        assert before in header
+        changed = header.replace(before, after)
+        return len(changed).to_bytes(8, "little") + changed + answer[8 + size :]
+
+    _change(vllm.answers, change)
+    with pytest.raises(CalibrationError, match=text):
+        plugin.calibrate(model_of("llama"), **OPTIONS)
+
+
+def test_a_sequence_that_the_engine_refuses_is_no_reason_to_resume(
+    vllm: Any, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("The prompt is too long")
+
+    monkeypatch.setattr(vllm, "generate", refuse)
+    with pytest.raises(
+        CalibrationError, match=r"vLLM refuses a row of samples 0 to 0: .*too long"
+    ) as raised:
+        plugin.calibrate(model_of("llama"), **OPTIONS)
+    assert "--resume" not in raised.value.hint
+
+
+def test_the_process_that_died_is_named_and_what_was_saved_is_kept(
+    vllm: Any, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama-tp2.json")
+    names = [f"VLLM::Worker_TP{rank}" for rank in range(2)]
+    ranks = [subprocess.Popen([name, "60"], executable=shutil.which("sleep")) for name in names]
+
+    def die(*_: Any, **__: Any) -> None:
+        ranks[1].kill()
+        raise RuntimeError("cancelled")
+
+    monkeypatch.setattr(vllm, "generate", die)
+    options = {**OPTIONS, "out": tmp_path / "out"}
+    try:
+        with pytest.raises(CalibrationError, match=r"its process Worker_TP1 died") as raised:
+            plugin.calibrate(model_of("llama"), **options, **CASES["llama-tp2"].arguments)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+    assert "resume" in raised.value.hint
+    assert (tmp_path / "out.partial").is_dir()
+
+
+def test_later_stages_make_their_buffers_in_an_idle_step(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama-pp2.json")
+
+    plugin.calibrate(model_of("llama"), **OPTIONS, **CASES["llama-pp2"].arguments)
+
+    methods = [method for method, _ in vllm.asked[-1].calls]
+    assert methods.index("execute_dummy_batch") < methods.index("fp8calib_observe")
+
+
+def test_a_run_in_the_engine_is_another_run_than_one_with_transformers(
+    vllm: Any, model_of: Callable[[str], Path]
+) -> None:
+    vllm.answers = read_golden(GOLDENS / "llama.json")
+    one = plugin.calibrate(model_of("llama"), **OPTIONS).stats
+    other = fp8calib.calibrate(model_of("llama"), **OPTIONS).stats
+
+    assert explain_other_run(one.header, other.header) == (
+        "different engine (vllm 0.32.0, tensor parallel 1, pipeline parallel 1, and transformers)"
+    )
+
+
+def test_a_signal_ends_the_start_of_vllm(
+    vllm: Any, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "sent", [signal.SIGINT])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it behind &
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plugin.calibrate(model_of("llama"), **OPTIONS)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not vllm.asked
+
+
+@pytest.mark.usefixtures("vllm")
+def test_rounding_and_processes_of_torchrun_are_refused(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "gptq.yaml"
+    recipe.write_text(
+        "name: rounded\nobserve: {kv: true, inputs: true, weights: true}\n"
+        "quantize: {scheme: fp8-dynamic, rounding: gptq}\n"
+    )
+    options = {**OPTIONS, "out": tmp_path / "out", "recipe": recipe}
+    with pytest.raises(UsageError, match="rounds weights layer by layer"):
+        plugin.calibrate(model_of("llama"), **options)
+    request = VllmCalibrateRequest(model=str(model_of("llama")))
+    with pytest.raises(UsageError, match="starts its own processes"):
+        check_engine(request, ProcessRank(rank=0, size=2, local_rank=0, local_size=2))
+
+
+def test_q_is_what_the_model_multiplied_before_attention() -> None:
+    attention = Attention(
+        module="layers.0.attn",
+        checkpoint_module="layers.0.attn",
+        kind="heads",
+        num_heads=2,
+        num_kv_heads=2,
+        k_head_dim=4,
+        v_head_dim=4,
+        query_divisor=0.5,
+    )
+    name = "model.layers.0.attn"
+    matched = Matched(linears={}, attentions={name: attention}, unseen={})
+    ranks = [
+        Rank(
+            version="0.32.0",
+            tp=(rank, 2),
+            pp=(0, 1),
+            modules={name: {"kind": "heads", "num_heads": 1, "num_kv_heads": 1}},
+            loads={},
+            problem="",
+        )
+        for rank in range(2)
+    ]
+    found = [
+        {Site(name, Role.Q): SiteStats(count=3, amax=torch.tensor([float(rank + 1)]))}
+        for rank in range(2)
+    ]
+
+    joined = join_observed(matched, Observe(kv=True, query=True), ranks, found)
+
+    assert joined[attention.site(Role.Q)].amax.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("gpu_memory_utilization=0.8", {"gpu_memory_utilization": 0.8}),
+        ("enable-expert-parallel=true", {"enable_expert_parallel": True}),
+        ("distributed_executor_backend=ray", {"distributed_executor_backend": "ray"}),
+        ("hf_overrides={rope_theta: 1}", {"hf_overrides": {"rope_theta": 1}}),
+        ("x=a=b", {"x": "a=b"}),
+    ],
+)
+def test_engine_options_are_read_as_yaml(text: str, value: dict[str, Any]) -> None:
+    assert parse_engine_options([text]) == value
+
+
+@pytest.mark.parametrize("text", ["seed", "=1", "a={"])
+def test_what_is_no_engine_option_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--engine-option"):
+        parse_engine_options([text])
