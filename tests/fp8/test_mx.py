@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 from fp8calib.fp8.amax import block_amax
 from fp8calib.fp8.encode import decode_exponents, encode_blocks, encode_exponents
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import MX_BLOCK, Granularity
+from fp8calib.fp8.schemes import MX_BLOCK
 from fp8calib.scales.from_amax import SMALLEST_EXPONENT, power_of_two_scale_of
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from scripts.benchmarks.workers.divergences import Inputs, SaturatingInputs
-from scripts.benchmarks.workers.saturated import quantize
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 DRAWN = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
@@ -109,23 +106,3 @@ def test_scales_of_blocks_with_any_number_of_columns() -> None:
     codes = encode_blocks(rows, scales, MX_BLOCK).float()
     spread = scales.repeat_interleave(32, 1)[:, :40]
     assert torch.equal((codes * spread)[0, :16], rows[0, :16])
-
-
-@pytest.mark.parametrize("values", [DRAWN, torch.full((1, 32), 511.0)])
-def test_the_benchmark_saturates_weights_and_inputs_as_ocp_does(values: torch.Tensor) -> None:
-    blocks = values.reshape(-1, 32)
-    exponents = torch.tensor([math.floor(math.log2(float(row.abs().max()))) - 8 for row in blocks])
-    powers = exponents.double().exp2().unsqueeze(1)
-    codes = (blocks.double() / powers).clamp(-448, 448).numpy().astype(ml_dtypes.float8_e4m3fn)
-    expected = (torch.from_numpy(codes.astype(np.float64)) * powers).reshape(values.shape)
-
-    found, stored = quantize(values)
-    quantizer = Quantizer(fmt=E4M3FN, scale=Granularity.GROUP, block=MX_BLOCK, power_of_two=True)
-    inputs = SaturatingInputs({}).quantize(quantizer, values)
-
-    assert stored.flatten().tolist() == (exponents + 127).tolist()
-    spread = decode_exponents(stored).repeat_interleave(32, 1)
-    assert torch.equal((found.float() * spread).double(), expected)
-    assert torch.equal(inputs.double(), expected)
-    rounded_up = Inputs({}).quantize(quantizer, values)
-    assert not torch.equal(inputs, rounded_up)

@@ -19,14 +19,14 @@ import pytest
 import torch
 import transformers
 
-from scripts.benchmarks.peers.children import FORMS as PEERS
-from scripts.benchmarks.workers import changed_models
 from tests.cli.conftest import write_rows
 from tests.cli.graft.grafting import graft, statuses
 from tests.cli.program import succeed
 from tests.cli.quantized_children import save_fp4, save_int
 from tests.kit.checkpoints import change_config, change_tensors
+from tests.real_engines import changed_models
 from tests.real_engines.exports import read_scales
+from tests.real_engines.peer_children import FORMS as PEERS
 from tests.real_engines.vllm_job import ROOT, VllmServer, load_in_vllm
 
 WIDENED = "widened, "
@@ -101,7 +101,7 @@ def write_by_tool(form: str, base: Path, data: Path, out: Path) -> None:
     if not (ROOT / environment / "installed").exists():
         pytest.skip(f"{form} needs {environment} (scripts/setup-peers.sh)")
     python = ROOT / environment / "bin" / "python"
-    job = ("scripts.benchmarks.peers.children", form, base, data, out)
+    job = ("tests.real_engines.peer_children", form, base, data, out)
     subprocess.run(
         [str(part) for part in (python, "-m", *job)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

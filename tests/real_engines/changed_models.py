@@ -1,6 +1,6 @@
 """Write a changed copy of a Llama.
 
-python -m scripts.benchmarks.workers.changed_models MODEL HOW OUT
+python -m tests.real_engines.changed_models MODEL HOW OUT
 
 off-grid: weights moved off the 4-bit grid they are on, by noise of one step.
 rescaled: keys 64 times as large and values a 1024th; the function is the same.

@@ -1,6 +1,6 @@
 """Write a quantized checkpoint with llm-compressor, ModelOpt or Quark, in that tool's environment.
 
-python -m scripts.benchmarks.peers.children FORM MODEL TOKENS OUT
+python -m tests.real_engines.peer_children FORM MODEL TOKENS OUT
 
 No checkpoint has KV scales. TOKENS are for the forms with static inputs, which calibrate on them.
 """
