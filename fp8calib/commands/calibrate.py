@@ -10,6 +10,7 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import OutputFolder, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
+from fp8calib.commands.written import check_formats, check_written
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
 from fp8calib.dialects.dialect import Attachment
@@ -67,7 +68,9 @@ from fp8calib.options.recipe_keys import FORMATS, TP
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.run_plan import RunPlan
+from fp8calib.results.written import WrittenCheck
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.run.text_engine import TextEngine
@@ -371,11 +374,31 @@ def _write_all(
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
     result = make_calibrate_result(
-        job, stats, measured, folder=folder, files=files, notes=written.notes
+        job, stats, measured, files=files, notes=written.notes
     ).model_copy(update={"rule_choice": choice})
     result = add_checkpoint(job, stats, folder, result)
+    if request.check:
+        result = result.model_copy(update={"checked": _check_written(job, folder, result)})
     save_report(folder / REPORT_NAME, result)
     return result
+
+
+def _check_written(
+    job: ResumableJob, folder: Path, result: CalibrateResult
+) -> tuple[WrittenCheck, ...]:
+    """Look at the overlays and at the FP8 checkpoint, as `check` does."""
+    found = check_formats(job.recipe.formats, folder, job.folder)
+    asked = job.recipe.quantize
+    if asked is None or not isinstance(result.quantize, QuantizeResult):
+        return found
+    checkpoint = check_written(
+        folder / asked.folder,
+        job.folder / asked.folder,
+        path=asked.folder,
+        cache_type=asked.kv_cache_dtype,
+        plain_caches=asked.kv_cache_dtype_skip_layers,
+    )
+    return (*found, *checkpoint)
 
 
 calibrate = as_function("calibrate", CalibrateRequest, run)

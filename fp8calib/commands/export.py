@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.written import check_formats
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
@@ -21,11 +22,11 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignored, open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-from fp8calib.jobs.served import find_served
 from fp8calib.jobs.stats import read_stats
 from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
+from fp8calib.results.written import WrittenCheck
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _export(task: ExportTask) -> ExportResult:
                 attachment=attachment,
                 cache_type=task.cache_type,
             )
-            served = _find_serving(task, target, folder)
+            checked = _check_written(task, target, folder)
             vision = [write_vision(stats, folder, fmt)] if request.vision_scales else []
             more = (*(weights.write(folder) if weights else ()), *([VISION_NAME] if vision else ()))
             files = sorted([*written.files, *more])
@@ -113,31 +114,24 @@ def _export(task: ExportTask) -> ExportResult:
                 *vision,
             ),
             compared=attachment.compared,
-            **served,
+            checked=checked,
         )
 
 
-def _find_serving(task: ExportTask, target: ExportTarget, folder: Path) -> dict[str, Any]:
-    """Find who serves what was written; nothing without a model.
+def _check_written(
+    task: ExportTask, target: ExportTarget, folder: Path
+) -> tuple[WrittenCheck, ...]:
+    """Look at the written overlays, as `check` does.
 
     Raises:
         ExportError: no server uses the overlay of a quantized model.
     """
-    if target.source is None or task.request.with_weights:
-        return {}
-    geometry, model = target.stats.geometry, task.request.model
     for dialect in map(find_dialect, task.recipe.formats):
         if target.quantized is not None and dialect.needs_model:
-            require_server(folder / dialect.path(), geometry, target.quantized)
-    served = find_served(
-        task.recipe,
-        folder,
-        task.out,
-        geometry,
-        model=target.source.folder,
-        model_name=str(model) if isinstance(model, str | Path) else "MODEL",
-    )
-    return dict(served)
+            require_server(folder / dialect.path(), target.stats.geometry, target.quantized)
+    if not task.request.check:
+        return ()
+    return check_formats(task.recipe.formats, folder, task.out)
 
 
 def _check_cache_type(request: ExportRequest, formats: Sequence[str], dtype: str) -> str:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.commands.written import check_written
 from fp8calib.dialects.dialect import Attachment, Dialect
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.quantized_model import QuantizedModel, find_quantized
@@ -31,7 +32,6 @@ from fp8calib.jobs.export.attachment import (
 )
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.served import find_file_served
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
@@ -190,17 +190,7 @@ def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
         files = tuple(path.relative_to(folder).as_posix() for path in written)
         if target.quantized is not None and dialect.needs_model:
             require_server(folder, geometry, target.quantized)
-        servings = tuple(
-            find_file_served(
-                place,
-                out / place.relative_to(folder),
-                geometry,
-                model=checkpoint.folder,
-                model_name=str(request.model),
-                tp=table.tp,
-            )
-            for table, place in zip(tables, places, strict=True)
-        )
+        checked = check_written(folder, out) if dialect.needs_model and request.check else ()
     degrees = tuple(table.tp for table in tables)
     before, after = kv_bytes_per_token(geometry)
     return ExtractResult(
@@ -229,9 +219,7 @@ def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
         ),
         compared=attachment.compared,
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
-        serving=_list_once(each.commands for each in servings),
-        limitations=_list_once(each.limitations for each in servings),
-        other_engines=_list_once(each.others for each in servings),
+        checked=checked,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from fp8calib.commands.written import check_written
 from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.function import as_function
@@ -66,6 +67,14 @@ def run(
             return outcome
         served = None if recipe is None else recipe.quantize
         result = make_quantize_result(outcome, served)
+        if request.check:
+            checked = check_written(
+                outcome.folder,
+                outcome.out,
+                cache_type="" if served is None else served.kv_cache_dtype,
+                plain_caches=() if served is None else served.kv_cache_dtype_skip_layers,
+            )
+            result = result.model_copy(update={"checked": checked})
     files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *files):
         reporter.warn(text)

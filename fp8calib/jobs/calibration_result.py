@@ -15,13 +15,11 @@ from fp8calib.jobs.processes import count_planned, count_run
 from fp8calib.jobs.recipe_options import decide_query
 from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.run import RunMeasurements
-from fp8calib.jobs.served import find_served
 from fp8calib.jobs.stats import CalibrationStats
 from fp8calib.machine.command_line import spell_command
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
 from fp8calib.results.record import BeforeAfter
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.results.served import Served
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import Fallback
 from fp8calib.stats import calibration_stats
@@ -33,24 +31,10 @@ def make_calibrate_result(
     stats: calibration_stats.CalibrationStats,
     measured: RunMeasurements,
     *,
-    folder: Path | None = None,
     files: Sequence[str] = (),
     notes: Sequence[Note] = (),
 ) -> CalibrateResult:
-    """Make the result of a finished run.
-
-    `folder` is where the files are now; `job.out` is where they will be.
-    """
-    served = Served.of(())
-    if folder is not None:
-        served = find_served(
-            job.recipe,
-            folder,
-            job.folder,
-            stats.geometry,
-            model=job.checkpoint.folder,
-            model_name=job.name,
-        )
+    """Make the result of a finished run."""
     before, after = kv_bytes_per_token(stats.geometry)
     counted = count_run(job, stats)
     return CalibrateResult(
@@ -84,9 +68,6 @@ def make_calibrate_result(
         expert_tokens=_expert_tokens(stats),
         experts=count_experts(stats, job.recipe.scales.fallback),
         kv_bytes_per_token=BeforeAfter(before=before, after=after),
-        serving=served.serving,
-        limitations=served.limitations,
-        other_engines=served.other_engines,
         warnings=(
             *job.describe_decoded(),
             *(job.plan.warnings if job.plan else ()),

@@ -12,7 +12,6 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.engines.serving import Serving
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
@@ -22,7 +21,6 @@ from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.results.calibrate import CalibrateResult, NotQuantized
 from fp8calib.results.quantize import QuantizeResult
-from fp8calib.results.served import Served
 from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -74,20 +72,11 @@ def add_checkpoint(
         )
     files = sorted([*result.files, *(f"{name}/{file}" for file in checkpoint.files)])
     notes = (f"{name}: {note}" for note in (*checkpoint.notes, *checkpoint.describe_dead()))
-    serving = Serving(
-        commands=checkpoint.serving,
-        limitations=checkpoint.limitations,
-        others=checkpoint.other_engines,
-    )
-    served = Served.of([(name, serving)])
     return result.model_copy(
         update={
             "quantize": checkpoint,
             "files": tuple(files),
             "warnings": (*result.warnings, *notes),
-            "serving": (*result.serving, *served.serving),
-            "limitations": (*result.limitations, *served.limitations),
-            "other_engines": (*result.other_engines, *served.other_engines),
         }
     )
 

@@ -8,21 +8,21 @@ from statistics import median
 
 from fp8calib.blocks import Answer, Block
 from fp8calib.jobs.shown_stats import show_stats
-from fp8calib.render.serving import describe_serving_briefly, list_top_level
 from fp8calib.render.show import describe_skipped
 from fp8calib.render.summary import summarize_briefly
+from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult, Experts
 from fp8calib.stats.statistic import NUM_QUARTERS
 
 
-def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:
+def describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe what was measured, and the files."""
     if not result.was_finished:
-        yield from map(Answer, _describe(result, request))
+        yield from map(Answer, _describe(result))
 
 
-def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[str]:
+def _describe(result: CalibrateResult) -> Iterator[str]:
     now = result.sequences - result.resumed_sequences
     counted = f"{now} of them now, " if result.resumed_sequences else ""
     yield (
@@ -45,8 +45,7 @@ def _describe(result: CalibrateResult, request: CalibrateRequest) -> Iterator[st
     yield f"written to {result.out}: {list_top_level(result.files)}"
     if result.shard is not None:
         yield _describe_next(result.shard.index, result.shard.count)
-    report = result.model_dump(mode="json")
-    yield from describe_serving_briefly(report, explained=request.formats or ())
+    yield from describe_checks(result.checked)
     yield f"more: {'; '.join(_suggest_further(result))}"
 
 

@@ -11,7 +11,7 @@ from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVer
 from fp8calib.engines.status import Status
 from fp8calib.errors import format_ranges
 from fp8calib.requests.check import CheckRequest
-from fp8calib.results.check import CheckResult, EngineResult
+from fp8calib.results.check import CheckResult
 
 _NUMBER_IN_NAME = re.compile(r"(?<=[._-])\d+(?=[._-])")
 """The number of a layer in the name of its tensor, or of a file."""
@@ -23,7 +23,7 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
     verdict = f"{request.path}: {result.verdict}"
     yield Line(verdict)
     for name, engine in result.engines.items():
-        title = f"{engine.engine} {engine.version}: {_summarize(engine)}"
+        title = f"{engine.engine} {engine.version}: {engine.summary}"
         if engine.loads_without_kv:
             yield Line(title)
         else:
@@ -44,17 +44,6 @@ def describe(result: CheckResult, request: CheckRequest) -> Iterator[Block]:
     if not Path(request.path).is_file():
         yield Line(_UNREAD)
     yield Line(verdict)
-
-
-def _summarize(engine: EngineResult) -> str:
-    if engine.loads_without_kv:
-        loads = "ok, loads" if engine.ok else engine.verdict
-        return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
-    used = sum(layer.ok for layer in engine.layers)
-    served = f"{engine.verdict}, {used} of {len(engine.layers)} layers served"
-    if engine.status is not Status.UNKNOWN:
-        return served
-    return f"{served} if the engine loads it" if used else engine.verdict
 
 
 def _rows(engine: EngineReport) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Block, Line
-from fp8calib.render.serving import describe_serving, list_top_level
+from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.extract_kv_scales import ExtractRequest
 from fp8calib.results.extract_kv_scales import ExtractResult
 
@@ -22,4 +22,4 @@ def _describe(result: ExtractResult) -> Iterator[str]:
     if result.compared:
         yield f"compared with the calibrated model: {result.compared}"
     yield f"written to {result.save_path}: {list_top_level(result.files)}"
-    yield from describe_serving(result.model_dump(mode="json"), result.format)
+    yield from describe_checks(result.checked)

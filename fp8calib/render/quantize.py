@@ -9,7 +9,7 @@ from statistics import median
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
 from fp8calib.render.push import describe_push
-from fp8calib.render.serving import describe_serving, list_top_level
+from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
 
@@ -19,7 +19,7 @@ _BY_PATTERN = "--ignore "
 
 
 def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
-    """Describe the checkpoint and who serves it."""
+    """Describe the checkpoint and what engines do with it."""
     yield from map(Line, _describe(result))
     yield from describe_push(result.push) if result.push else ()
 
@@ -35,7 +35,7 @@ def _describe(result: QuantizeResult) -> Iterator[str]:
         scales = "with its scales" if result.has_kv_scales else "without scales: 1.0"
         yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8 ({scales})"
     yield f"written to {result.out}: {_list_files(result.files)}"
-    yield from describe_serving(result.model_dump(mode="json"))
+    yield from describe_checks(result.checked)
 
 
 def _describe_schemes(result: QuantizeResult) -> str:

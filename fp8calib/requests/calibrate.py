@@ -70,6 +70,7 @@ class CalibrateRequest(RecipeOptions):
     replace_scales: shared.ReplaceScalesOption = False
     revision: shared.RevisionOption = None
     trust_remote_code: shared.TrustOption = False
+    check: shared.CheckOption = True
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None
     progress: shared.ProgressArgument = None

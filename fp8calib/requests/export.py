@@ -78,5 +78,6 @@ class ExportRequest:
             "needs statistics with towers.",
         ),
     ] = False
+    check: shared.CheckOption = True
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None

@@ -76,4 +76,5 @@ class ExtractRequest:
     ] = None
     revision: shared.RevisionOption = None
     trust_remote_code: shared.TrustOption = False
+    check: shared.CheckOption = True
     force: shared.ForceOption = False

@@ -185,6 +185,7 @@ class QuantizeRequest:
     upload: shared.UploadOption = False
     revision: shared.RevisionOption = None
     trust_remote_code: shared.TrustOption = False
+    check: shared.CheckOption = True
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None
     progress: shared.ProgressArgument = None

@@ -85,6 +85,14 @@ ForceOption = Annotated[
         "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
 ]
+CheckOption = Annotated[
+    bool,
+    Option(
+        "--no-check",
+        negates=True,
+        help="Do not say what engines will do with the written checkpoints.",
+    ),
+]
 UNQUANTIZED = Option(
     metavar="MODEL",
     reads=str,

@@ -13,7 +13,7 @@ from fp8calib.overview import Overview
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex
 from fp8calib.results.run_plan import MeasuredMemory, TextRows
-from fp8calib.results.served import FormatBriefServing, FormatLimitation, FormatServing
+from fp8calib.results.written import WrittenCheck
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.stats.calibration_stats import Skipped
 from fp8calib.stats.saturation import PositionSaturation, Saturation
@@ -104,9 +104,8 @@ class CalibrateResult(Result):
     expert_tokens: dict[str, list[int]]
     experts: Experts | None
     kv_bytes_per_token: BeforeAfter
-    serving: tuple[FormatServing, ...]
-    limitations: tuple[FormatLimitation, ...]
-    other_engines: tuple[FormatBriefServing, ...]
+    checked: tuple[WrittenCheck, ...] = ()
+    """What `check` says of the written checkpoints; empty with --no-check."""
     warnings: tuple[str, ...]
     versions: dict[str, str]
     quantize: QuantizeResult | NotQuantized | None = None

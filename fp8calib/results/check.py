@@ -38,6 +38,27 @@ class EngineResult(EngineReport):
         """Whether it is ok in words: `ok`, `not ok` or `unknown`."""
         return "ok" if self.ok else self.status or "not ok"
 
+    @property
+    def summary(self) -> str:
+        """The verdict, with the number of layers whose KV scales are used."""
+        if self.loads_without_kv:
+            loads = "ok, loads" if self.ok else self.verdict
+            return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
+        used = sum(layer.ok for layer in self.layers)
+        served = f"{self.verdict}, {used} of {len(self.layers)} layers served"
+        if self.status is not Status.UNKNOWN:
+            return served
+        return f"{served} if the engine loads it" if used else self.verdict
+
+    @property
+    def reason(self) -> str:
+        """The first reason for which it is not ok; empty where it is."""
+        if self.ok:
+            return ""
+        faults = (each.why for each in self.verdicts if each.status is not Status.USED)
+        weights = [self.weights.why] if self.weights is not None else []
+        return next(iter((*weights, *self.unknown, *faults, *self.suspicious)), "")
+
 
 class CheckResult(Result):
     """One report for each engine that was asked for."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
 from fp8calib.overview import Overview
 from fp8calib.results.record import BeforeAfter, Record, Result
+from fp8calib.results.written import WrittenCheck
 
 Numbers = float | tuple[float, ...]
 """One number, or one for each rank or head."""
@@ -42,9 +42,8 @@ class ExtractResult(Result):
     compared: str = ""
     """Which linears of a quantized model are those of the calibrated one, in words."""
     kv_bytes_per_token: BeforeAfter
-    serving: tuple[ServingCommand, ...]
-    limitations: tuple[Limitation, ...]
-    other_engines: tuple[BriefServing, ...]
+    checked: tuple[WrittenCheck, ...] = ()
+    """What `check` says of the written checkpoints; empty with --no-check."""
 
     def to_json(self) -> dict[str, Any]:
         """Make the object that `--json` prints; a layer without q has no key for it."""
@@ -55,5 +54,8 @@ class ExtractResult(Result):
         return Overview(
             title=f"{self.format} in {self.save_path}: {len(self.layers)} layers of "
             f"{self.dialect} scales",
-            notes=[*self.notes, *(f"{each.engine}: {each.command}" for each in self.serving)],
+            notes=[
+                *self.notes,
+                *map(str, self.checked),
+            ],
         )

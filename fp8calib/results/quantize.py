@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.checkpoint.disk import format_size
-from fp8calib.engines.serving import BriefServing, Limitation, ServingCommand
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.overview import Overview
 from fp8calib.quantization.gptq.core import DAMPING
@@ -13,6 +12,7 @@ from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.weight_scales import AllZeroWeight
 from fp8calib.results.push import PushResult
 from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
+from fp8calib.results.written import WrittenCheck
 
 
 class UnquantizedLinear(Record):
@@ -42,9 +42,8 @@ class QuantizeResult(Result):
     has_kv_scales: bool
     notes: tuple[str, ...]
     kv_bytes_per_token: BeforeAfter | None
-    serving: tuple[ServingCommand, ...]
-    limitations: tuple[Limitation, ...]
-    other_engines: tuple[BriefServing, ...]
+    checked: tuple[WrittenCheck, ...] = ()
+    """What `check` says of the written checkpoints; empty with --no-check."""
     push: PushResult | None = None
     """What is or would be uploaded; None without --push."""
 
@@ -74,5 +73,8 @@ class QuantizeResult(Result):
         return Overview(
             title=f"{self.scheme} in {self.out}: {len(self.quantized)} linears, "
             f"{self.describe_bytes()}",
-            notes=[*self.notes, *(f"{each.engine}: {each.command}" for each in self.serving)],
+            notes=[
+                *self.notes,
+                *map(str, self.checked),
+            ],
         )

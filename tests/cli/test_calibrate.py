@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo
 from tests.cli.conftest import ALL_FORMATS, QUICK, save_changed, save_tokenizer, write_rows
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.kit.checked import list_commands
 from tests.kit.checkpoints import change_config
 
 K0 = "model.layers.0.self_attn.k_scale"
@@ -93,22 +95,9 @@ def test_the_report_tells_bytes_per_token_and_how_to_serve(
     report = calibrated[1].json
     # 2 layers x (k and v) x 2 heads x 8 elements, in the checkpoint's fp32 and in one byte
     assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
-    engines = {item["engine"] for item in report["serving"] if item["format"] == "kv-overlay"}
-    assert {"vLLM", "SGLang", "TGI"} <= engines
-
-
-def test_the_report_lists_the_further_engines_of_each_format(
-    calibrated: tuple[Path, Outcome],
-) -> None:
-    able, unable = set[tuple[str, str]](), set[str]()
-    for item in calibrated[1].json["other_engines"]:
-        if item["command"]:
-            able.add((item["format"], item["name"]))
-        elif item["format"] == "kv-overlay":
-            unable.add(item["name"])
-    assert {name for form, name in able if form == "kv-overlay"} == {"vllm-tpu", "vllm-gaudi"}
-    assert {name for form, name in able if form == "kv-overlay-head"} == {"vllm-tpu"}
-    assert unable == {"tensorrt-llm", "lmdeploy", "atom"}
+    assert set(list_commands(report, "kv-overlay")) == {"vLLM", "SGLang"}
+    assert set(list_commands(report, "kv-overlay-head")) == {"vLLM"}
+    assert {each["path"] for each in report["checked"]} == {"kv-overlay", "kv-overlay-head"}
 
 
 def test_talk_goes_to_stderr_when_json_goes_to_stdout(calibrated: tuple[Path, Outcome]) -> None:
@@ -459,7 +448,11 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
     lines = done.out.splitlines()
     assert lines[0].startswith("64 tokens in 4 sequences, ")
     assert "KV cache: 256 bytes per token now, 64 with FP8" in lines
-    serve = lines.index("serve kv-overlay with vLLM, SGLang, TGI:")
+    (serve,) = (
+        number
+        for number, line in enumerate(lines)
+        if re.fullmatch(r"kv-overlay, vLLM \S+: ok, 2 of 2 layers served:", line)
+    )
     assert serve <= 7
     assert lines[1].startswith("amax: k ")
     assert any(line.startswith("not observed: lm_head: ") for line in lines[:serve])
@@ -477,16 +470,14 @@ def test_the_end_is_ten_lines_and_the_commands_that_serve(
     assert report["seq_len"] == QUICK[QUICK.index("--seq-len") + 1]
 
 
-def test_reasons_are_given_for_the_formats_that_were_asked_for(
+def test_files_of_scales_are_not_judged_and_a_check_can_be_left_out(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("name: mine\nformats: [kv-overlay, rfc]\n")
     command = ("calibrate", model, "--data", data, *QUICK)
-    quiet = succeed(*command, "--recipe", recipe, "--out", tmp_path / "quiet").out
-    assert "rfc: cannot be used by vLLM, " in quiet
-    asked = succeed(*command, "--format", "rfc", "--out", tmp_path / "asked").out
-    assert "rfc, vLLM: cannot use it: " in asked
+    files = ("--format", "rfc", "vllm-json", "tgi", "--model", model)
+    assert succeed(*command, *files[:-2], "--out", tmp_path / "a", "--json").json["checked"] == []
+    left_out = succeed(*command, "--no-check", "--out", tmp_path / "b")
+    assert "vllm serve" not in left_out.out
 
 
 def test_what_no_replay_can_judge_gets_no_command(data: Path, model: Path, tmp_path: Path) -> None:
@@ -494,7 +485,6 @@ def test_what_no_replay_can_judge_gets_no_command(data: Path, model: Path, tmp_p
     folder = Path(shutil.copytree(model, tmp_path / "m"))
     change_config(folder, num_hidden_layers=1)
     outcome = succeed("calibrate", folder, "--data", data, *QUICK, "--out", tmp_path / "out")
-    assert "serve kv-overlay with" not in outcome.out
-    line = "  kv-overlay: cannot be judged for vLLM, SGLang, TGI (`fp8calib check` says why)"
-    assert line in outcome.out.splitlines()
+    assert "vllm serve" not in outcome.out
+    assert outcome.out.count("kv-overlay, vLLM 0.33.0: unknown: ") == 1
     assert run("check", tmp_path / "out" / "kv-overlay").code == 9

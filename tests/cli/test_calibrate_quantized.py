@@ -121,8 +121,7 @@ def test_the_scales_of_the_base_are_verified_with_its_child(
     verify = ("verify", child, "--data", data, *OPTIONS)
     pack = tmp_path / "base" / "kv_scales.safetensors"
     own = (*command[:1], child, *command[2:], "--out", tmp_path / "own", "--json")
-    reasons = {item["why"] for item in succeed(*own).json["limitations"]}
-    assert reasons == {"the model is quantized: `fp8calib extract-kv-scales` adds this file to it"}
+    succeed(*own)
     whole = succeed(*verify, "--scales", pack, "--scales", tmp_path / "base", "--json")
     monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
     streamed = succeed(*verify, "--scales", pack, "--json").json

@@ -110,7 +110,7 @@ def test_recipes_and_python_write_the_same_bytes(model: Path, data: Path, tmp_pa
     found = out / "fp8-dynamic-mixed"
     assert "fp8-dynamic-mixed/model.safetensors" in report["files"]
     assert report["quantize"]["scheme"] == "fp8-dynamic"
-    assert {item["format"] for item in report["serving"]} == {"fp8-dynamic-mixed"}
+    assert {each["path"] for each in report["checked"]} == {"fp8-dynamic-mixed"}
     stats = out / "stats.safetensors"
     made = ("quantize", model, "--scheme", "fp8-dynamic", *OPTIONS, "--stats", stats)
     succeed(*made, "--out", tmp_path / "cli")

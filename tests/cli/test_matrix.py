@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_read
-from fp8calib.engines.serving import Serving
-from fp8calib.jobs import served
 from tests.cli.conftest import write_rows
 from tests.cli.matrix import (
     FOR_NO_ENGINE,
@@ -62,16 +59,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def cells(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Cells:
-    """Convert everything to everything; who serves it is another question, and half the time."""
+    """Convert everything to everything."""
     out = tmp_path_factory.mktemp("converted")
-    nobody = Serving(commands=(), limitations=(), others=())
-    with patch.object(served, "find_scale_serving", return_value=nobody):
-        return {
-            name: {
-                writer: convert(name, place, writer, out / f"{i}-{writer}") for writer in WRITERS
-            }
-            for i, (name, place) in enumerate(places.items())
-        }
+    return {
+        name: {writer: convert(name, place, writer, out / f"{i}-{writer}") for writer in WRITERS}
+        for i, (name, place) in enumerate(places.items())
+    }
 
 
 def _compare_page(page: str, name: str, text: str) -> None:

@@ -53,7 +53,7 @@ def test_a_shard_writes_statistics_and_no_scales(shards: Path) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert report["shard"] == {"index": 2, "count": 2}
     assert (report["tokens"], report["sequences"]) == (48, 3)
-    assert report["serving"] == []
+    assert report["checked"] == []
     assert report["saturation"] is None
 
 
@@ -123,4 +123,4 @@ def test_merge_ends_with_the_commands_that_write_and_serve_scales(
     assert export[export.index("--model") + 1] == str(model)
     served = lines[lines.index("then serve with vLLM:") + 1]
     written = succeed(*export[1:])
-    assert f"serve with vLLM (kv-overlay):\n{served}\n" in written.out
+    assert f":\n{served}\n" in written.out

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
-from fp8calib.render.serving import describe_serving
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.kit.checked import list_commands, list_verdicts
 from tests.kit.checkpoints import change_config, change_tensors
 
 
@@ -53,16 +53,7 @@ def test_the_report_says_what_was_done(model: Path, stats: Path, tmp_path: Path)
     assert report["has_kv_scales"] is True
     assert report["kv_bytes_per_token"]["before"] == 4 * report["kv_bytes_per_token"]["after"]
     assert report["bytes"]["after"] < report["bytes"]["before"]
-    commands = {item["engine"]: item["command"] for item in report["serving"]}
-    assert commands["vLLM"] == f"vllm serve {out} --kv-cache-dtype fp8"
-    assert ["5.24" in each["why"] for each in report["limitations"]] == [True]
-    assert {item["name"]: item["command"] for item in report["other_engines"]} == {
-        "tensorrt-llm": "",
-        "vllm-tpu": f"MODEL_IMPL_TYPE=vllm vllm serve {out} --kv-cache-dtype fp8",
-        "vllm-gaudi": f"vllm serve {out} --kv-cache-dtype fp8_inc",
-        "lmdeploy": "",
-        "atom": f"python -m atom.entrypoints.openai_server --model {out} --kv-cache-dtype fp8",
-    }
+    assert list_commands(report)["vLLM"] == f"vllm serve {out} --kv-cache-dtype fp8"
     stored = load_file(out / "model.safetensors")
     assert stored["model.layers.1.self_attn.v_scale"].shape == (1,)
     assert "tokenizer.json" in report["files"]
@@ -85,8 +76,7 @@ def test_every_engine_leaves_out_what_is_ignored(
     report = succeed(*command, "--out", out, "--json").json
     ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(ignored) == {*(item["module"] for item in report["left"]), *joined}
-    assert not any(item["is_blocking"] for item in report["limitations"])
-    assert {item["engine"] for item in report["serving"]} == {"vLLM", "SGLang", "TGI"}
+    assert set(list_commands(report)) == {"vLLM", "SGLang"}
 
 
 def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path) -> None:
@@ -96,15 +86,14 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     assert "not quantized (an embedding): model.embed_tokens" in text
     assert "KV cache: 256 bytes per token now, 64 with FP8" in text
     assert f"written to {out}: " in text
-    assert f"serve with vLLM:\n    vllm serve {out}\n" in text
-    assert "limits in" not in text
-    able, unable = "tensorrt-llm, vllm-tpu, vllm-gaudi, atom", "lmdeploy"
-    assert f"other engines: served by {able}; not by {unable} (`check --engine NAME`" in text
-    assert "ATOM" not in text
+    loads = (
+        "vLLM 0.33.0: ok, loads; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
+    )
+    assert f"{loads}:\n    vllm serve {out}\n" in text
 
 
 def test_another_type_of_the_cache_has_no_bytes_of_fp8(model: Path, tmp_path: Path) -> None:
-    """And an engine that loads neither the weights nor the cache is named once."""
+    """And an engine that has no such cache is not ok."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "name: x\nquantize: {scheme: fp8-block, kv_cache_dtype: fp8_per_token_head}\n"
@@ -112,20 +101,7 @@ def test_another_type_of_the_cache_has_no_bytes_of_fp8(model: Path, tmp_path: Pa
     options = ("--scheme", recipe, "--out", tmp_path / "out", "--allow-unservable")
     text = succeed("quantize", model, *options).out
     assert "KV cache: " not in text
-    assert [text.count(f"{name}: cannot use it") for name in ("SGLang", "TGI")] == [1, 1]
-
-
-def test_an_engine_that_cannot_use_it_is_not_listed_as_one_with_limits() -> None:
-    limits = [("SGLang", "no place", True), ("SGLang", "slow", False), ("vLLM", "cast", False)]
-    limitations = [
-        {"engine": engine, "why": why, "is_blocking": is_blocking}
-        for engine, why, is_blocking in limits
-    ]
-    report = {"serving": [], "limitations": limitations, "other_engines": []}
-    assert list(describe_serving(report)) == [
-        "  SGLang: cannot use it: no place",
-        "  limits in vLLM (`fp8calib check` names them)",
-    ]
+    assert "SGLang 0.5.23: not ok: it has no --kv-cache-dtype fp8_per_token_head" in text
 
 
 @pytest.mark.parametrize(
@@ -149,12 +125,11 @@ def test_a_damaged_weight_is_refused_or_told(
 
     report = succeed(*command, "--allow-unservable", "--json").json
 
-    limits = report["limitations"]
-    found = {each["engine"] for each in limits if each["is_blocking"]}
-    assert found == blocked | {"transformers"}
-    unsure = {each["engine"] for each in limits if each["why"].startswith("unknown: weights: ")}
-    assert unsure == {"vLLM", "SGLang", "TGI"} - blocked
-    assert report["serving"] == []
+    verdicts = list_verdicts(report)
+    assert {name for name, text in verdicts.items() if text.startswith("not ok: ")} == blocked
+    unsure = {name for name, text in verdicts.items() if text.startswith("unknown: weights: ")}
+    assert unsure == {"vLLM", "SGLang"} - blocked
+    assert list_commands(report) == {}
 
 
 @pytest.mark.parametrize(
@@ -229,10 +204,8 @@ def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, f
     assert outcome.err.startswith("warning: whether an engine can load the output is not checked: ")
     report = outcome.json
     assert report["quantized"]
-    assert report["serving"] == report["limitations"] == report["other_engines"] == []
-    assert report["kv_bytes_per_token"] is None
     why = run("check", tmp_path / "out", "--json").json["error"]["message"]
-    assert report["notes"] == [f"no command can be given to serve it: {why}"]
+    assert set(list_verdicts(report).values()) == {f"unknown: {why}"}
 
 
 def test_a_series_of_shards_is_not_listed_one_by_one(tmp_path: Path) -> None:
@@ -357,8 +330,8 @@ def test_no_model_class_is_needed_to_write_weights(model: Path, tmp_path: Path) 
     command = ("quantize", unknown, "--scheme", "fp8-block", "--out", tmp_path / "out")
     done = succeed(*command)
     assert "14 linears quantized" in done.out
-    assert "serve with" not in done.out
-    assert "no command can be given to serve it" in done.err
+    assert "vllm serve" not in done.out
+    assert "vLLM 0.33.0: unknown: " in done.out
     assert "from-next-year" in fail(4, "check", tmp_path / "out")
 
 
@@ -377,11 +350,7 @@ def test_calibrate_adds_the_checkpoint_that_quantize_writes(
     assert direct == separate
     files = {name.partition("/")[2] for name in report["files"] if name.startswith("fp8-static/")}
     assert files == set(direct)
-    served = {
-        item["engine"]: item["command"]
-        for item in report["serving"]
-        if item["format"] == "fp8-static"
-    }
+    served = list_commands(report, "fp8-static")
     assert served["vLLM"] == f"vllm serve {out / 'fp8-static'} --kv-cache-dtype fp8"
     assert report["quantize"]["has_kv_scales"] is True
     (out / "fp8-static" / "precious.txt").write_text("mine")
@@ -400,14 +369,14 @@ def test_calibrate_refuses_before_the_run_what_cannot_be_quantized(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_the_one_engine_that_is_left_is_named(tmp_path: Path) -> None:
-    """One KV head of 64 channels ends inside a block, which transformers alone accepts."""
+def test_what_no_engine_loads_is_refused_and_written_on_request(tmp_path: Path) -> None:
+    """One KV head of 64 channels ends inside a block."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
     zoo.save("llama", tmp_path / "model", num_key_value_heads=1, head_dim=64, **changes)
     command = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--out", tmp_path / "out")
-    outcome = succeed(*command)
-    warned = " ".join(outcome.err.split())
-    assert "warning: of vllm, sglang, tgi, transformers, only transformers can load" in warned
+    assert "none of vllm, sglang can load fp8-block of this model" in fail(7, *command)
+    report = succeed(*command, "--allow-unservable", "--json").json
+    assert all(text.startswith("not ok: ") for text in list_verdicts(report).values())
 
 
 def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(

@@ -11,7 +11,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.dialect import Attachment
 from fp8calib.dialects.metadata import explain_other_attention
 from fp8calib.dialects.quantized_model import QuantizedModel, has_kv_cache
-from fp8calib.engines.serving import list_servers_without
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.status import Status
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint
 from fp8calib.requests.export import ExportRequest
@@ -164,7 +167,7 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
     Raises:
         ExportError: naming the method, and the reason for each server.
     """
-    faults = list_servers_without(written, geometry)
+    faults = _list_servers_without(written, geometry)
     if faults:
         reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
         has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
@@ -182,3 +185,25 @@ _OTHER_METHODS = (
     "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
     "model"
 )
+
+
+def _list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, str]:
+    """List why the default engines do not use the KV scales of a checkpoint, by their titles.
+
+    Empty if one of them uses those of every layer. Whether they load the weights is not asked.
+    """
+    folder = open_folder(written)
+    faults: dict[str, str] = {}
+    for name in list_defaults():
+        engine = find_replayed(name)
+        assert engine.replay_folder is not None  # noqa: S101 -- the default engines have one
+        try:
+            report = engine.replay_folder(folder, geometry, 1)
+        except Refusal as refusal:
+            faults[engine.release] = refusal.why
+            continue
+        fault = next((each.why for each in report.verdicts if each.status is not Status.USED), None)
+        if fault is None:
+            return {}
+        faults[engine.release] = fault
+    return faults

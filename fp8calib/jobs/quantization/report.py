@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.model_config import find_dtype
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.serving import Serving, find_checkpoint_serving
-from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
-from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.rounded_codes import RoundedLinear
@@ -45,7 +41,6 @@ def make_quantize_result(
 ) -> QuantizeResult:
     """Make the result of a written checkpoint; `served` is how a recipe wants it to be served."""
     plan = outcome.plan
-    serving, why_none = _find_serving(outcome, served)
     stats = outcome.stats if plan.has_kv else None
     size = (
         kv_bytes_per_token(stats.geometry)
@@ -73,17 +68,11 @@ def make_quantize_result(
         has_kv_scales=plan.has_kv,
         notes=(
             *outcome.notes,
-            *([f"no command can be given to serve it: {why_none}"] if why_none else []),
             *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
         ),
         kv_bytes_per_token=None
-        if size is None
-        or why_none
-        or (served and (served.kv_cache_dtype or served.kv_cache_dtype_skip_layers))
+        if size is None or (served and (served.kv_cache_dtype or served.kv_cache_dtype_skip_layers))
         else BeforeAfter(before=size[0], after=size[1]),
-        serving=serving.commands,
-        limitations=serving.limitations,
-        other_engines=serving.others,
     )
 
 
@@ -95,23 +84,3 @@ def list_layer_schemes(plan: QuantizePlan) -> tuple[LayerScheme, ...]:
         LayerScheme(pattern=pattern, scheme=name, linears=counts[pattern])
         for pattern, name in schemes.names.items()
     )
-
-
-def _find_serving(outcome: QuantizationOutcome, served: Quantize | None) -> tuple[Serving, str]:
-    """Find who serves the checkpoint, or say why that is not known."""
-    try:
-        folder = open_folder(outcome.folder)
-        geometry, is_foreign = read_replayed_geometry(folder)
-    except (ModelError, VerificationError) as error:
-        return Serving(commands=(), limitations=(), others=()), error.message
-    has_kv = outcome.plan.has_kv
-    serving = find_checkpoint_serving(
-        folder,
-        outcome.out,
-        geometry,
-        has_kv=has_kv,
-        is_foreign=is_foreign,
-        cache_type="" if served is None else served.kv_cache_dtype,
-        plain_caches=() if served is None else served.kv_cache_dtype_skip_layers,
-    )
-    return serving, ""

@@ -100,23 +100,7 @@ def test_mixtures_of_experts(tmp_path: Path, name: str) -> None:
 # --- who has no place -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_beside_awq_and_gptq_only_tgi_reads_scales(
-    calibrated: Path, child: Path, tmp_path: Path, method: str
-) -> None:
-    set_method(child, quant_method=method, bits=4, group_size=128)
-    report = graft(calibrated, child, tmp_path / "out")
-    assert {item["engine"] for item in report["serving"]} <= {"TGI"}
-    blocked = {item["engine"]: item["why"] for item in report["limitations"] if item["is_blocking"]}
-    assert f"quant_method {method} has no parameters for KV scales" in blocked["vLLM"]
-    assert f"quant_method '{method}' has no parameters for KV scales" in blocked["SGLang"]
-    assert "TGI" not in blocked
-    out = tmp_path / "out" / "kv-overlay"
-    assert [statuses(out, each) for each in ("vllm", "sglang")] == [{"dropped"}] * 2
-    assert statuses(out, "tgi") == {"used"}
-
-
-@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "torchao"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "mxfp4", "torchao"])
 def test_beside_other_methods_nobody_reads_scales(
     refused: Refused, child: Path, method: str
 ) -> None:
@@ -124,7 +108,6 @@ def test_beside_other_methods_nobody_reads_scales(
     text = refused(7, child)
     assert f"no server uses KV scales beside quant_method {method} in this model: vLLM 0.33" in text
     assert "SGLang" in text
-    assert "TGI" in text
     assert "compressed-tensors (which also stores INT4 and INT8 weights)" in text
 
 
