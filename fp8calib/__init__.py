@@ -24,7 +24,6 @@ from fp8calib.errors import (
 from fp8calib.requests import find_implementation, list_commands
 
 if TYPE_CHECKING:
-    from fp8calib.commands.auto import auto
     from fp8calib.commands.calibrate import calibrate
     from fp8calib.commands.card import card
     from fp8calib.commands.check import check
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
-    from fp8calib.results.auto import AutoResult
     from fp8calib.results.calibrate import CalibrateResult
     from fp8calib.results.card import CardResult
     from fp8calib.results.check import CheckResult
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _PLACES = {
-    "AutoResult": "results.auto",
     "CardResult": "results.card",
     "CheckResult": "results.check",
     "CalibrationStats": "jobs.stats",
@@ -71,7 +68,6 @@ _PLACES = {
 }
 
 __all__ = [
-    "AutoResult",
     "CalibrateResult",
     "CalibrationError",
     "CalibrationStats",
@@ -94,7 +90,6 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "VerifyResult",
-    "auto",
     "calibrate",
     "card",
     "check",

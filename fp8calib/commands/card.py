@@ -81,7 +81,6 @@ def run(request: CardRequest, reporter: Reporter) -> CardResult:
     write_file_atomic(path, text.encode())
     for place, entry in entries.items():
         write_file_atomic(place, _spell_yaml(entry).encode())
-    warnings += [] if facts.losses else facts.other_reports
     if report is not None and not any(found.ok for found in report.engines.values()):
         engines = ", ".join(report.engines)
         warnings += [f"none of {engines} uses all of {folder}: see `fp8calib check {folder}`"]

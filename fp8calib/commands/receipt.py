@@ -20,11 +20,10 @@ from fp8calib.jobs.receipt.check import (
 from fp8calib.jobs.receipt.make import hash_model, hash_texts
 from fp8calib.jobs.receipt.signature import check_signature, find_signature, sign
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.rows import list_specs, split_data
+from fp8calib.jobs.rows import list_specs
 from fp8calib.model.load import find_folder
 from fp8calib.options.recipe_keys import Specs
 from fp8calib.render.badge import draw_badge, write_block
-from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.receipt import ReceiptRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.receipt import Receipt, ReceiptResult
@@ -178,9 +177,8 @@ def _measure_again(
             revision=request.revision,
             trust_remote_code=request.trust_remote_code,
         )
-        held_out = _describe_auto(asked) if text.part == "auto" else None
         try:
-            verify(asked, reporter, held_out=held_out)
+            verify(asked, reporter)
         except DataError as error:
             if request.data is not None:
                 raise
@@ -189,18 +187,6 @@ def _measure_again(
             )
             raise DataError(error.message, hint=hint) from error
         return read_receipt(place)[0]
-
-
-def _describe_auto(asked: VerifyRequest) -> AutoRequest:
-    """Describe the run of `auto` that holds out the same text."""
-    return AutoRequest(
-        str(asked.model),
-        split_data(asked.data)[0],
-        samples=asked.samples,
-        seq_len=asked.seq_len,
-        pack=asked.pack,
-        text_column=asked.text_column,
-    )
 
 
 def _spell_gate(gate: Gate | None, folder: Path) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.json_files import is_result
@@ -16,7 +15,7 @@ from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_files
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
-from fp8calib.jobs.text import plan_texts, read_settings
+from fp8calib.jobs.text import read_settings
 from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
 from fp8calib.jobs.verification.job import VerifyJob
@@ -39,7 +38,6 @@ from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import ModelSource
 from fp8calib.options.recipe_keys import Specs
 from fp8calib.render.page.page import is_page, write_page
-from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
@@ -48,12 +46,8 @@ from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 
 
-def run(
-    request: VerifyRequest, reporter: Reporter, *, held_out: AutoRequest | None = None
-) -> VerifyResult | RunPlan:
+def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
     """Verify a model, and write the files that are asked for.
-
-    `held_out` is a request of `auto`, whose text that it holds out is used.
 
     A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
     weights, they are replaced while it runs, and copied before that to the memory of the host.
@@ -79,9 +73,7 @@ def run(
     settings = read_settings(request, specs)
 
     def plan(source: ModelSource) -> DataPlan:
-        if held_out is None:
-            return plan_verified(source, settings, rows, request.tokenizer)
-        return plan_texts(held_out, source)[1]
+        return plan_verified(source, settings, rows, request.tokenizer)
 
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
         say = None if request.dry_run else reporter.say
@@ -110,11 +102,10 @@ def run(
     for note in verified.report.warnings:
         if note not in told:
             reporter.warn(note)
-    part: Literal["verify", "auto"] = "verify" if held_out is None else "auto"
     folder = model.source.folder
 
     def encode(found: VerifyResult) -> bytes:
-        return encode_receipt(make_receipt(found, found.candidates, request, folder, part=part))
+        return encode_receipt(make_receipt(found, found.candidates, request, folder))
 
     return _finish(request, verified, reporter, encode)
 

@@ -82,11 +82,6 @@ def list_replayed() -> list[str]:
     return [key for key, engine in ENGINES.items() if engine.replay_folder or engine.replay_json]
 
 
-def list_emulated_and_replayed() -> list[str]:
-    """List the keys of the engines that `auto` can choose for."""
-    return [key for key in list_emulated() if key in list_replayed()]
-
-
 def list_defaults() -> list[str]:
     """List the keys of the engines that `check` asks where none is named."""
     return [key for key, engine in ENGINES.items() if engine.is_default]

@@ -127,10 +127,6 @@ SCHEMES = {
 }
 
 
-CONSIDERED = tuple(name for name, scheme in SCHEMES.items() if not scheme.is_mx)
-"""What `auto` chooses from by itself: whether MXFP8 gains anything depends on the GPU."""
-
-
 def find_scheme(name: str, *, option: str = "") -> Scheme:
     """Give the scheme called `name`; `option` is what named it, if not `--scheme`.
 
@@ -185,8 +181,8 @@ def find_nearest(stored: Scaling) -> Scheme:
 
 
 def list_without_calibration() -> list[str]:
-    """List the schemes that need no calibration, by name, of those that `auto` considers."""
-    return [name for name in CONSIDERED if not SCHEMES[name].has_static_inputs]
+    """List the schemes that need no calibration, by name, those of MXFP8 left out."""
+    return [name for name, each in SCHEMES.items() if not each.is_mx and not each.has_static_inputs]
 
 
 def count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

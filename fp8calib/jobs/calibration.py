@@ -17,7 +17,6 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
-from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.run.memory_plan.footprint import Workload, stats_bytes
@@ -57,7 +56,7 @@ def run_calibration(
 
 
 @contextmanager
-def open_unquantized(request: AutoRequest | PlanRequest, recipe: Recipe) -> Iterator[RunModel]:
+def open_unquantized(request: PlanRequest, recipe: Recipe) -> Iterator[RunModel]:
     """Open a model to calibrate and to quantize.
 
     Raises:

@@ -26,7 +26,6 @@ from fp8calib.jobs.rows import list_specs
 from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
 from fp8calib.options.recipe_keys import DEFAULT_SEQ_LEN
 from fp8calib.recipe import Data
-from fp8calib.requests.auto import AutoRequest
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.requests.verify import VerifyRequest
 
@@ -34,7 +33,7 @@ HELD_OUT = 0.2
 """The share of the data that the loss is measured on; the scales come from the rest."""
 
 
-def read_settings(request: VerifyRequest | AutoRequest | PlanRequest, specs: Sequence[str]) -> Data:
+def read_settings(request: VerifyRequest | PlanRequest, specs: Sequence[str]) -> Data:
     """Read what a request says of its text."""
     names = [name for name in Data.model_fields if hasattr(request, name)]
     return Data(sources=tuple(specs), **{name: getattr(request, name) for name in names})
@@ -129,7 +128,7 @@ def _make_encoder(source: ModelSource, processor: Any) -> MediaEncoder:
     return MediaEncoder(found, source.config, source.folder.name)
 
 
-def plan_texts(task: AutoRequest | PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
+def plan_texts(task: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
     """Plan the text of the calibration and the one that is held out.
 
     Raises:

@@ -176,23 +176,13 @@ def _list_engines(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[
 
 
 def _list_commands(facts: CardFacts, repo: str, report: CheckResult) -> Iterator[str]:
-    options = facts.serve_options
     for key, found in report.engines.items():
         launch = find_replayed(key).launch
-        # Without the option of the engine that was measured, others quantize all layers.
-        if (
-            found.ok
-            and launch is not None
-            and facts.is_checkpoint
-            and (key in options or not options)
-        ):
-            yield f"{launch.spell(repo, has_kv=facts.has_kv_scales)} {options.get(key, '')}".strip()
+        if found.ok and launch is not None and facts.is_checkpoint:
+            yield launch.spell(repo, has_kv=facts.has_kv_scales)
 
 
 def _list_making(facts: CardFacts) -> Iterator[str]:
-    for loss in facts.losses:
-        for each in getattr(loss.report, "decisions", ()):
-            yield f"{each.question} **{each.answer}**: {each.why}"
     if (run := facts.calibration) is not None:
         data = ", ".join(run.data)
         yield f"Calibrated on {run.tokens:,} tokens of {data}, in sequences of {run.seq_len}"

@@ -23,7 +23,6 @@ _TITLES = {
     "scratch_bytes": "scratch disk",
     "expected_s": "expected time",
     "expected_fitted_s": "more if no given scales fit",
-    "expected_layers_s": "more if layers must stay in 16 bits",
 }
 """Titles of rows whose JSON key is not plain English."""
 _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}

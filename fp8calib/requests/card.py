@@ -35,8 +35,7 @@ class CardRequest:
             "--verify-report",
             metavar="JSON",
             reads=list[Path],
-            help="What `verify --json` printed about DIR; repeat for more. The report of `auto` is "
-            "found in DIR or above it.",
+            help="What `verify --json` printed about DIR; repeat for more.",
         ),
     ] = None
     base_model: Annotated[

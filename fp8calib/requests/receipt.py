@@ -17,7 +17,7 @@ from fp8calib.requests.verify import check_scales
 
 @dataclass(frozen=True, slots=True)
 class ReceiptRequest:
-    """Check a receipt of `verify` or `auto`, sign it, or draw its badge.
+    """Check a receipt of `verify`, sign it, or draw its badge.
 
     Exit code 8 if the file, its signature, the files that it names or its figures disagree.
 

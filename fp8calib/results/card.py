@@ -18,8 +18,7 @@ class CardResult(Result):
     upload: str
     """The command that uploads the folder."""
     warnings: tuple[str, ...] = ()
-    """That no licence is known; why reports that were found have no loss of the folder, if no other
-    report has one; and where no engine uses what the folder holds."""
+    """That no licence is known, and where no engine uses what the folder holds."""
     entries: tuple[Path, ...] = ()
     """The entries of the engines' collections that were written."""
     push: PushResult | None = None

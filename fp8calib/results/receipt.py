@@ -41,8 +41,6 @@ class ReceiptText(Record):
     """Values of `--data`; of an absolute path, the last component. Empty: the built-in text."""
     files: tuple[HashedFile, ...]
     """The files among them."""
-    part: Literal["verify", "auto"]
-    """All of it, or what `auto` holds out."""
     samples: int
     seq_len: int | None
     pack: bool

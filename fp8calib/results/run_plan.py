@@ -80,26 +80,23 @@ class Plan(ResourcePlan):
     values and no given scales fit."""
 
 
-class AutoPlan(ResourcePlan):
-    """A planned run of `auto` or `plan`."""
+class BudgetPlan(ResourcePlan):
+    """A planned run of `plan`."""
 
     model: str
     engine: str
-    gate: NotRequired[str]
-    budget: NotRequired[str]
+    budget: str
     dtype: str
     device: str
     steps: list[str]
     data: list[str]
     out: str
-    expected_layers_s: NotRequired[float | None]
-    """The time to find layers that stay in 16 bits, which runs if nothing else passes."""
 
 
 class RunPlan(Result):
     """What `--dry-run --json` prints."""
 
-    plan: SkipValidation[Plan | AutoPlan]
+    plan: SkipValidation[Plan | BudgetPlan]
     text: tuple[str, ...] = Field(default=(), exclude=True)
     """Describes the rows of the text."""
 

@@ -24,14 +24,17 @@ QUICK = ("--samples", 8, "--seq-len", 16, "--dtype", "float32", "--batch-size", 
 
 @pytest.fixture(scope="module")
 def made(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run auto, and calibrate files of scales; both of the same model."""
+    """Quantize and verify a model, and calibrate files of scales of it."""
     folder = tmp_path_factory.mktemp("made")
-    outcome = run(
-        "auto", model, "--data", data, "--seq-len", 32, *QUICK[4:], "--out", folder / "auto"
-    )
-    assert outcome.code == 0, outcome.out
     formats = ("--format", "kv-scales", "kv-overlay", "--out", folder / "scales")
     succeed("calibrate", model, "--data", data, *QUICK, *formats)
+    stats, quantized = folder / "scales" / "stats.safetensors", folder / "fp8"
+    scheme = ("--scheme", "fp8-dynamic", "--stats", stats, "--out", quantized)
+    succeed("quantize", model, *scheme)
+    held_out = folder / "held-out.jsonl"
+    held_out.write_text("\n".join(data.read_text().splitlines()[30:]))
+    asked = ("--scales", quantized, "--data", held_out, *QUICK, "--gate", "w8a8")
+    (folder / "loss.json").write_text(run("verify", model, *asked, "--json").out)
     pack = folder / "pack"
     pack.mkdir()
     shutil.move(folder / "scales" / "kv_scales.safetensors", pack)
@@ -43,16 +46,17 @@ def read_front_matter(text: str) -> Any:
     return yaml.safe_load(matter)
 
 
-def test_the_card_of_auto_has_its_figures_and_hashes(
+def test_the_card_of_a_checkpoint_has_its_figures_and_hashes(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = json.loads((made / "auto" / "report.json").read_text())
-    folder = made / "auto" / report["written"]["name"]
-    outcome = succeed("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
+    report, folder = json.loads((made / "loss.json").read_text()), made / "fp8"
+    options = ("--base-model", BASE, "--repo", "me/tiny-llama-FP8")
+    options += ("--verify-report", made / "loss.json")
+    outcome = succeed("card", folder, *options)
     assert outcome.out.splitlines()[-1].strip() == f"hf upload me/tiny-llama-FP8 {folder}"
     text = (folder / "README.md").read_text()
     matter = read_front_matter(text)
-    own = report["verified"]
+    own = report["candidates"][0]
     (index,) = matter.pop("model-index")
     assert index["name"] == "tiny-llama-FP8"
     figures = {each["type"]: each["value"] for each in index["results"][0]["metrics"]}
@@ -83,8 +87,6 @@ def test_the_card_of_auto_has_its_figures_and_hashes(
     error = (share * (1 - share) / tokens) ** 0.5
     assert f"{share:.2%} ± {error:.2%}" in row
     assert f"(standard error {error:.2g})" in names["top-1-agreement"]
-    for decision in report["decisions"]:
-        assert decision["why"] in text
     assert "vllm serve me/tiny-llama-FP8 --kv-cache-dtype fp8" in text
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     for path in files:
@@ -92,12 +94,11 @@ def test_the_card_of_auto_has_its_figures_and_hashes(
         assert re.search(rf"^\| `{re.escape(path.name)}` \| .* \| `{digest[:16]}` \|$", text, re.M)
     assert str(made.parent) not in text
     before = text.encode()
-    fail(2, "card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
-    command = ("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8", "--force")
-    succeed(*command)
+    fail(2, "card", folder, *options)
+    succeed("card", folder, *options, "--force")
     assert (folder / "README.md").read_bytes() == before
     monkeypatch.chdir(folder)
-    succeed(command[0], ".", *command[2:])
+    succeed("card", ".", *options, "--force")
     assert (folder / "README.md").read_bytes() == before
 
 
@@ -308,28 +309,6 @@ def test_a_readme_without_readable_front_matter_gives_no_licence(
 
 def _base() -> tuple[str, str]:
     return ("--base-model", BASE)
-
-
-@pytest.mark.parametrize(
-    ("report", "why"),
-    [
-        (None, "is no report of `auto`, so it has no loss of"),
-        ("[1]", "report.json"),
-        ('{"kind": "auto", "written": {"name": "other-FP8"}}', "is the report of other-FP8, not"),
-        ('{"kind": "auto", "written": null}', "is the report of a run that wrote nothing, not"),
-    ],
-)
-def test_a_report_of_something_else_is_named(
-    report: str | None, why: str, made: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "kv-overlay"
-    shutil.copytree(made / "scales" / "kv-overlay", folder)
-    text = (made / "scales" / "report.json").read_text() if report is None else report
-    (tmp_path / "report.json").write_text(text)
-    err = succeed("card", folder, "--base-model", BASE, "--force").err
-    assert f"warning: {tmp_path / 'report.json'}" in err
-    assert why in err
-    assert "Not measured." in (folder / "README.md").read_text()
 
 
 def test_the_layers_of_a_checkpoint_are_those_of_the_model(made: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fp8calib.jobs.reporter import PythonReporter
 from fp8calib.requests.check import CheckRequest
 from tests import zoo
 from tests.cli.conftest import save_tokenizer
-from tests.cli.program import fail, succeed
+from tests.cli.program import fail, run, succeed
 
 KEYS = {
     "": "meta model dependencies features opt_in_features variants compatible_strategies "
@@ -44,12 +44,15 @@ def count_parameters(model: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
 
 
-def test_a_checkpoint_of_auto_becomes_a_variant(model: Path, data: Path, tmp_path: Path) -> None:
-    quick = ("--seq-len", 32, "--dtype", "float32", "--batch-size", 8)
-    succeed("auto", model, "--data", data, *quick, "--out", tmp_path / "auto")
-    report = json.loads((tmp_path / "auto" / "report.json").read_text())
-    folder = tmp_path / "auto" / report["written"]["name"]
-    recipe, cookbook = write(folder, tmp_path)
+def test_a_checkpoint_becomes_a_variant(model: Path, data: Path, tmp_path: Path) -> None:
+    quick = ("--data", data, "--seq-len", 32, "--dtype", "float32", "--batch-size", 8)
+    stats, folder = tmp_path / "out" / "stats.safetensors", tmp_path / "fp8"
+    succeed("calibrate", model, *quick, "--out", stats.parent)
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--stats", stats, "--out", folder)
+    loss = tmp_path / "loss.json"
+    loss.write_text(run("verify", model, "--scales", folder, *quick, "--json").out)
+    report, verified = json.loads(loss.read_text()), ("--verify-report", loss)
+    recipe, cookbook = write(folder, tmp_path, *verified)
     assert " ".join(recipe) == KEYS[""]
     assert " ".join(recipe["meta"]) == KEYS["meta"]
     assert " ".join(recipe["model"]) == KEYS["model"]
@@ -68,7 +71,7 @@ def test_a_checkpoint_of_auto_becomes_a_variant(model: Path, data: Path, tmp_pat
     assert variant["model_id"] == "me/tiny-llama-FP8"
     assert variant["precision"] == "fp8"
     assert variant["extra_args"] == ["--kv-cache-dtype", "fp8"]
-    assert f"{report['verified']['ppl_ratio']:.4f}" in variant["description"]
+    assert f"{report['candidates'][0]['ppl_ratio']:.4f}" in variant["description"]
     assert "vllm serve me/tiny-llama-FP8 --kv-cache-dtype fp8" in recipe["guide"]
     (family,) = cookbook["families"]
     (found,) = family["models"]
@@ -80,7 +83,8 @@ def test_a_checkpoint_of_auto_becomes_a_variant(model: Path, data: Path, tmp_pat
     template = folder / "chat_template.jinja"
     for text, answer in (("{{ enable_thinking }}", "hybrid"), ("<think>", "thinking")):
         template.write_text(text)
-        assert write(folder, tmp_path)[1]["families"][0]["llm"]["thinking_capability"] == answer
+        _, cookbook = write(folder, tmp_path, *verified)
+        assert cookbook["families"][0]["llm"]["thinking_capability"] == answer
 
 
 def test_an_overlay_is_a_variant_in_16_bits_with_an_fp8_cache(

@@ -30,11 +30,11 @@ from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.verification.compare.text_runs import TextRuns
 from tests import zoo
-from tests.api.test_auto import LENGTH, plant
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 from tests.kit.checked import list_commands, list_verdicts
 from tests.kit.minutes import in_minutes, takes_minutes
+from tests.kit.planted import LENGTH, plant
 
 QUICK = ("--seq-len", 32, "--dtype", "float32", "--batch-size", 12)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

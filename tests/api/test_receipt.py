@@ -72,7 +72,7 @@ def change(document: Any, path: tuple[str | int, ...]) -> Any:
     for key in path[:-1]:
         parent = parent[key]
     value = parent[path[-1]]
-    choices = {"how": "server", "verdict": "fail", "part": "auto", "top1_agreement": 0.5}
+    choices = {"how": "server", "verdict": "fail", "top1_agreement": 0.5}
     if path[-1] in choices:
         new: Any = choices[str(path[-1])]
     elif isinstance(value, bool):
@@ -247,16 +247,17 @@ def test_layers_left_in_16_bits_are_left_again(model: Path, data: Path, tmp_path
     assert "rows.0.kld_mean" in {each.partition(":")[0] for each in outcome.json["faults"]}
 
 
-def test_auto_gives_a_receipt_of_what_it_wrote_and_card_shows_it(
+def test_a_receipt_of_a_folder_is_shown_in_its_card(
     place: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    sizes = ("--seq-len", 32, *QUICK[4:], "--receipt", tmp_path / "r.json")
-    succeed("auto", model, "--data", data, *sizes, "--out", tmp_path / "auto")
-    (folder,) = (each.parent for each in (tmp_path / "auto").glob("*/config.json"))
+    folder, loss = tmp_path / "fp8", tmp_path / "loss.json"
+    succeed("quantize", model, "--scheme", "w8a16", "--out", folder)
+    asked = ("--scales", folder, "--data", data, *QUICK, "--receipt", tmp_path / "r.json")
+    loss.write_text(run("verify", model, *asked, "--json").out)
     files = ("--model", model, "--scales", folder, "--data", data)
     succeed("receipt", "verify", tmp_path / "r.json", *files, "--rerun")
     succeed("receipt", "sign", tmp_path / "r.json", "--key", place / "key")
-    base = ("--base-model", "org/tiny", "--force")
+    base = ("--base-model", "org/tiny", "--force", "--verify-report", loss)
     succeed("card", folder, *base, "--receipt", tmp_path / "r.json")
     text = (folder / "README.md").read_text()
     assert "## Receipt" in text

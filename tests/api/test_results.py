@@ -80,9 +80,7 @@ def test_verify_with_its_files(
 
 def test_a_dry_run_is_a_plan(model: Path, data: Path, tmp_path: Path) -> None:
     text: dict[str, Any] = {"samples": 4, "seq_len": 16, "dtype": "float32", "dry_run": True}
-    auto: Any = fp8calib.auto(model, str(data), out=tmp_path / "out", **text)
-    assert isinstance(auto, fp8calib.RunPlan)
-    assert [step[:6] for step in auto.plan["steps"]] == [f"{n} of 5" for n in range(1, 6)]
     verify: Any = fp8calib.verify(model, data=str(data), **text)
+    assert isinstance(verify, fp8calib.RunPlan)
     assert (verify.plan["sequences"], verify.plan["tokens"]) == (4, 64)
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,7 @@ def test_the_rows_used_are_shown_by_a_run_and_by_a_dry_run(model: Path, tmp_path
 
 @pytest.mark.parametrize(
     "command",
-    [("calibrate",), ("verify",), ("auto",), ("quantize", "--rounding", "gptq")],
+    [("calibrate",), ("verify",), ("quantize", "--rounding", "gptq")],
     ids=lambda command: command[0],
 )
 def test_every_command_with_text_reads_the_column_that_is_named(

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from fp8calib.jobs.text import plan_texts
 from fp8calib.model.load import open_source
-from fp8calib.requests.auto import AutoRequest
+from fp8calib.requests.plan import PlanRequest
 from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
 from tests.kit.multimodal import draw_image, save_multimodal
@@ -104,7 +104,7 @@ def test_text_that_is_held_out_without_media_is_pointed_out(
     """The last of five rows is held out."""
     image, text = data.read_text().splitlines()[:2]
     data.write_text("\n".join(image if i in (1, place) else text for i in range(5)))
-    task = AutoRequest(model=model, data=data, samples=5, seq_len=256, pack=False)
+    task = PlanRequest(model=model, data=data, samples=5, seq_len=256, pack=False)
     calibration, held_out = plan_texts(task, open_source(str(model)))
     assert calibration.media
     assert len(held_out.sequences) == 1

@@ -53,8 +53,6 @@ REFUSALS = [
     ("verify x --rules amax,ms", "unknown rule 'ms'", "did you mean mse?"),
     ("verify x --fp8-dtype e4m3", "must be e4m3fn, e4m3fnuz or e5m2", "e4m3fn?"),
     ("verify x --gate w8a", "--gate w8a: neither a gate (kv, w8a8) nor a file", "w8a8?"),
-    ("auto x --gate w8a", "--gate w8a: neither a gate", "w8a8?"),
-    ("auto x --engine vlm", "--engine vlm: unknown engine", "did you mean vllm"),
 ]  # fmt: skip
 """Commands, and what their messages and hints say."""
 
@@ -88,7 +86,7 @@ def test_the_gates_of_the_options_are_those_that_there_are() -> None:
     assert set(GATE_NAMES) == set(GATES)
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", "check", "show", "merge", "recipes", "auto"])
+@pytest.mark.parametrize("command", ["", "calibrate", "check", "show", "merge", "recipes"])
 def test_help_has_a_short_name_too(command: str) -> None:
     short, long = (succeed(*filter(None, (command, flag))).out for flag in ("-h", "--help"))
     assert short == long

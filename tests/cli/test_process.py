@@ -170,7 +170,7 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
         ["show", none],
         ["merge", none, "--out", "a.safetensors"],
         ["export", none, "--format", "kv-scales", "--out", "out"],
-        *([name, none] for name in ("calibrate", "verify", "auto")),
+        *([name, none] for name in ("calibrate", "verify")),
         ["quantize", none, "--scheme", "w8a16", "--out", "out"],
         ["calibrate", str(model), "--data", f"{none}.jsonl"],
         ["verify", str(model), "--scales", none],

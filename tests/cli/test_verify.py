@@ -928,7 +928,7 @@ def test_scales_that_the_engine_does_not_use_are_a_warning(
 
 
 def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) -> None:
-    """A random model of 512 tokens: no verdict but a failure, and `auto` writes nothing."""
+    """A random model of 512 tokens: no verdict but a failure."""
     zoo.save("llama", tmp_path / "model", vocab_size=512)
     rows = [{"input_ids": [3 + (i * i + i * j * j) % 500 for j in range(32)]} for i in range(60)]
     text = write_rows(tmp_path / "text.jsonl", rows)
@@ -948,12 +948,3 @@ def test_nothing_is_recommended_of_a_model_that_knows_nothing(tmp_path: Path) ->
     start = "The unquantized model predicts no better than chance (perplexity "
     assert found.json["advice"].startswith(start)
     assert found.json["advice"].endswith("or the text the right one?")
-    out = tmp_path / "out"
-    written = run("auto", tmp_path / "model", *options, "--gate", "kv", "--out", out)
-    assert written.code == 9
-    assert written.json["written"] is None
-    assert written.json["decisions"][0]["answer"] == "unknown"
-    again = run("auto", tmp_path / "model", *options[:-1], "--gate", "kv", "--out", out, "--resume")
-    assert start in again.out
-    assert "it cannot be told what passes the kv gate" in again.out
-    assert "next:" not in again.out

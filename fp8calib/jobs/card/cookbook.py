@@ -7,7 +7,6 @@ The forms are those of vllm-project/recipes 8959cf6 (`CONTRIBUTING.md`) and sgl-
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -203,10 +202,9 @@ def _describe(facts: CardFacts) -> str:
 
 
 def _list_options(facts: CardFacts, engine: str) -> list[str]:
-    """List the options that serve the folder as it was measured."""
+    """List the options that serve the folder."""
     launch = find_replayed(engine).launch
-    options = launch.kv_flag.split() if launch is not None and facts.has_kv_scales else []
-    return [*options, *shlex.split(facts.serve_options.get(engine, ""))]
+    return launch.kv_flag.split() if launch is not None and facts.has_kv_scales else []
 
 
 def _count_gb(size_bytes: int) -> int:

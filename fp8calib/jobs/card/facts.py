@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from fp8calib.dialects.read import has_kv_scales
 from fp8calib.errors import ModelError, UsageError, cut_list
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.jobs.published import publish_command
-from fp8calib.results.auto import AutoResult
 from fp8calib.results.verify import VerifyResult
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
@@ -36,7 +35,7 @@ CARD_NAME = "README.md"
 class Loss:
     """The figures of one verification of the folder."""
 
-    report: AutoResult | VerifyReport
+    report: VerifyReport
     own: CandidateResult
     others: tuple[CandidateResult, ...]
     """Compared on the same text, such as scale 1.0."""
@@ -73,19 +72,7 @@ class CardFacts:
     origin: CalibrationOrigin | None
     calibration: Calibration | None
     losses: tuple[Loss, ...]
-    other_reports: tuple[str, ...]
-    """Why reports in the folder and above it were not used."""
     files: tuple[FileHash, ...]
-
-    @property
-    def serve_options(self) -> dict[str, str]:
-        """What engines need to serve what `auto` measured, beside the folder, by their keys."""
-        return {
-            report.engine.partition("==")[0]: options
-            for loss in self.losses
-            if isinstance(report := loss.report, AutoResult)
-            if report.written and (options := report.written.serve_options)
-        }
 
 
 def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
@@ -126,7 +113,6 @@ def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
             hint=f"copy the {CONFIG_NAME} that was written with them",
         )
     origin = _find_origin(folder, tensors)
-    losses = tuple(_read_losses(folder, reports, origin))
     return CardFacts(
         folder=folder,
         weights=_describe_weights(folder) if has_weights else "",
@@ -135,10 +121,7 @@ def read_card_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         quant_method=_find_method(folder) if is_checkpoint else "",
         origin=origin,
         calibration=_find_calibration(folder),
-        losses=losses,
-        other_reports=tuple(
-            filter(None, (_explain_other(path, folder) for path in _list_reports(folder)))
-        ),
+        losses=tuple(_read_loss(path, folder, origin) for path in reports),
         files=tuple(hash_folder(folder, frozenset({CARD_NAME}))),
     )
 
@@ -188,52 +171,15 @@ def _find_calibration(folder: Path) -> Calibration | None:
     return found if any(name.partition("/")[0] == place.name for name in found.files) else None
 
 
-def _read_losses(
-    folder: Path, reports: Sequence[Path], origin: CalibrationOrigin | None
-) -> Iterator[Loss]:
-    """Read the reports that were named, and that of `auto` in the folder or above it."""
-    for path in reports:
-        yield _read_loss(path, folder, origin)
-    for path in _list_reports(folder):
-        if not _explain_other(path, folder):
-            yield _read_loss(path, folder, origin)
-
-
-def _list_reports(folder: Path) -> list[Path]:
-    places = (folder / REPORT_NAME, folder.resolve().parent / REPORT_NAME)
-    return [path for path in places if path.is_file()]
-
-
-def _explain_other(path: Path, folder: Path) -> str:
-    """Explain why a report that was found is not the one of `auto` on the folder; empty if it is.
-
-    Files of this name are written by other commands and other tools too.
-    """
-    try:
-        document = load_json_object(path)
-    except ModelError as error:
-        return error.message
-    if document.get("kind") != "auto":
-        return f"{path} is no report of `auto`, so it has no loss of {folder}"
-    written = document.get("written")
-    name = written.get("name") if isinstance(written, dict) else None
-    if name != folder.resolve().name:
-        return f"{path} is the report of {name or 'a run that wrote nothing'}, not of {folder}"
-    return ""
-
-
 def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Loss:
     document = load_json_object(path)
     try:
-        if document.get("kind") == "auto":
-            loss = _from_auto(AutoResult.from_json(document))
-        else:
-            loss = _from_verify(VerifyResult.from_json(document), path, folder)
+        loss = _from_verify(VerifyResult.from_json(document), path, folder)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{path}: no report of this version's verify or auto: {where}: {first['msg']}",
+            f"{path}: no report of this version's verify: {where}: {first['msg']}",
             hint="write it again: `fp8calib verify MODEL --scales DIR --json`",
         ) from error
     made = loss.report.provenance
@@ -244,16 +190,6 @@ def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Lo
             hint="verify this folder with the model that was calibrated",
         )
     return loss
-
-
-def _from_auto(report: AutoResult) -> Loss:
-    assert report.verified is not None  # noqa: S101 -- the caller looked for what was written
-    return Loss(
-        report=report,
-        own=report.verified,
-        others=report.candidates,
-        command=publish_command(report.command),
-    )
 
 
 def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
@@ -274,7 +210,7 @@ def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
 
 def _is_at(candidate: Path, place: Path) -> bool:
     """Whether a candidate is the folder, or a file in it."""
-    return place in (candidate.resolve(), candidate.resolve().parent)
+    return candidate.exists() and place in (candidate.resolve(), candidate.resolve().parent)
 
 
 def find_version(facts: CardFacts) -> str:

@@ -91,10 +91,10 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
         hint = "some are held out from the search: use 2 or more"
         raise UsageError(f"--samples {request.samples}: plan needs two sequences", hint=hint)
     with open_unquantized(request, open_recipe("kv")) as model:
-        yield describe_opened(request, model, *plan_texts(request, model.source))
+        yield _describe_opened(request, model, *plan_texts(request, model.source))
 
 
-def describe_opened(
+def _describe_opened(
     request: PlanRequest, model: RunModel, calibration: DataPlan, held_out: DataPlan
 ) -> OpenedPlan:
     """Describe a plan for a model that is open, with its texts."""

@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, fields
 from enum import Enum
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fp8calib.checkpoint.hashes import hash_file
 from fp8calib.checkpoint.json_files import is_result
@@ -24,7 +24,6 @@ from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.verification.options import list_engines, list_scales, resolve_options
 from fp8calib.model.load import HUB_FILES
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.results.auto import AutoResult
 from fp8calib.results.receipt import (
     HashedFile,
     HashedFiles,
@@ -68,12 +67,10 @@ def require_files(request: VerifyRequest) -> None:
 
 
 def make_receipt(
-    report: VerifyReport | AutoResult,
+    report: VerifyReport,
     rows: Sequence[CandidateResult],
     request: VerifyRequest,
     folder: Path,
-    *,
-    part: Literal["verify", "auto"] = "verify",
 ) -> Receipt:
     """Make the receipt of a report.
 
@@ -82,7 +79,6 @@ def make_receipt(
         rows: the candidates to name.
         request: the options of `verify` that measure the same.
         folder: the files of the unquantized model.
-        part: which part of the text was used.
 
     Raises:
         ExportError: a name or a number has no canonical form.
@@ -103,7 +99,6 @@ def make_receipt(
         text=ReceiptText(
             specs=tuple(map(_publish, specs)),
             files=hash_texts(specs),
-            part=part,
             samples=request.samples,
             seq_len=request.seq_len,
             pack=request.pack,
@@ -199,9 +194,7 @@ def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
-def _make_row(
-    found: CandidateResult, report: VerifyReport | AutoResult, gate: Gate | None
-) -> ReceiptRow:
+def _make_row(found: CandidateResult, report: VerifyReport, gate: Gate | None) -> ReceiptRow:
     share, is_server = found.top1_agreement, found.name == SERVER
     return ReceiptRow(
         candidate=found.name,
@@ -221,8 +214,8 @@ def _make_row(
     )
 
 
-def _find_server_noise(report: VerifyReport | AutoResult) -> NoiseResult | None:
-    if not isinstance(report, VerifyReport) or report.server is None:
+def _find_server_noise(report: VerifyReport) -> NoiseResult | None:
+    if report.server is None:
         return None
     return NoiseResult(tokens=report.tokens, kld=report.server.noise_rms**2 / 2)
 

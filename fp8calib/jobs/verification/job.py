@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.rules import Rule
-from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
@@ -93,11 +92,6 @@ class VerifyJob(RunModel):
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
     """Makes the candidates, instead of those of the options."""
-    make_text_scaled: Callable[[LoadedModel, Target], Mapping[str, Candidate]] | None = None
-    """Makes those of them that were calibrated on media again, with the scales of the text."""
-    tables: Mapping[str, ScaleTable] = field(default_factory=dict)
-    """Of candidates that `make_candidates` makes, by name: their KV scales, which a cache type with
-    global scales takes too."""
     task_job: TaskJob | None
     refused: Collection[str]
     """The candidates that the engine cannot load, or whose KV scales it does not use."""

@@ -264,7 +264,6 @@ def _list_tables(job: VerifyJob) -> Iterator[tuple[str, ScaleTable]]:
     for opened in job.opened:
         if opened.stats is not None or opened.found is not None:
             yield opened.name, _read_table(job, opened)
-    yield from job.tables.items()
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
@@ -371,8 +370,6 @@ def _build_text_scaled(job: VerifyJob, model: LoadedModel) -> Iterator[tuple[str
     """
     if not job.plan.media:
         return
-    if job.make_text_scaled is not None:
-        yield from job.make_text_scaled(model, job.target).items()
     for opened in job.opened:
         text = None if opened.stats is None else keep_text(opened.stats)
         if text is not None:
