@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError
 
 from fp8calib.errors import RecipeError, UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding, name_mixed
+from fp8calib.fp8.schemes import SCHEMES, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.options import recipe_keys as keys
 from fp8calib.options.option import Declared, Option, list_options
@@ -175,6 +175,16 @@ SchemeName = Annotated[str, AfterValidator(_require_scheme)]
 class Quantize(_Section):
     """The FP8 checkpoint to write."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_rounding(cls, value: Any) -> Any:
+        """Accept recipes of 0.2, which say that weights are rounded to nearest."""
+        if not isinstance(value, dict) or "rounding" not in value:
+            return value
+        if value["rounding"] != "nearest":
+            raise ValueError("rounding is no key any more: `fp8calib gptq` rounds by GPTQ")
+        return {key: item for key, item in value.items() if key != "rounding"}
+
     scheme: SchemeName = Field(
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
         f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"
@@ -183,11 +193,6 @@ class Quantize(_Section):
         default={},
         description="other schemes of some linears, by patterns like those of `ignore`; the first "
         "pattern that matches counts; the folder is then named SCHEME-mixed",
-    )
-    rounding: WeightRounding = Field(
-        default=NEAREST,
-        description="how weights are rounded: nearest, or gptq, where later columns of a weight "
-        "make up for the errors of earlier ones",
     )
     ignore: tuple[str, ...] = Field(
         default=(), description="modules to leave unquantized, as for quantize --ignore"
@@ -250,8 +255,6 @@ class Recipe(_Section):
         for name in names:
             if SCHEMES[name].has_static_inputs:
                 raise ValueError(f"quantize: {name} needs observe.inputs, for its input scales")
-        if self.quantize.rounding == GPTQ:
-            raise ValueError(f"quantize: rounding {GPTQ} needs observe.inputs")
         return self
 
     @property

@@ -177,15 +177,12 @@ def _explain_extra(message: str, arguments: Sequence[str]) -> str:
 
 
 def _require_one_process(arguments: Sequence[str], process_rank: ProcessRank) -> None:
-    """Refuse several processes for every command but calibrate, and quantize with text."""
+    """Refuse several processes for commands that run no text."""
     command = next(iter(arguments), "")
-    runs_text = command == "calibrate" or (
-        command == "quantize" and any(each.endswith("gptq") for each in arguments)
-    )
-    if process_rank.size > 1 and command in _STAGES and not runs_text:
+    if process_rank.size > 1 and command in _STAGES and command != "calibrate":
         raise UsageError(
-            f"{command}: {process_rank.size} processes were started, and only calibrate and "
-            "quantize --rounding gptq run in several",
+            f"{command}: {process_rank.size} processes were started, and only calibrate and gptq "
+            "run in several",
             hint="start it without torchrun",
         )
 

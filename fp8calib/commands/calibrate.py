@@ -49,7 +49,6 @@ from fp8calib.jobs.recipe_options import (
 )
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import check_rounding_data
 from fp8calib.jobs.resumable.run import RunMeasurements, choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import (
     UnwrittenError,
@@ -251,8 +250,6 @@ def _open_job(
                 tokenizer=request.tokenizer,
             )
             job = hold_out(replace(job, plan=text))
-        if job.rounding is not None:
-            check_rounding_data(job.plan)
         check_shard(job)
         yield job
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.resumable_folder import ResumableFolder
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.budget import make_budget, name_budget
@@ -25,7 +23,6 @@ from fp8calib.jobs.planning.recipe import (
     spell_write,
 )
 from fp8calib.jobs.planning.report import PlanReport, make_report
-from fp8calib.jobs.planning.rounded import ROUNDED_NAME
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
@@ -44,7 +41,7 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.verification.planning.choices import list_uniform
 
 PAGE_NAME = "plan.html"
-_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME, ROUNDED_NAME})
+_OWNED = frozenset({STATS_NAME, REPORT_NAME, MEASURED_NAME, RECIPE_NAME, PAGE_NAME})
 
 
 def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
@@ -77,7 +74,6 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
                     break
             stats = _calibrate(opened, folder, measurements, reporter)
             result = _plan(opened, stats, folder, measurements, reporter)
-            shutil.rmtree(folder / ROUNDED_NAME, ignore_errors=True)
             (folder / REPORT_NAME).write_bytes(encode_json(result.to_json()))
             write_plan_page(result, folder / PAGE_NAME)
     for text in result.warnings:
@@ -119,7 +115,7 @@ def _plan(
         uniform = list_uniform(groups, caches=caches)
         search = measured.open_search()
         found = search.search(make_budget(request, sizes), uniform.values())
-        planned = make_planned_scheme(groups, found.plan, request.rounding)
+        planned = make_planned_scheme(groups, found.plan)
         require_loaded(opened, planned, stats)
         points = found.list_between(request.points)
         judged = {"plan": found.plan, **uniform}
@@ -165,7 +161,6 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "device": model.device,
             "steps": [
                 f"calibrate on {calibrated:,} tokens",
-                *(["round each scheme by GPTQ"] if request.rounding == GPTQ else []),
                 f"gradients and at most {count_search(opened)} passes over "
                 f"{opened.search.num_tokens:,}, layer by layer",
                 f"judge plans on {opened.held_out.num_tokens:,} others",

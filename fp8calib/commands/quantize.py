@@ -1,4 +1,4 @@
-"""Write an FP8 checkpoint shard by shard: to nearest, or by GPTQ, which runs text."""
+"""Write an FP8 checkpoint shard by shard."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 
 from fp8calib.commands.written import check_written
 from fp8calib.errors import ExportError
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
-    check_rounding,
     open_planned,
     resolve_request,
     write_planned,
@@ -22,25 +20,19 @@ from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import drop_kv, read_stats
-from fp8calib.machine.process_rank import ALONE, ProcessRank
 from fp8calib.machine.units import format_gib
 from fp8calib.quantization.quantize import count_pinned_bytes
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult
-from fp8calib.results.run_plan import RunPlan
 
 
-def run(
-    request: QuantizeRequest, reporter: Reporter, process_rank: ProcessRank = ALONE
-) -> QuantizeResult | RunPlan | None:
-    """Quantize a checkpoint; a dry run gives the plan, other processes than the first one nothing.
+def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
+    """Quantize a checkpoint.
 
     Raises:
         UsageError: an option is invalid, or the folder is in use.
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
         RecipeError: the recipe that the scheme names is invalid.
-        DataError: the data cannot be read.
-        CalibrationError: a forward pass of `gptq` failed, or gave NaN or infinity.
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
             cannot hold it, or the Hub refuses the upload.
     """
@@ -48,7 +40,6 @@ def run(
     recipe = None
     if request.names_recipe:
         request, recipe = apply_quantize_recipe(request)
-    check_rounding(request)
     asked = resolve_request(request)
     stats, inputs = (None, []) if request.stats is None else read_stats(request.stats)
     if stats is not None and recipe is not None and not recipe.observe.kv:
@@ -62,9 +53,7 @@ def run(
             inputs=inputs,
             reporter=reporter,
         )
-        outcome = _round(task, process_rank)
-        if not isinstance(outcome, QuantizationOutcome):
-            return outcome
+        outcome = _quantize(task)
         served = None if recipe is None else recipe.quantize
         result = make_quantize_result(outcome, served)
         if request.check:
@@ -88,21 +77,7 @@ def run(
     return result.model_copy(update={"push": pushed})
 
 
-def _round(task: QuantizeTask, process_rank: ProcessRank) -> QuantizationOutcome | RunPlan | None:
-    if task.request.rounding != GPTQ:
-        return _round_to_nearest(task)
-    from fp8calib.jobs.quantization.gptq import (  # noqa: PLC0415 -- imports transformers
-        open_gptq,
-        plan_gptq,
-        run_gptq,
-    )
-    from fp8calib.run.distributed.group import open_process_group  # noqa: PLC0415
-
-    with open_process_group(process_rank) as group, open_gptq(task, group=group) as opened:
-        return plan_gptq(opened) if task.request.dry_run else run_gptq(opened)
-
-
-def _round_to_nearest(task: QuantizeTask) -> QuantizationOutcome:
+def _quantize(task: QuantizeTask) -> QuantizationOutcome:
     request, reporter = task.request, task.reporter
     with open_planned(task) as planned:
         started = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
 
 from fp8calib.errors import UsageError, suggest
 
@@ -14,11 +13,6 @@ GROUP_SIZE = 128
 """Channels of a token that share a scale, in every group scheme but MXFP8."""
 MX_BLOCK = (1, 32)
 """Rows and columns of a weight that share an exponent (OCP Microscaling Formats 1.0)."""
-
-WeightRounding = Literal["nearest", "gptq"]
-NEAREST: WeightRounding = "nearest"
-GPTQ: WeightRounding = "gptq"
-"""How weights are rounded: with GPTQ later columns make up for the errors of earlier ones."""
 
 
 class Granularity(StrEnum):
@@ -146,16 +140,14 @@ def name_mixed(scheme: str, *, is_mixed: bool) -> str:
     return f"{scheme}-mixed" if is_mixed else scheme
 
 
-def choose_block_scales(scheme: Scheme, rounding: str, power_of_two: bool | None = None) -> Scheme:
-    """Choose whether scales of blocks are powers of two; if None, they are with GPTQ.
+def choose_block_scales(scheme: Scheme, *, power_of_two: bool) -> Scheme:
+    """Choose whether scales of blocks are powers of two.
 
-    vLLM's DeepGEMM rounds the weights of other scales again, to nearest, which undoes a part of
-    what GPTQ gains; engines that take scales as they are lose almost nothing (docs/results.md).
+    vLLM's DeepGEMM rounds the weights of other scales again, to nearest.
     """
     if scheme.weights is not Granularity.BLOCK or scheme.is_mx:
         return scheme
-    chosen = rounding == GPTQ if power_of_two is None else power_of_two
-    return replace(scheme, has_power_of_two_scales=chosen)
+    return replace(scheme, has_power_of_two_scales=power_of_two)
 
 
 def find_nearest(stored: Scaling) -> Scheme:

@@ -15,7 +15,6 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
-from fp8calib.jobs.resumable.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured, split_static
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
@@ -92,23 +91,15 @@ def _quantize(
         settings = replace(settings, ignore=(*asked.ignore, *unmeasured))
         selection = select(job.checkpoint, ignore=settings.ignore)
     scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
-    rounding = None
-    if job.rounding is not None and job.plan is not None:
-        rounding = make_rounding_record(job.plan, asked.schemes, measures_inputs=True)
-    if rounding is not None:
-        scales = replace(scales, origin=stats.origin)
-    plan = make_plan(job.checkpoint, settings, selection, scales=scales, rounding=rounding)
+    plan = make_plan(job.checkpoint, settings, selection, scales=scales)
     job.reporter.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
-    with open_codes(folder) as codes:
-        written = quantize(
-            job.checkpoint,
-            plan,
-            folder / name,
-            device=torch.device("cpu"),
-            advance=job.reporter.advance,
-            rounded=None if job.rounding is None else codes,
-        )
-        rounded = () if job.rounding is None else list_rounded(job, selection, codes)
+    written = quantize(
+        job.checkpoint,
+        plan,
+        folder / name,
+        device=torch.device("cpu"),
+        advance=job.reporter.advance,
+    )
     outcome = QuantizationOutcome(
         plan=plan,
         written=written,
@@ -121,6 +112,5 @@ def _quantize(
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in unmeasured
         ),
-        rounded=rounded,
     )
     return make_quantize_result(outcome, job.recipe.quantize)

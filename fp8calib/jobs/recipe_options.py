@@ -16,7 +16,6 @@ from fp8calib.dialects.registry import (
     list_query_format_names,
 )
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
-from fp8calib.fp8.schemes import NEAREST
 from fp8calib.geometry.tensor_parallel import check_degree
 from fp8calib.jobs.rows import split_data
 from fp8calib.options.option import Declared, list_options
@@ -37,6 +36,7 @@ from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 M = TypeVar("M", bound=BaseModel)
+Request = TypeVar("Request", bound=QuantizeRequest)
 
 
 def open_recipe(name: str) -> Recipe:
@@ -78,7 +78,7 @@ def apply_request(made: Recipe, request: object) -> Recipe:
     return _validate(Recipe, recipe, request)
 
 
-def apply_quantize_recipe(request: QuantizeRequest) -> tuple[QuantizeRequest, Recipe]:
+def apply_quantize_recipe(request: Request) -> tuple[Request, Recipe]:
     """Give a request the schemes of the recipe that it names, and the recipe.
 
     Raises:
@@ -100,7 +100,6 @@ def apply_quantize_recipe(request: QuantizeRequest) -> tuple[QuantizeRequest, Re
         scheme=asked.scheme,
         layer_schemes=asked.layer_schemes,
         ignore=asked.ignore,
-        rounding=asked.rounding if request.rounding == NEAREST else request.rounding,
     )
     return changed, recipe
 

@@ -20,7 +20,7 @@ from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8.schemes import MX_BLOCK, NEAREST, Scheme
+from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_path, split_expert
 from fp8calib.quantization.shard_layout import (
@@ -58,8 +58,6 @@ class PlanSettings:
     """Whether linears of towers and projectors are quantized."""
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
-    rounding: str = NEAREST
-    """How weights are rounded; if not to nearest, a `RoundingRecord` has the details."""
 
     def group(self, matrix: Matrix) -> str:
         """Name the group of weights that share one per-tensor scale with this one."""

@@ -25,9 +25,9 @@ from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.machine.threads import one_thread
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
+from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import CHUNK_BYTES, PINNED_BYTES, WeightReader
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 

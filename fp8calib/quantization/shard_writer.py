@@ -17,7 +17,6 @@ from fp8calib.checkpoint.header import FLOATS
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, nonfinite_tensor_error
 from fp8calib.fp8.encode import encode_blocks, encode_exponents, encode_rows
 from fp8calib.fp8.schemes import Granularity, count_parts
-from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -27,6 +26,7 @@ from fp8calib.quantization.shard_layout import (
     SlicedMatrix,
     WeightScale,
 )
+from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import (
     CHUNK_BYTES,
     WeightReader,

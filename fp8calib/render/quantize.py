@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
@@ -30,7 +29,6 @@ def _describe(result: QuantizeResult) -> Iterator[str]:
         f"{result.format}), weights {result.describe_bytes()}, {result.duration_s:.1f} s"
     )
     yield from _describe_unquantized(result.left)
-    yield from _describe_rounding(result)
     if (sizes := result.kv_bytes_per_token) is not None:
         scales = "with its scales" if result.has_kv_scales else "without scales: 1.0"
         yield f"KV cache: {sizes.before:,} bytes per token now, {sizes.after:,} with FP8 ({scales})"
@@ -56,25 +54,6 @@ def _describe_unquantized(left: Sequence[UnquantizedLinear]) -> Iterator[str]:
         named[_BY_PATTERN.strip()] = [name for reason in ignored for name in named.pop(reason)]
     for reason, names in named.items():
         yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
-
-
-def _describe_rounding(result: QuantizeResult) -> Iterator[str]:
-    """Describe how many linears GPTQ rounded, how much it gained, and which it did not round."""
-    rounded, chosen = result.rounded, result.by_gptq
-    if not rounded:
-        return
-    gains = [
-        item.gptq_db - item.nearest_db
-        for item in chosen
-        if item.gptq_db is not None and item.nearest_db is not None
-    ]
-    gained = f": {median(gains):.1f} dB less output error in the median" if gains else ""
-    yield f"{len(chosen)} of {len(rounded)} linears rounded by GPTQ{gained}"
-    for why in dict.fromkeys(item.why for item in rounded if item.why):
-        names = [item.module for item in rounded if item.why == why]
-        yield f"  rounded to nearest ({why}): {cut_list(names, _SHOWN)}"
-    if raised := [item.module for item in result.damped]:
-        yield f"  more damping, for a Hessian that was not positive: {cut_list(raised, _SHOWN)}"
 
 
 def _list_files(files: Sequence[str]) -> str:

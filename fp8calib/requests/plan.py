@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.engines.registry import find_replayed, list_replayed
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, find_scheme
+from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import BATCH_SIZE, DATA, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
@@ -99,14 +99,6 @@ class PlanRequest:
             help="The type of the KV cache where it is quantized, such as int8_per_token_head.",
         ),
     ] = "fp8"
-    rounding: Annotated[
-        str,
-        Option(
-            "--rounding",
-            choices=(NEAREST, GPTQ),
-            help=f"How quantize will round the weights; {GPTQ} rounds each scheme once beforehand.",
-        ),
-    ] = NEAREST
     passes: Annotated[
         int,
         Option(

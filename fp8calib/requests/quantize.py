@@ -10,9 +10,8 @@ from typing import Annotated
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import find_written, list_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, find_scheme
+from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
-from fp8calib.options.recipe_keys import BATCH_SIZE, PACK, SAMPLES, SEQ_LEN, TEXT_COLUMN
 from fp8calib.requests import shared
 
 
@@ -62,9 +61,8 @@ class QuantizeRequest:
         Option(
             "--scheme",
             metavar="|".join([*SCHEMES, "RECIPE"]),
-            help=f"{'. '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
-            f"{GPTQ}, which measures them. Or a recipe, such as plan writes: a file with a section "
-            "quantize.",
+            help=f"{'. '.join(_describe_schemes())}. Static inputs need --stats. "
+            "Or a recipe, such as plan writes: a file with a section quantize.",
         ),
     ]
     out: Annotated[
@@ -72,22 +70,6 @@ class QuantizeRequest:
         Option("--out", metavar="DIR", reads=Path, help="Output folder of the FP8 checkpoint."),
     ]
     _: KW_ONLY
-    rounding: Annotated[
-        str,
-        Option(
-            "--rounding",
-            choices=(NEAREST, GPTQ),
-            help=f"How weights are rounded: {NEAREST}, or {GPTQ}, which runs text through the "
-            "model layer by layer, and lets later columns of a weight make up for the errors of "
-            "earlier ones. Its files lose less.",
-        ),
-    ] = NEAREST
-    data: shared.DataOption = None
-    text_column: Annotated[str | None, TEXT_COLUMN] = None
-    samples: Annotated[int | None, SAMPLES] = None
-    seq_len: Annotated[int | None, SEQ_LEN] = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
-    pack: Annotated[bool | None, PACK] = None
     stats: shared.StatsOption = None
     dialect: Annotated[
         str,
@@ -128,29 +110,11 @@ class QuantizeRequest:
             "inputs need statistics of calibrate --towers.",
         ),
     ] = False
-    power_of_two_scales: Annotated[
-        bool | None,
-        Option(
-            "--power-of-two-scales/--no-power-of-two-scales",
-            help="With fp8-block: round weight scales up to powers of two, as vLLM's DeepGEMM "
-            "does at load on Hopper and Blackwell. Then it need not quantize the weights again. "
-            f"On with --rounding {GPTQ}, off with {NEAREST}.",
-        ),
-    ] = None
-    shared_scales: Annotated[
-        bool,
-        Option(
-            "--no-shared-scales",
-            negates=True,
-            help="With scales per tensor: give q, k and v, and gate and up, a weight scale each, "
-            "and every expert its own input scale.",
-        ),
-    ] = True
     allow_unservable: Annotated[
         bool,
         Option(
             "--allow-unservable",
-            help="Write the checkpoint even if vLLM, SGLang, TGI and transformers cannot load it.",
+            help="Write the checkpoint even if vLLM and SGLang cannot load it.",
         ),
     ] = False
     dequantize: Annotated[
@@ -165,26 +129,16 @@ class QuantizeRequest:
         Option(
             "--device",
             metavar="auto|cpu|cuda[:i]",
-            help="Device to compute on; auto is the CPU, which is faster than the disk, and with "
-            "--rounding gptq a GPU if there is one.",
+            help="Device to compute on; auto is the CPU, which is faster than the disk.",
         ),
     ] = "auto"
-    dtype: shared.DtypeOption = "auto"
-    memory: shared.MemoryOption = None
-    dry_run: Annotated[
-        bool,
-        Option("--dry-run", help="Print the plan of --rounding gptq and exit."),
-    ] = False
     resume: Annotated[
         bool,
-        Option(
-            "--resume", help="Continue an interrupted run after its last finished shard or layer."
-        ),
+        Option("--resume", help="Continue an interrupted run after its last finished shard."),
     ] = False
     push: shared.PushOption = None
     upload: shared.UploadOption = False
     revision: shared.RevisionOption = None
-    trust_remote_code: shared.TrustOption = False
     check: shared.CheckOption = True
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None
@@ -200,8 +154,3 @@ class QuantizeRequest:
     def names_recipe(self) -> bool:
         """Whether the scheme is a recipe's."""
         return self.scheme.endswith((".yaml", ".yml"))
-
-    @property
-    def runs_text(self) -> bool:
-        """Whether text is run through the model."""
-        return self.rounding == GPTQ

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.checkpoint.disk import format_size
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.overview import Overview
-from fp8calib.quantization.gptq.core import DAMPING
-from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.weight_scales import AllZeroWeight
 from fp8calib.results.push import PushResult
 from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
@@ -37,8 +34,6 @@ class QuantizeResult(Result):
     quantized: tuple[str, ...]
     left: tuple[UnquantizedLinear, ...]
     dead: tuple[AllZeroWeight, ...]
-    rounded: tuple[RoundedLinear, ...]
-    """How each linear was rounded, if not all to nearest."""
     has_kv_scales: bool
     notes: tuple[str, ...]
     kv_bytes_per_token: BeforeAfter | None
@@ -46,16 +41,6 @@ class QuantizeResult(Result):
     """What `check` says of the written checkpoints; empty with --no-check."""
     push: PushResult | None = None
     """What is or would be uploaded; None without --push."""
-
-    @property
-    def by_gptq(self) -> tuple[RoundedLinear, ...]:
-        """The linears that GPTQ rounded."""
-        return tuple(each for each in self.rounded if each.rounding == GPTQ)
-
-    @property
-    def damped(self) -> tuple[RoundedLinear, ...]:
-        """The linears that needed more damping than usual: their Hessian was not positive."""
-        return tuple(each for each in self.rounded if (each.damping or 0) > DAMPING)
 
     def describe_bytes(self) -> str:
         """Describe the size of the weights before and after."""

@@ -68,16 +68,16 @@ def _find_first(patterns: tuple[str, ...], module: str) -> str | None:
 
 
 def make_layer_schemes(
-    scheme: str, by_pattern: Mapping[str, str], rounding: str, power_of_two: bool | None = None
+    scheme: str, by_pattern: Mapping[str, str], *, power_of_two: bool = False
 ) -> LayerSchemes:
-    """Find the schemes by their names; `choose_block_scales` chooses the scales of blocks.
+    """Find the schemes by their names; scales of blocks may be powers of two.
 
     Raises:
         UsageError: a name is unknown.
     """
 
     def choose(name: str, option: str) -> Scheme:
-        return choose_block_scales(find_scheme(name, option=option), rounding, power_of_two)
+        return choose_block_scales(find_scheme(name, option=option), power_of_two=power_of_two)
 
     named = ((p, choose(name, f"{OPTION} {p}={name}")) for p, name in by_pattern.items())
     return LayerSchemes(choose(scheme, f"--scheme {scheme}"), tuple(named))

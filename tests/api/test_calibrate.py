@@ -17,6 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 import fp8calib
+from fp8calib.plugins.gptq import gptq
 from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
 from tests.cli.conftest import write_rows
@@ -77,10 +78,11 @@ def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
         assert [each.name for each in report.candidates] == ["statistics", "scale-1.0"]
         report = fp8calib.verify(model, data=rows, seq_len=LENGTH, scheme="fp8-dynamic")
         assert report.candidates[0].kld_mean > 0  # weights were replaced for a while
+    elif run == "quantize":
+        fp8calib.quantize(model, "fp8-dynamic", tmp_path / "fp8", allow_unservable=True)
     else:
-        text = {"rounding": "gptq", "data": rows, "seq_len": LENGTH} if run == "gptq" else {}
         out = tmp_path / "fp8"
-        fp8calib.quantize(model, "fp8-dynamic", out, allow_unservable=True, **text)  # type: ignore[arg-type]
+        gptq(model, "fp8-dynamic", out, data=rows, seq_len=LENGTH, allow_unservable=True)
     assert_unchanged(model, before)
     assert torch.equal(torch.get_rng_state(), random_state)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.jobs.planning import measure, rounded
+from fp8calib.jobs.planning import measure
 from fp8calib.jobs.planning.groups import GroupMaker
 from fp8calib.jobs.planning.measure import count_work, require_loaded
 from fp8calib.jobs.planning.opened import open_plan
 from fp8calib.jobs.planning.recipe import make_planned_scheme
-from fp8calib.jobs.quantization.gptq import run_gptq
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.verification.compare.text_runs import TextRuns
@@ -344,32 +343,16 @@ def test_impossible_requests_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("family", "rounding"),
-    [
-        ("mixtral", "gptq"),
-        ("deepseek_v3", "nearest"),
-        *(
-            pytest.param(*case, marks=takes_minutes)
-            for case in (
-                ("mixtral", "nearest"),
-                ("qwen3_next", "nearest"),
-                ("gemma3n_text", "nearest"),
-                ("gemma3n_text", "gptq"),
-            )
-        ),
-    ],
+    "family", ["mixtral", "deepseek_v3", *in_minutes("qwen3_next", "gemma3n_text")]
 )
-def test_experts_latents_and_linear_attention_are_planned(
-    family: str, rounding: str, tmp_path: Path
-) -> None:
+def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path: Path) -> None:
     """What is written loses what was measured, and passes `check`."""
     zoo.save(family, tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(12)]
     text = write_rows(tmp_path / "text.jsonl", rows)
     place = (tmp_path / "model", text)
-    options = ("--points", 0, "--kv-tokens", 0, "--rounding", rounding)
-    options += ("--scheme", "fp8-dynamic", "--scheme", "w8a16") if rounding == "gptq" else ()
+    options = ("--points", 0, "--kv-tokens", 0)
     found = plan(place, tmp_path / "plan", "--max-bytes", 0.7, *options).json
     hows = {
         (group["name"].endswith(".experts"), choice["how"])
@@ -384,9 +367,7 @@ def test_experts_latents_and_linear_attention_are_planned(
     assert found["passes"] <= 16 + experts + math.ceil(experts / 8) <= int(most)
     recipe, stats = (tmp_path / "plan" / name for name in ("recipe.yaml", "stats.safetensors"))
     out = tmp_path / "fp8"
-    data = write_rows(tmp_path / "calibrated.jsonl", rows[:-2])
-    given = ("--data", data, *QUICK) if rounding == "gptq" else ()
-    succeed("quantize", place[0], "--scheme", recipe, "--stats", stats, *given, "--out", out)
+    succeed("quantize", place[0], "--scheme", recipe, "--stats", stats, "--out", out)
     succeed("check", out, "--engine", "vllm")
     held_out = write_rows(tmp_path / "held-out.jsonl", rows[-2:])
     judged = ("--scales", out, "--data", held_out, *QUICK, "--json")
@@ -410,7 +391,7 @@ def test_any_two_schemes_that_are_choices_load_together(
         assert ("mxfp8-a16" in names) == (engine == "vllm")
         for one, other in itertools.combinations(names, 2):
             plan = (group.find((one, other)[place % 2]) for place, group in enumerate(groups))
-            require_loaded(opened, make_planned_scheme(groups, tuple(plan), "nearest"), stats)
+            require_loaded(opened, make_planned_scheme(groups, tuple(plan)), stats)
 
 
 def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) -> None:
@@ -430,54 +411,14 @@ def test_the_page_draws_each_plan_and_names_what_is_no_choice(measured: Path) ->
     assert f"the plan has KLD {losses[0]} nats, and its groups alone add up to {losses[1]}" in page
 
 
-@takes_minutes
-def test_losses_of_gptq_are_those_of_the_file_that_it_rounds(
+def test_a_recipe_takes_no_schemes_beside_its_own(
     planted: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    model, text = planted
-    schemes = ("--scheme", "fp8-dynamic", "--scheme", "fp8-static", "--scheme", "fp8-block")
-    options = ("--max-bytes", 0.5, "--kv-tokens", 0, "--points", 0, *schemes)
-    nearest = plan(planted, tmp_path / "nearest", *options).json
-    outcome = plan(planted, tmp_path / "plan", *options, "--rounding", "gptq")
-    assert outcome.code == 0, outcome.err
-    found = outcome.json
-    rows = [json.loads(line) for line in text.read_text().splitlines()]
-    data = write_rows(text.with_name("calibrated.jsonl"), rows[:-12])
-    out, made = tmp_path / "fp8", tmp_path / "plan"
-    command = ("quantize", model, "--scheme", made / "recipe.yaml", "--out", out)
-    succeed(*command, "--stats", made / "stats.safetensors", "--data", data, *QUICK)
-    verified = verify(planted, "--scales", out)[0]
-    assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
-    assert found["kld_mean"] < 0.95 * nearest["kld_mean"]
-
-
-def test_a_plan_that_goes_on_rounds_no_scheme_again(
-    planted: tuple[Path, Path], tmp_path: Path
-) -> None:
-    schemes = ("--scheme", "w8a16", "--scheme", "fp8-block", "--rounding", "gptq")
-    options = ("--max-bytes", 0.7, "--kv-tokens", 0, "--points", 0, "--passes", 2, *schemes)
-    whole = plan(planted, tmp_path / "whole", *options).json
-    with patch.object(measure, "_open_job", side_effect=KeyboardInterrupt):
-        assert plan(planted, tmp_path / "plan", *options).code == 130
-    rounds = Mock(side_effect=run_gptq)
-    with patch.object(rounded, "run_gptq", rounds):
-        outcome = plan(planted, tmp_path / "plan", *options, "--resume")
-    assert outcome.json["kld_mean"] == whole["kld_mean"]
-    assert outcome.err.count("is finished already") == rounds.call_count == 2
-
-
-def test_a_recipe_asks_for_gptq_and_takes_no_schemes_beside_its_own(
-    planted: tuple[Path, Path], tmp_path: Path
-) -> None:
-    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--rounding", "gptq")
-    options = (*options, "--passes", 2)
+    options = ("--scheme", "w8a16", "--points", 0, "--kv-tokens", 0, "--passes", 2)
     found = plan(planted, tmp_path / "plan", "--max-bytes", 0.7, *options).json
-    assert not (tmp_path / "plan" / "rounded").exists()
     recipe = tmp_path / "plan" / "recipe.yaml"
     command = ("quantize", planted[0], "--scheme", recipe, "--out", tmp_path / "fp8")
-    text = ("--data", planted[1], *QUICK, "--samples", 16)
-    outcome = succeed(*command, *text, "--json").json
-    assert len(outcome["rounded"]) == len(outcome["quantized"])
+    outcome = succeed(*command, "--json").json
     planned = [linear for g in found["groups"] if g["choice"] == "w8a16" for linear in g["linears"]]
     assert sorted(outcome["quantized"]) == sorted(planned)
     assert "--ignore: the schemes are those of" in fail(2, *command, "--ignore", "*.o_proj")

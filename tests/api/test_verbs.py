@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
+from fp8calib.plugins.gptq import gptq
+from fp8calib.plugins.gptq.result import GptqResult
 from tests import zoo
 from tests.cli.program import snapshot, succeed
 
@@ -62,16 +64,15 @@ def test_quantize_writes_the_files_of_the_command(
 
 
 def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path: Path) -> None:
-    options = ("--scheme", "fp8-static", "--rounding", "gptq", "--ignore", "*.o_proj")
+    options = ("--scheme", "fp8-static", "--ignore", "*.o_proj")
     text = ("--data", data, "--samples", 32, "--seq-len", 32, "--dtype", "float32")
-    succeed("quantize", model, *options, *text, "--out", tmp_path / "expected")
+    succeed("gptq", model, *options, *text, "--out", tmp_path / "expected")
 
-    def quantize(source: Any, name: str, **given: Any) -> fp8calib.QuantizeResult:
-        return fp8calib.quantize(
+    def round_weights(source: Any, name: str, **given: Any) -> GptqResult:
+        return gptq(
             source,
             "fp8-static",
             tmp_path / name,
-            rounding="gptq",
             data=data,
             ignore=["*.o_proj"],
             dtype="float32",
@@ -81,23 +82,18 @@ def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path:
         )
 
     stages: list[str] = []
-    found = quantize(model, "found", progress=lambda *call: stages.append(call[0]))
+    found = round_weights(model, "found", progress=lambda *call: stages.append(call[0]))
     assert stages[-1] == "quantizing"
     assert any(each.rounding == "gptq" for each in found.rounded)
     assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
-    assert quantize(model, "found", resume=True).files == found.files
+    assert round_weights(model, "found", resume=True).files == found.files
     live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    quantize(live, "live", tokenizer=AutoTokenizer.from_pretrained(model))
+    round_weights(live, "live", tokenizer=AutoTokenizer.from_pretrained(model))
     weights = "model.safetensors"
     expected = load_file(tmp_path / "expected" / weights)
     for name, tensor in load_file(tmp_path / "live" / weights).items():
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "found", "live"]
-
-
-def test_text_is_refused_where_weights_are_rounded_to_nearest(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(fp8calib.UsageError, match="data: rounding='nearest' runs no text"):
-        fp8calib.quantize(model, "fp8-dynamic", tmp_path / "out", data=["w1 w2"])
 
 
 @pytest.mark.parametrize(

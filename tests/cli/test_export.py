@@ -224,8 +224,6 @@ def test_options_without_effect_are_named(model: Path, stats: Path, tmp_path: Pa
     assert "--seed has no effect: it is for mixing several --data" in done.err
     done = succeed("verify", model, *one[:-2], "--force")
     assert "--force has no effect without --report, --dump or --receipt" in done.err
-    bare = ("--scheme", "fp8-dynamic", "--no-shared-scales", "--out", tmp_path / "fp8")
-    assert "fp8-dynamic has no scales of whole weights" in fail(2, "quantize", model, *bare)
 
 
 def test_a_folder_with_an_overlay_in_it_is_refused_alike(

@@ -289,8 +289,8 @@ def test_gptq_rounds_on_a_gpu(tmp_path: Path) -> None:
     rows = [{"input_ids": [3 + (i * j + j * j) % 90 for j in range(32)]} for i in range(24)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     size = ("--samples", 24, "--seq-len", 32, "--batch-size", 6, "--dtype", "float32", "--json")
-    made = ("quantize", tmp_path / "model", "--scheme", "w8a16", "--rounding", "gptq")
-    made = (*made, "--data", data, *size)
+    made = ("gptq", tmp_path / "model", "--scheme", "w8a16", "--data", data, *size)
+    made += ("--allow-unservable",)
     cpu = succeed(*made, "--device", "cpu", "--out", tmp_path / "cpu").json
     with gpus():
         gpu = succeed(*made, "--device", "cuda", "--out", tmp_path / "gpu").json

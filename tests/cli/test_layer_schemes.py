@@ -14,12 +14,12 @@ import yaml
 from safetensors.torch import load_file
 
 import fp8calib
-from fp8calib.quantization.gptq.layer_rounding import LayerRounding
+from fp8calib.plugins.gptq.layer_rounding import LayerRounding
 from tests import zoo
 from tests.cli.conftest import QUICK
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
 from tests.kit.checkpoints import change_tensors
-from tests.quantization.gptq.test_checkpoints import command
+from tests.plugins.gptq.test_checkpoints import command
 
 CHOICE = {"*.o_proj": "fp8-static", "*.layers.1.mlp": "w8a16", "*.down_proj": "fp8-block"}
 OPTIONS = [part for pair in CHOICE.items() for part in ("--layer-scheme", "=".join(pair))]
@@ -59,17 +59,6 @@ def test_the_report_names_each_pattern_and_counts_its_linears(
     assert static == {module for module in linears if find_scheme(module) == "fp8-static"}
     single = succeed("quantize", model, "--scheme", "w8a16", "--out", tmp_path / "c", "--json")
     assert single.json["layer_schemes"] == []
-
-
-def test_powers_of_two_are_for_the_linears_with_blocks(model: Path, tmp_path: Path) -> None:
-    made = ("quantize", model, "--scheme", "fp8-dynamic", "--power-of-two-scales")
-    text = fail(2, *made, "--layer-scheme", "*.o_proj=w8a16", "--out", tmp_path / "out")
-    assert "--power-of-two-scales: --scheme fp8-dynamic has no scales of blocks" in text
-    succeed(*made, "--layer-scheme", "*.down_proj=fp8-block", "--out", tmp_path / "out")
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    scales = {name: value for name, value in stored.items() if name.endswith("weight_scale")}
-    powers = {name for name, value in scales.items() if (value.frexp().mantissa == 0.5).all()}
-    assert powers == {name for name in scales if "down_proj" in name}
 
 
 def test_a_finished_checkpoint_of_other_patterns_is_not_taken_for_this_one(
@@ -130,16 +119,16 @@ def test_recipes_and_python_write_the_same_bytes(model: Path, data: Path, tmp_pa
         (["*.o_proj=fp8-static"], "--layer-scheme *.o_proj=fp8-static: its input scales come"),
     ],
 )
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+@pytest.mark.parametrize("command", ["quantize", "gptq"])
 def test_a_wrong_pattern_or_scheme_is_an_error_that_names_it(
-    options: list[str], says: str, rounding: str, model: Path, data: Path, tmp_path: Path
+    options: list[str], says: str, command: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
     patterns = [part for text in options for part in ("--layer-scheme", text)]
-    made = ("quantize", model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
-    if rounding == "gptq":
+    made = (command, model, "--scheme", "fp8-dynamic", *patterns, "--out", tmp_path / "out")
+    if command == "gptq":
         if "its input scales" in says:
             pytest.skip("gptq measures them")
-        made = (*made, "--rounding", "gptq", "--data", data, "--seq-len", 16, "--samples", 8)
+        made = (*made, "--data", data, "--seq-len", 16, "--samples", 8)
     assert says in fail(2, *made)
     assert not list(tmp_path.iterdir())
 

@@ -34,7 +34,6 @@ REFUSALS = [
         "--format autofp8 cannot express --scheme w8a16",
         "w8a16 can be written as compressed-tensors",
     ),
-    ("quantize x --out o --scheme w8a16 --rounding gpt", "must be nearest or gptq", "gptq?"),
     (
         "quantize x --out o --scheme w8a16 --layer-scheme a=fp8_block",
         "--layer-scheme fp8_block: unknown scheme",
@@ -96,7 +95,6 @@ def test_help_has_a_short_name_too(command: str) -> None:
 def test_choices_are_in_the_help() -> None:
     shown = succeed("quantize", "-h").out
     assert "--scheme fp8-static|fp8-dynamic|w8a16|fp8-block" in shown
-    assert "--rounding nearest|gptq" in shown
 
 
 def test_suggestions() -> None:

@@ -286,9 +286,6 @@ def test_dead_weights_are_told(tmp_path: Path) -> None:
     [
         (2, ("--scheme", "fp8-static"), "--stats"),
         (2, ("--scheme", "fp8-block", "--format", "modelopt"), "autofp8"),
-        (2, ("--scheme", "w8a16", "--power-of-two-scales"), "has no scales of blocks"),
-        (2, ("--scheme", "mxfp8", "--no-power-of-two-scales"), "are always powers of two"),
-        (2, ("--scheme", "mxfp8", "--power-of-two-scales"), "are always powers of two"),
         (2, ("--scheme", "w8a16", "--ignore", "*.w1"), "--ignore *.w1"),
         (2, ("--scheme", "w8a16", "--device", "cuda:99"), "CUDA devices"),
         (2, ("--scheme", "w8a16", "--stats", "missing.safetensors"), "missing.safetensors"),

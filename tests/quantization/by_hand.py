@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import find_written
-from fp8calib.fp8.schemes import NEAREST, choose_block_scales, find_scheme
+from fp8calib.fp8.schemes import choose_block_scales, find_scheme
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -135,7 +135,9 @@ def run(
     **settings: Any,
 ) -> Run:
     """Quantize a checkpoint."""
-    found = choose_block_scales(find_scheme(scheme), NEAREST, power_of_two)
+    found = find_scheme(scheme)
+    if power_of_two:
+        found = choose_block_scales(found, power_of_two=True)
     others = tuple((pattern, find_scheme(name)) for pattern, name in layer_schemes.items())
     asked = PlanSettings(
         schemes=LayerSchemes(found, others), dialect=find_written(form, found), **settings

@@ -306,7 +306,7 @@ def test_gptq_writes_exponents_and_resumes(tmp_path: Path) -> None:
     drawn = torch.randint(3, 64, (12, 48), generator=generator).tolist()
     rows = [{"input_ids": row} for row in drawn]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    made = ("quantize", FOLDER / "llama", "--scheme", "mxfp8-a16", "--rounding", "gptq")
+    made = ("gptq", FOLDER / "llama", "--scheme", "mxfp8-a16")
     text = ("--data", data, "--samples", 12, "--seq-len", 48, "--allow-unservable")
     succeed(*made, *text, "--out", tmp_path / "gptq")
     nearest = load(run(FOLDER / "llama", tmp_path / "nearest", "mxfp8-a16").out)

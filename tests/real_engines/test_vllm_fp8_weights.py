@@ -19,8 +19,8 @@ from fp8calib.selection.select import select
 from tests import zoo
 from tests.cli.program import succeed
 from tests.doors import make_plan, run_calibration
+from tests.plugins.gptq.test_checkpoints import command
 from tests.quantization.by_hand import run
-from tests.quantization.gptq.test_checkpoints import command
 from tests.real_engines.vllm_job import load_in_vllm
 from tests.zoo import draw
 

@@ -54,7 +54,7 @@ class Offered:
                 known.append(name)
             groups.append(group)
             plan.append(known.index(name))
-        asked = make_planned_scheme(groups, tuple(plan), "nearest").quantize
+        asked = make_planned_scheme(groups, tuple(plan)).quantize
         assert asked is not None
         fp8calib.quantize(
             self.model,

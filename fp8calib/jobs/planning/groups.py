@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.engines.check import replay_overlay
@@ -30,9 +29,7 @@ from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import (
     build_cache,
-    build_checkpoint,
     build_scheme,
-    open_candidate,
 )
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.planning.choices import IN_16_BITS, Choice, Group
@@ -73,8 +70,6 @@ class GroupMaker:
         self._plans: dict[str, QuantizePlan] = {}
         self._refused: dict[str, dict[str, str]] = {}
         """By scheme and group: why it is no choice."""
-        self.rounded: Mapping[str, Path] = {}
-        """Checkpoints whose weights groups have in a scheme; without one, those to nearest."""
         for name in list_asked(opened):
             self._judge(name)
         self.refused_cache = self._explain_refused_cache()
@@ -165,12 +160,6 @@ class GroupMaker:
 
     def _emulate(self, name: str, model: LoadedModel) -> Emulation:
         target, numerics = self._opened.target, self._opened.numerics
-        if (path := self.rounded.get(name)) is not None:
-            rounded = open_candidate(str(path), target, numerics)
-            whole = build_checkpoint(rounded, model, target, numerics).emulation
-            # What no hook sees is no group: it stays as it is.
-            kept = tuple(w for w in whole.weights if any(p.sites for p in w.parameters))
-            return replace(whole, weights=kept)
         found = build_scheme(
             name,
             find_scheme(name),

@@ -10,12 +10,11 @@ import torch
 
 from fp8calib.data.sequences import DataPlan, batches
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.schemes import GPTQ, SCHEMES
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.jobs.planning.budget import Sizes
 from fp8calib.jobs.planning.groups import GroupMaker, list_asked, require_choices
 from fp8calib.jobs.planning.opened import OpenedPlan, join_texts
 from fp8calib.jobs.planning.recipe import PlannedScheme
-from fp8calib.jobs.planning.rounded import ROUNDED_NAME, round_schemes
 from fp8calib.jobs.planning.runs import Measurements, Runs
 from fp8calib.jobs.quantization.planned import replay_settings, resolve_recipe
 from fp8calib.jobs.quantization.servable import find_fault
@@ -90,9 +89,6 @@ def open_measured(
     maker = GroupMaker(opened, stats)
     for text in maker.describe_refused():
         reporter.say(text)
-    if opened.request.rounding == GPTQ:
-        folder = measurements.folder / ROUNDED_NAME
-        maker.rounded = round_schemes(opened, maker.list_ignored(), stats, folder, reporter)
     job, mode = _open_job(opened, maker)
     for text in mode.describe():
         reporter.say(text)

@@ -13,7 +13,6 @@ from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import REFERENCE, find_emulated, find_replayed, list_emulated
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.schemes import NEAREST
 from fp8calib.jobs.calibration import open_unquantized
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.planning.budget import check_budget
@@ -115,7 +114,6 @@ def _describe_opened(
     parts = (fingerprint, calibration.fingerprint, held_out.fingerprint, model.dtype)
     settings = (
         *(emulated.key, request.gpu or "", str(request.batch_size), str(request.stats or "")),
-        *([] if request.rounding == NEAREST else [request.rounding]),
     )
     return OpenedPlan(
         request=request,

@@ -38,7 +38,7 @@ class PlannedScheme:
     """Those whose cache stays in 16 bits."""
 
 
-def make_planned_scheme(groups: Sequence[Group], plan: Plan, rounding: str) -> PlannedScheme:
+def make_planned_scheme(groups: Sequence[Group], plan: Plan) -> PlannedScheme:
     """Describe a plan by patterns: the scheme of most linears is the default."""
     pairs = [(g, g.choices[c].name) for g, c in zip(groups, plan, strict=True)]
     chosen = {linear: name for group, name in pairs for linear in group.linears}
@@ -52,7 +52,6 @@ def make_planned_scheme(groups: Sequence[Group], plan: Plan, rounding: str) -> P
             scheme=default,
             layer_schemes=others,
             ignore=tuple(p for p, name in folded.items() if name == IN_16_BITS),
-            rounding=rounding,
         )
     layers: dict[bool, list[int]] = {True: [], False: []}
     for group, name in pairs:

@@ -22,15 +22,11 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import (
-    GPTQ,
-    NEAREST,
-    Granularity,
     Scheme,
     list_without_calibration,
 )
 from fp8calib.jobs.quantization.report import QuantizationOutcome
 from fp8calib.jobs.quantization.servable import replay_plan, require_servable
-from fp8calib.jobs.recipe_options import list_given
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.machine.devices import choose_device
 from fp8calib.quantization import quantize as writing
@@ -42,9 +38,9 @@ from fp8calib.quantization.plan import (
     make_plan,
     select_linears,
 )
-from fp8calib.quantization.rounded_codes import WeightCodes
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.decoded import DecodedCheckpoint, open_dequantized
+from fp8calib.quantization.weight_codes import WeightCodes
 from fp8calib.quantization.weight_reader import read_matrix
 from fp8calib.quantization.weight_scales import part_amax, scale_parts, spread_scales
 from fp8calib.recipe import Quantize
@@ -106,61 +102,30 @@ class Planned:
         )
 
 
-def check_rounding(request: QuantizeRequest) -> None:
-    """Refuse an unknown rounding, and options that it has no use for.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    others = {
-        "--memory": request.memory is not None,
-        "--dry-run": request.dry_run,
-        "--trust-remote-code": request.trust_remote_code,
-        "--dtype": request.dtype != "auto",
-    }
-    of_text = [*list_given(request), *(name for name, is_given in others.items() if is_given)]
-    if request.rounding not in (NEAREST, GPTQ):
-        raise UsageError(f"--rounding {request.rounding}: must be {NEAREST} or {GPTQ}")
-    if request.rounding == NEAREST and of_text:
-        raise UsageError(
-            f"{of_text[0]}: --rounding {NEAREST} runs no text",
-            hint=f"leave it out, or use --rounding {GPTQ}",
-        )
-    if request.rounding == GPTQ and request.dequantize:
-        raise UsageError(
-            f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
-            hint="use the model that this one was made from",
-        )
-    if request.rounding == GPTQ and request.towers:
-        raise UsageError(
-            f"--towers --rounding {GPTQ}: it rounds the layers of the text decoder alone",
-            hint=f"leave one of them out: --rounding {NEAREST} quantizes towers",
-        )
-
-
 def resolve_recipe(asked: Quantize) -> PlanSettings:
     """Resolve what a recipe asks: the checkpoint has the format of compressed-tensors."""
     return PlanSettings(
-        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes, asked.rounding),
+        schemes=make_layer_schemes(asked.scheme, asked.layer_schemes),
         dialect=COMPRESSED_TENSORS,
         ignore=asked.ignore,
-        rounding=asked.rounding,
     )
 
 
-def resolve_request(request: QuantizeRequest) -> PlanSettings:
+def resolve_request(
+    request: QuantizeRequest, *, power_of_two: bool = False, is_calibrated: bool = False
+) -> PlanSettings:
     """Resolve what `quantize` is asked.
 
-    Where scales that are powers of two are neither asked for nor refused, `choose_block_scales`
-    decides.
+    Args:
+        request: the request.
+        power_of_two: whether scales of blocks are powers of two.
+        is_calibrated: whether input scales are measured without `--stats`.
 
     Raises:
         UsageError: a name is unknown, or the options contradict each other.
     """
-    layer_schemes, power_of_two_scales = request.layer_schemes or {}, request.power_of_two_scales
-    schemes = make_layer_schemes(
-        request.scheme, layer_schemes, request.rounding, power_of_two_scales
-    )
+    layer_schemes = request.layer_schemes or {}
+    schemes = make_layer_schemes(request.scheme, layer_schemes, power_of_two=power_of_two)
     dialect = find_written(request.dialect, schemes.default)
     if layer_schemes and not dialect.has_groups:
         others = (each.name for each in list_written() if each.has_groups)
@@ -168,54 +133,19 @@ def resolve_request(request: QuantizeRequest) -> PlanSettings:
             f"{OPTION}: --format {dialect.name} has one scheme for all linears",
             hint=f"leave it out, or write {', '.join(others)}",
         )
-    if power_of_two_scales is not None:
-        _require_block_scales(schemes, is_asked=power_of_two_scales)
-    if (
-        not request.shared_scales
-        and _find_option(schemes, lambda scheme: scheme.weights is Granularity.TENSOR) is None
-    ):
-        raise UsageError(
-            f"--no-shared-scales: --scheme {schemes.default.name} has no scales of whole weights",
-            hint="leave it out: no other scales are shared",
-        )
-    is_calibrated = request.stats is not None or request.rounding == GPTQ
     static = _find_option(schemes, lambda scheme: scheme.has_static_inputs)
-    if static is not None and not is_calibrated:
+    if static is not None and request.stats is None and not is_calibrated:
         raise UsageError(
             f"{static}: its input scales come from calibration",
-            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, use --rounding "
-            f"{GPTQ}, which measures them, or choose a scheme that needs no calibration: "
-            f"{', '.join(list_without_calibration())}",
+            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
+            f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )
     return PlanSettings(
         schemes=schemes,
         dialect=dialect,
         ignore=tuple(request.ignore or ()),
         towers=request.towers,
-        shares_scales=request.shared_scales,
-        rounding=request.rounding,
     )
-
-
-def _require_block_scales(schemes: LayerSchemes, *, is_asked: bool) -> None:
-    """Refuse --power-of-two-scales, or --no-power-of-two-scales, where nothing is to choose.
-
-    Raises:
-        UsageError: no scheme has blocks, or only MXFP8 has.
-    """
-    option = "--power-of-two-scales" if is_asked else "--no-power-of-two-scales"
-    if _find_option(schemes, lambda each: each.weights is Granularity.BLOCK and not each.is_mx):
-        return
-    mx = _find_option(schemes, lambda each: each.is_mx)
-    if mx is not None:
-        raise UsageError(
-            f"{option}: the scales of {mx} are always powers of two", hint="leave it out"
-        )
-    if is_asked:
-        raise UsageError(
-            f"{option}: --scheme {schemes.default.name} has no scales of blocks",
-            hint="leave it out: no engine rounds other scales",
-        )
 
 
 def _find_option(schemes: LayerSchemes, is_meant: Callable[[Scheme], bool]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from fp8calib.checkpoint.model_config import find_dtype
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
-from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.recipe import Quantize
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
 from fp8calib.results.record import BeforeAfter, LayerScheme
@@ -32,8 +30,6 @@ class QuantizationOutcome:
     duration_s: float
     stats: CalibrationStats | None
     notes: tuple[str, ...]
-    rounded: Sequence[RoundedLinear] = ()
-    """How each linear was rounded, if not all to nearest."""
 
 
 def make_quantize_result(
@@ -64,7 +60,6 @@ def make_quantize_result(
             for item in plan.selection.unquantized
         ),
         dead=outcome.written.all_zero,
-        rounded=tuple(outcome.rounded),
         has_kv_scales=plan.has_kv,
         notes=(
             *outcome.notes,

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import LONE, ProcessGroup
+from fp8calib.run.streaming.layer_observer import LayerWork
 from fp8calib.run.text_engine import TextEngine
 from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
+
+
+class LayerJob(Protocol):
+    """Work on the inputs of every layer, such as rounding its weights; the model is streamed."""
+
+    why_streamed: str
+
+    def estimate_bytes(self, job: ResumableJob) -> int:
+        """Estimate the memory that it needs beside the calibration's own."""
+
+    def make_probe(self, job: ResumableJob) -> LayerWork:
+        """Make what works on a layer, to measure what it costs; it writes nothing."""
+
+    def open(self, job: ResumableJob, folder: Path) -> LayerWork:
+        """Make what works on each layer, and writes into the working folder of the run."""
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse what an interrupted run with other options has left in a working folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +65,8 @@ class ResumableJob(RunModel):
     reporter: Reporter
     quantization: PlanSettings | None = None
     """How the FP8 checkpoint is written; None without one."""
-
-    @property
-    def rounding(self) -> PlanSettings | None:
-        """How the pass also rounds weights, layer by layer; None if it does not."""
-        settings = self.quantization
-        return None if settings is None or settings.rounding != GPTQ else settings
+    layer_job: LayerJob | None = None
+    """What also works on each layer while its inputs are there; None if nothing does."""
 
     @property
     def folder(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from fp8calib.calibration import calibrate
 from fp8calib.data.sequences import DataPlan
 from fp8calib.jobs.calibration import choose_mode
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import find_rounding, make_rounding_probe, open_rounding
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.forward.back_off import BackOff
@@ -22,8 +21,6 @@ from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats
-
-_WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +47,19 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
     """
     if job.engine is not None:  # it plans its own memory
         return MemoryMode(plan=None, prepared=job.prepared)
-    rounding = find_rounding(job)
-    mode = choose_mode(
+    extra = job.layer_job
+    return choose_mode(
         job,
         job.recipe,
         job.plan,
         shard=job.shard,
         scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
         group=job.group,
-        extra_bytes={} if rounding is None else {"rounding": rounding.estimate_bytes()},
-        work=None if rounding is None else make_rounding_probe(job, rounding),
-        always_streams=_WHY_STREAMED if rounding else "",
+        extra_bytes={} if extra is None else {"work on layers": extra.estimate_bytes(job)},
+        work=None if extra is None else extra.make_probe(job),
+        always_streams="" if extra is None else extra.why_streamed,
         expects_duration=job.expects_duration,
     )
-    if rounding and mode.plan is not None and mode.plan.expected_s is not None:
-        expected_s = mode.plan.expected_s + rounding.estimate_s(torch.device(job.device))
-        mode = replace(mode, plan=replace(mode.plan, expected_s=expected_s))
-    return mode
 
 
 def _nearest_folder(out: Path) -> Path:
@@ -77,9 +70,9 @@ def _nearest_folder(out: Path) -> Path:
 def run_job(
     job: ResumableJob, mode: MemoryMode, work: WorkFolder | None
 ) -> tuple[CalibrationStats, RunMeasurements]:
-    """Run the calibration of a job, with the rounding of weights if it asks for that.
+    """Run the calibration of a job, with its work on layers if it has some.
 
-    Without a working folder it cannot be resumed, and rounds nothing.
+    Without a working folder it cannot be resumed, and works on no layer.
     """
     progress, group = job.reporter, job.group
     journal = None if work is None else work.journal
@@ -91,7 +84,9 @@ def run_job(
         progress.say(f"{group.size} processes share the data, with {threads} threads each")
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=journal, group=group)
-    rounding = None if work is None else open_rounding(job, work.path)
+    layer_work = None
+    if work is not None and job.layer_job is not None:
+        layer_work = job.layer_job.open(job, work.path)
     with PeakMemory() as memory, group.peer_failures():
         stats = calibrate(
             job.load(mode, progress) if job.engine is None else job.prepared,
@@ -102,7 +97,7 @@ def run_job(
             progress=progress,
             streaming=mode.streaming,
             share=share,
-            work=rounding,
+            work=layer_work,
             engine=job.engine,
         )
         back_offs = _gather_back_offs(share)

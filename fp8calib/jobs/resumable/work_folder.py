@@ -19,7 +19,6 @@ from fp8calib.checkpoint.resumable_folder import (
 )
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import check_same_rounding
 from fp8calib.jobs.stats import CalibrationStats as PublicStats
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.run.distributed.group import RankLostError
@@ -164,7 +163,8 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
 
 def _check_resumed(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
     _open_journal(job, header, staging).load()
-    check_same_rounding(job, staging)
+    if job.layer_job is not None:
+        job.layer_job.check_same(staging)
 
 
 def _find_complete(job: ResumableJob, header: StatsHeader, staging: Path) -> CalibrateResult | None:

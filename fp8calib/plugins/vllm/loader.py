@@ -44,7 +44,7 @@ weights, which are on the meta device."""
 EXPERTS = (".w13_weight", ".w2_weight")
 """How the names of the weights of all experts of a layer end."""
 _FIX = "the reason is vLLM's own error: write the checkpoint or its config again"
-_ENVIRONMENT_HINT = "name a Python with vLLM: --engine-python PATH"
+_ENVIRONMENT_HINT = "name a Python with vLLM: --python PATH"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

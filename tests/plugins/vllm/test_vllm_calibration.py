@@ -328,17 +328,7 @@ def test_a_signal_ends_the_start_of_vllm(
 
 
 @pytest.mark.usefixtures("vllm")
-def test_rounding_and_processes_of_torchrun_are_refused(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    recipe = tmp_path / "gptq.yaml"
-    recipe.write_text(
-        "name: rounded\nobserve: {kv: true, inputs: true, weights: true}\n"
-        "quantize: {scheme: fp8-dynamic, rounding: gptq}\n"
-    )
-    options = {**OPTIONS, "out": tmp_path / "out", "recipe": recipe}
-    with pytest.raises(UsageError, match="rounds weights layer by layer"):
-        plugin.calibrate(model_of("llama"), **options)
+def test_processes_of_torchrun_are_refused(model_of: Callable[[str], Path]) -> None:
     request = VllmCalibrateRequest(model=str(model_of("llama")))
     with pytest.raises(UsageError, match="starts its own processes"):
         check_engine(request, ProcessRank(rank=0, size=2, local_rank=0, local_size=2))

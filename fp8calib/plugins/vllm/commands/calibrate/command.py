@@ -57,16 +57,7 @@ def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> No
 
 
 def _make_settings(request: VllmCalibrateRequest, job: ResumableJob) -> EngineSettings:
-    """Make the settings of vLLM for a job.
-
-    Raises:
-        UsageError: the job also rounds weights.
-    """
-    if job.rounding is not None:
-        raise UsageError(
-            f"recipe {job.recipe.name} rounds weights layer by layer, which transformers does",
-            hint="use `fp8calib calibrate`",
-        )
+    """Make the settings of vLLM for a job."""
     return EngineSettings(
         dtype=job.dtype,
         trust_remote_code=request.trust_remote_code,

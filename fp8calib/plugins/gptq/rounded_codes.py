@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -22,6 +21,7 @@ from fp8calib.quantization.shard_layout import OutputTensor, lay_out
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
 
+GPTQ = "gptq"
 _CODES = "layer-{:05}.safetensors"
 _REPORT = "layer-{:05}.json"
 _OPTIONS = "options.json"
@@ -46,18 +46,6 @@ class RoundedLinear:
     nearest_db: float | None = None
     damping: float | None = None
     """The share of the Hessian's mean diagonal that was added to it."""
-
-
-class WeightCodes(Protocol):
-    """Codes that are written as they are, instead of weights rounded to nearest."""
-
-    def __contains__(self, matrix: Matrix) -> bool: ...
-
-    def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
-        """Read the codes of consecutive rows: float8_e4m3fn."""
-
-    def read_scales(self, matrix: Matrix) -> torch.Tensor:
-        """Read the scales of a weight: fp32 [], or one per row or block."""
 
 
 class RoundedCodes:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.quantization.gptq.core import (
+from fp8calib.plugins.gptq.core import (
     factorise,
     output_error,
     round_compensated,

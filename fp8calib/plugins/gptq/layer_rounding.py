@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Layer
-from fp8calib.quantization.gptq.core import (
+from fp8calib.plugins.gptq.core import (
     HessianFactor,
     factorise,
     output_error,
@@ -23,10 +23,10 @@ from fp8calib.quantization.gptq.core import (
     search_scales,
     searches_scales,
 )
-from fp8calib.quantization.gptq.hessians import HessianCollector, HessianSums, LayerHessians
-from fp8calib.quantization.gptq.input_map import InputMap
+from fp8calib.plugins.gptq.hessians import HessianCollector, HessianSums, LayerHessians
+from fp8calib.plugins.gptq.input_map import InputMap
+from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.quantization.weight_scales import WeightScales, spread_scales
 from fp8calib.run.distributed.group import LONE, ProcessGroup

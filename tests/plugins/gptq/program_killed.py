@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from fp8calib.cli import main
-from fp8calib.quantization.gptq.layer_rounding import LayerRounding
+from fp8calib.plugins.gptq.layer_rounding import LayerRounding
 
 finish = LayerRounding.finish_layer
 

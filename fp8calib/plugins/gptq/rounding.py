@@ -1,4 +1,4 @@
-"""The rounding of weights while a calibration streams the model: `rounding: gptq`."""
+"""The rounding of weights while a calibration streams the model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ
 from fp8calib.jobs.resumable.job import ResumableJob, select_matrices
-from fp8calib.quantization.gptq.core import DAMPING, SCALE_STEPS, searches_scales
-from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
-from fp8calib.quantization.gptq.input_map import map_inputs
-from fp8calib.quantization.gptq.layer_rounding import LayerRounding, RoundingTask
+from fp8calib.plugins.gptq.core import DAMPING, SCALE_STEPS, searches_scales
+from fp8calib.plugins.gptq.hessians import HELD_EVERY, LENGTH_POWER
+from fp8calib.plugins.gptq.input_map import map_inputs
+from fp8calib.plugins.gptq.layer_rounding import LayerRounding, RoundingTask
+from fp8calib.plugins.gptq.rounded_codes import GPTQ, RoundedCodes, RoundedLinear
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
-from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.run.resume.journal import NAME_PREFIX
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.matrices import Matrix
@@ -37,50 +36,60 @@ def check_rounding_data(plan: DataPlan | None) -> None:
     count = 0 if plan is None else len(plan.sequences)
     if count < HELD_EVERY:
         raise UsageError(
-            f"rounding {GPTQ} needs at least {HELD_EVERY} sequences, and the data gives {count}: "
+            f"GPTQ needs at least {HELD_EVERY} sequences, and the data gives {count}: "
             f"one of {HELD_EVERY} is held back to measure the error",
             hint="use more text, more --samples, or a shorter --seq-len",
         )
 
 
-def find_rounding(job: ResumableJob) -> RoundingTask | None:
-    """Find the weights that a job rounds; None if it rounds nothing."""
-    if (settings := job.rounding) is None:
-        return None
-    matrices = select_matrices(job, settings).quantized
-    return RoundingTask(
-        settings=settings, matrices=matrices, inputs=map_inputs(job.prepared, matrices)
-    )
+class Rounding:
+    """The rounding of the weights of each layer after the text has run through it."""
 
+    why_streamed = "layer by layer: each layer is rounded after the text has run through it"
 
-def open_rounding(job: ResumableJob, folder: Path) -> LayerRounding | None:
-    """Make what rounds the weights of each layer into the working folder of a run.
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
 
-    Raises:
-        ExportError: the disk cannot hold the codes.
-    """
-    task = find_rounding(job)
-    if task is None:
-        return None
-    codes = RoundedCodes(folder / _CODES)
-    if job.group.is_first:
-        require_free_space(folder, count_code_bytes(task.matrices))
-        codes.begin(_list_options(task.settings))
-    return LayerRounding(job.checkpoint, task, codes, group=job.group)
-
-
-def check_same_rounding(job: ResumableJob, folder: Path) -> None:
-    """Refuse the codes of an interrupted run with other options.
-
-    Raises:
-        UsageError: the working folder holds such codes.
-    """
-    settings = job.rounding
-    if settings is not None and not RoundedCodes(folder / _CODES).is_of(_list_options(settings)):
-        raise UsageError(
-            f"{folder}: the interrupted run had another scheme or other options",
-            hint="omit --resume to start again, or use the options of that run",
+    def _find_task(self, job: ResumableJob) -> RoundingTask:
+        matrices = select_matrices(job, self._settings).quantized
+        return RoundingTask(
+            settings=self._settings, matrices=matrices, inputs=map_inputs(job.prepared, matrices)
         )
+
+    def estimate_bytes(self, job: ResumableJob) -> int:
+        """Estimate the memory of Hessians."""
+        return self._find_task(job).estimate_bytes()
+
+    def make_probe(self, job: ResumableJob) -> LayerRounding:
+        """Make what collects the Hessians of a layer, to measure their cost; it writes nothing."""
+        return LayerRounding(
+            job.checkpoint, self._find_task(job), RoundedCodes(job.folder / _CODES)
+        )
+
+    def open(self, job: ResumableJob, folder: Path) -> LayerRounding:
+        """Make what rounds the weights of each layer into the working folder of a run.
+
+        Raises:
+            ExportError: the disk cannot hold the codes.
+        """
+        task = self._find_task(job)
+        codes = RoundedCodes(folder / _CODES)
+        if job.group.is_first:
+            require_free_space(folder, count_code_bytes(task.matrices))
+            codes.begin(_list_options(task.settings))
+        return LayerRounding(job.checkpoint, task, codes, group=job.group)
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse the codes of an interrupted run with other options.
+
+        Raises:
+            UsageError: the working folder holds such codes.
+        """
+        if not RoundedCodes(folder / _CODES).is_of(_list_options(self._settings)):
+            raise UsageError(
+                f"{folder}: the interrupted run had another scheme or other options",
+                hint="omit --resume to start again, or use the options of that run",
+            )
 
 
 def _list_options(settings: PlanSettings) -> dict[str, object]:
@@ -95,11 +104,6 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
         "length_power": LENGTH_POWER,
         "scale_steps": SCALE_STEPS,
     }
-
-
-def make_rounding_probe(job: ResumableJob, task: RoundingTask) -> LayerRounding:
-    """Make what collects the Hessians of a layer, to measure their cost; it writes nothing."""
-    return LayerRounding(job.checkpoint, task, RoundedCodes(job.folder / _CODES))
 
 
 def count_code_bytes(matrices: Collection[Matrix]) -> int:

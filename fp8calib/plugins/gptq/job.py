@@ -13,9 +13,8 @@ import torch
 from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import DataPlan
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
+from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.jobs.calibration_result import make_run_plan
 from fp8calib.jobs.models import fields_of, prepare_run_model
 from fp8calib.jobs.processes import choose_rank_device
@@ -29,25 +28,28 @@ from fp8calib.jobs.quantization.report import QuantizationOutcome, list_layer_sc
 from fp8calib.jobs.quantization.servable import require_servable
 from fp8calib.jobs.recipe_options import apply_request, resolve_text
 from fp8calib.jobs.resumable.job import ResumableJob
-from fp8calib.jobs.resumable.rounding import (
-    check_rounding_data,
-    count_code_bytes,
-    list_rounded,
-    make_rounding_record,
-    open_codes,
-)
 from fp8calib.jobs.resumable.run import choose_calibration_mode, run_job
 from fp8calib.jobs.resumable.work_folder import make_job_header, work_folder
 from fp8calib.jobs.text import plan_text
 from fp8calib.machine.devices import choose_device
 from fp8calib.model.load import find_folder, open_source
 from fp8calib.model.stored_parameters import UnfilledModelError
+from fp8calib.plugins.gptq.input_map import map_inputs
+from fp8calib.plugins.gptq.request import GptqRequest
+from fp8calib.plugins.gptq.rounded_codes import RoundedLinear
+from fp8calib.plugins.gptq.rounding import (
+    Rounding,
+    check_rounding_data,
+    count_code_bytes,
+    list_rounded,
+    make_rounding_record,
+    open_codes,
+)
 from fp8calib.quantization.calibrated_scales import (
     check_stats_model,
     find_scales,
     split_static,
 )
-from fp8calib.quantization.gptq.input_map import map_inputs
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -72,6 +74,7 @@ class GptqJob:
     """A task whose model, text and checkpoint are planned; nothing is written yet."""
 
     task: QuantizeTask
+    request: GptqRequest
     job: ResumableJob
     selection: Selection
     expected: QuantizePlan
@@ -80,9 +83,9 @@ class GptqJob:
 
 @contextmanager
 def open_gptq(
-    task: QuantizeTask, text: DataPlan | None = None, group: ProcessGroup = LONE
+    task: QuantizeTask, request: GptqRequest, group: ProcessGroup = LONE
 ) -> Iterator[GptqJob]:
-    """Open the model and the text, if none is given, and plan the checkpoint.
+    """Open the model and the text, and plan the checkpoint.
 
     Raises:
         UsageError: an option is invalid, or there is no class that runs the model.
@@ -90,21 +93,19 @@ def open_gptq(
         DataError: the text cannot be read.
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
-    request = task.request
     folder = find_folder(task.model, request.revision)
     with Checkpoint.open(folder) as checkpoint:
         check_unquantized(checkpoint)
         selection = select_linears(checkpoint, task.asked)
-        recipe, rows = resolve_text(_make_recipe(task), request.data)
-        job = _make_job(task, checkpoint, recipe, group)
-        if text is None:
-            text = plan_text(
-                job.source,
-                recipe.data,
-                rows=rows,
-                part="calibrate",
-                tokenizer=request.tokenizer,
-            )
+        recipe, rows = resolve_text(_make_recipe(task, request), request.data)
+        job = _make_job(task, request, checkpoint, recipe, group)
+        text = plan_text(
+            job.source,
+            recipe.data,
+            rows=rows,
+            part="calibrate",
+            tokenizer=request.tokenizer,
+        )
         job = replace(job, plan=text)
         check_rounding_data(job.plan)
         for warning in text.warnings:
@@ -116,7 +117,7 @@ def open_gptq(
         expected = _plan_checkpoint(job, task.asked, selection, task.stats, None)
         if not request.allow_unservable and (note := require_servable(expected, folder)):
             task.reporter.warn(note)
-        yield GptqJob(task=task, job=job, selection=selection, expected=expected)
+        yield GptqJob(task=task, request=request, job=job, selection=selection, expected=expected)
 
 
 def plan_gptq(opened: GptqJob) -> RunPlan:
@@ -130,14 +131,15 @@ def plan_gptq(opened: GptqJob) -> RunPlan:
         writes=sorted(expected.names),
         scheme=expected.settings.schemes.default.name,
         **({"layer_schemes": schemes} if schemes else {}),
-        rounding=GPTQ,
         linears=len(expected.selection.quantized),
         output_size_bytes=expected.size_bytes,
         work_disk_bytes=count_code_bytes(expected.selection.quantized),
     )
 
 
-def run_gptq(opened: GptqJob) -> QuantizationOutcome | None:
+def run_gptq(
+    opened: GptqJob,
+) -> tuple[QuantizationOutcome, tuple[RoundedLinear, ...]] | None:
     """Round the weights and write the checkpoint; None in all processes but the first.
 
     Raises:
@@ -149,7 +151,7 @@ def run_gptq(opened: GptqJob) -> QuantizationOutcome | None:
     started = time.monotonic()
     if task.request.resume and (written := find_finished_checkpoint(task, expected)) is not None:
         planned = Planned(checkpoint=job.checkpoint, plan=expected)
-        return planned.finish(task, written, started)
+        return planned.finish(task, written, started), ()
     check_output(task.out, expected.names, task.request.force, inputs=[job.source.folder])
     mode = choose_calibration_mode(job)
     for text in mode.describe():
@@ -164,15 +166,18 @@ def run_gptq(opened: GptqJob) -> QuantizationOutcome | None:
             written = write_planned(task, planned, codes, device="cpu")
             rounded = list_rounded(job, opened.selection, codes)
     shutil.rmtree(job.folder, ignore_errors=True)
-    outcome = planned.finish(task, written, started)
-    return replace(outcome, rounded=rounded)
+    return planned.finish(task, written, started), tuple(rounded)
 
 
 # --- before the run -------------------------------------------------------------------------------
 
 
 def _make_job(
-    task: QuantizeTask, checkpoint: Checkpoint, recipe: Recipe, group: ProcessGroup
+    task: QuantizeTask,
+    asked: GptqRequest,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    group: ProcessGroup,
 ) -> ResumableJob:
     """Make the job of a checkpoint that could be rounded to nearest; it works beside the output.
 
@@ -180,7 +185,7 @@ def _make_job(
         UsageError: there is no class that runs the model.
         UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
-    request = replace(task.request, model=task.model)
+    request = replace(asked, model=task.model)
     device = choose_device(choose_rank_device(request.device, group.process_rank))
     try:
         source = open_source(
@@ -193,8 +198,8 @@ def _make_job(
         raise  # of no use for any rounding
     except ModelError as error:
         raise UsageError(
-            f"--rounding {GPTQ} runs the model, which is not possible here: {error.message}",
-            hint=f"--rounding {NEAREST} needs neither text nor a class of the model",
+            f"GPTQ runs the model, which is not possible here: {error.message}",
+            hint="`fp8calib quantize` needs neither text nor a class of the model",
         ) from error
     return ResumableJob(
         **fields_of(model),
@@ -207,18 +212,19 @@ def _make_job(
         reporter=task.reporter,
         group=group,
         quantization=task.asked,
+        layer_job=Rounding(task.asked),
     )
 
 
-def _make_recipe(task: QuantizeTask) -> Recipe:
+def _make_recipe(task: QuantizeTask, request: GptqRequest) -> Recipe:
     """Make the recipe of a calibration that rounds, and observes what static scales need."""
     has_static_inputs = task.asked.schemes.has_static_inputs
     made = Recipe(
-        name=f"quantize --rounding {GPTQ}",
+        name="gptq",
         observe=Observe(kv=False, query=False, inputs=True, weights=has_static_inputs),
         formats=(),
     )
-    return apply_request(made, task.request)
+    return apply_request(made, request)
 
 
 def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
@@ -228,7 +234,7 @@ def _check_measured(job: ResumableJob, static: Sequence[Matrix]) -> None:
         return
     patterns = dict.fromkeys(map(span_layers, missing))
     raise UsageError(
-        f"--rounding {GPTQ}: no input of {next(iter(missing))} can be measured for a static scale",
+        f"no input of {next(iter(missing))} can be measured for a static scale",
         hint=f"leave such linears unquantized: {spell_options(patterns)}; or choose a scheme that "
         f"needs no input scales: {', '.join(list_without_calibration())}",
     )
