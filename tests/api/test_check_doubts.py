@@ -126,7 +126,7 @@ def test_what_is_unknown_is_no_fault(saved: Path, tmp_path: Path, what: str) -> 
     for engine, report in ask(folder).items():
         assert report.status == "unknown"
         assert words in " ".join(report.unknown)
-        assert all("--run" in why for why in report.unknown) is (engine == "vllm")
+        assert all("vllm check" in why for why in report.unknown) is (engine == "vllm")
 
 
 @pytest.mark.parametrize(

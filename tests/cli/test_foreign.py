@@ -81,7 +81,8 @@ def test_check_says_what_becomes_of_them(name: str, tmp_path: Path) -> None:
     if not load_file(folder / "model.safetensors"):  # only scales are kept here, and it has none
         folder = Path(shutil.copytree(folder, tmp_path / name))
         shutil.copy(FOLDER / NO_KV_SCALES[name] / "model.safetensors", folder)
-    outcome = run("check", folder, "--json")
+    named = (part for engine in ENGINES for part in ("--engine", engine))
+    outcome = run("check", folder, *named, "--json")
     engines = outcome.json["engines"]
     statuses = {
         engine: {

@@ -365,7 +365,7 @@ PROCESSORS: list[tuple[int, Callable[[Path], object], str]] = [
         "the processor of its media cannot be loaded",
     ),
     (4, add_code, "--trust-remote-code"),
-    (5, add_tokens, "the tokenizer gives token "),
+    (5, add_tokens, "the text gives token "),
     (
         5,
         write_template("{% for m in messages %}{{ m.role }}: {{ m.content[1].text }}{% endfor %}"),

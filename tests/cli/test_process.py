@@ -102,7 +102,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> N
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
-    [("fp8calib ch", "check"), ("fp8calib check --engine-", "--engine-python")],
+    [("fp8calib ch", "check"), ("fp8calib check --eng", "--engine")],
 )
 def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
     place = {"COMP_WORDS": typed, "COMP_CWORD": typed.count(" ")}

@@ -180,7 +180,10 @@ def test_a_difference_is_unknown_unless_the_engine_is_silent(
         texts = [*report.problems, *report.unknown, report.weights.why if report.weights else ""]
         assert any(words in text for text in texts)
         hint = engine == "vllm" and wanted == "unknown"
-        assert any(text.endswith("; add --run") for text in report.unknown) is hint
+        assert (
+            any(text.endswith("; `fp8calib vllm check` asks its loader") for text in report.unknown)
+            is hint
+        )
         assert report.ok is (wanted == "ok")
 
 
