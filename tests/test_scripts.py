@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = [
     *(p for p in sorted((ROOT / "scripts").iterdir()) if p.suffix in {"", ".sh"} and p.is_file()),
     *sorted((ROOT / "scripts" / "jobs").glob("*.s*")),
-    ROOT / "scripts" / "action" / "run.sh",
-    ROOT / "hf-fp8calib",
     ROOT / ".ci" / "run",
 ]
 REPOSITORY_PATH = re.compile(r"(?<![\w/>-])(?:docs|fp8calib|scripts|tests)/[\w./-]*[\w/]")

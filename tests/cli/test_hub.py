@@ -1,10 +1,8 @@
-"""Uploads and downloads by huggingface_hub with a Hub on this machine, and its `hf` extension."""
+"""Uploads and downloads by huggingface_hub with a Hub on this machine."""
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,53 +135,3 @@ def test_a_download_continues_where_it_was_interrupted(
     assert spawn(hub, tmp_path, *check).returncode == 0
     fetched = [each.rpartition("/")[2] for each in hub.asked if each.startswith("GET /org/")]
     assert fetched == ["model.safetensors"]
-
-
-INSTALL = """
-import sys
-from types import SimpleNamespace
-from urllib.parse import urlsplit
-from pathlib import Path
-from huggingface_hub.cli import extensions
-
-def answer(method, url, **kwargs):
-    name = urlsplit(url).path.rpartition("/")[2]
-    path = Path(sys.argv.pop()) if name == "hf-fp8calib" and "raw" in url else None
-    if "info/refs" in url:
-        return SimpleNamespace(text="0" * 40 + " HEAD\\0")
-    if path is None:
-        raise OSError("not there")
-    return SimpleNamespace(content=path.read_bytes(), text="")
-
-extensions._github_request = answer
-extensions._github_repo_exists = lambda **names: names["repo_name"] == "hf-fp8calib"
-path = sys.argv[1]
-sys.argv = ["hf", "extensions", "install", "me/hf-fp8calib", path]
-arguments = sys.argv[1:-1]
-from huggingface_hub.cli.hf import app
-app(arguments, standalone_mode=False)
-"""
-"""Installs the extension by hf's own code, with GitHub replaced by this repository."""
-
-
-@takes_minutes
-def test_hf_fp8calib_checks_a_model_of_the_hub(
-    hub: FakeHub, checkpoint: Path, tmp_path: Path
-) -> None:
-    hub.repos["org/tiny"] = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    done = spawn(hub, tmp_path, "-c", INSTALL, ROOT / "hf-fp8calib")
-    assert done.returncode == 0, done.stderr
-    manifest = tmp_path / ".local/share/hf/extensions/hf-fp8calib/manifest.json"
-    assert json.loads(manifest.read_text())["type"] == "binary"
-    program = tmp_path / "bin" / "fp8calib"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m fp8calib "$@"\n')
-    program.chmod(0o755)
-    ask = ("-m", "huggingface_hub.cli.hf", "fp8calib", "check", "org/tiny", "--engine", "vllm")
-    path = f"{program.parent}:{os.environ['PATH']}"
-    done = spawn(hub, tmp_path, *ask, PATH=path)
-    assert done.returncode == 0, done.stderr
-    assert "org/tiny: ok" in done.stdout
-    done = spawn(hub, tmp_path, *ask, PATH="/usr/bin:/bin")
-    assert done.returncode == 127
-    assert "pip install fp8calib" in done.stderr
