@@ -15,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [
     *(p for p in sorted((ROOT / "scripts").iterdir()) if p.suffix in {"", ".sh"} and p.is_file()),
-    *sorted((ROOT / "scripts" / "jobs").glob("*.s*")),
     ROOT / ".ci" / "run",
 ]
 REPOSITORY_PATH = re.compile(r"(?<![\w/>-])(?:docs|fp8calib|scripts|tests)/[\w./-]*[\w/]")
