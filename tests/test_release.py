@@ -103,26 +103,6 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@takes_minutes
-def test_two_builds_give_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    made = []
-    for name, seconds in (("one", 1_000_000_000), ("two", 1_700_000_000)):
-        copy = tmp_path / name
-        shutil.copytree(source, copy)
-        for path in copy.rglob("*"):
-            os.utime(path, (seconds, seconds))
-        out = tmp_path / f"out-{name}"
-        epoch = {"SOURCE_DATE_EPOCH": "1600000000"}
-        run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", out, cwd=copy, **epoch)
-        (archive,) = out.glob("*.tar.gz")
-        pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", out)
-        run(*pip, archive, cwd=out, **epoch)
-        made.append({path.name: path.read_bytes() for path in out.iterdir()})
-    assert made[0].keys() == made[1].keys()
-    assert len(made[0]) == 2
-    assert [name for name in made[0] if made[0][name] != made[1][name]] == []
-
-
 def test_the_archive_contains_the_recipes_where_the_clone_has_them(archive: Path) -> None:
     with tarfile.open(archive) as tar:
         held = {name.partition("/")[2] for name in tar.getnames()}
