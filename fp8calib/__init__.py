@@ -25,7 +25,6 @@ from fp8calib.requests import find_implementation, list_commands
 
 if TYPE_CHECKING:
     from fp8calib.commands.calibrate import calibrate
-    from fp8calib.commands.card import card
     from fp8calib.commands.check import check
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
     from fp8calib.results.calibrate import CalibrateResult
-    from fp8calib.results.card import CardResult
     from fp8calib.results.check import CheckResult
     from fp8calib.results.export import ExportResult
     from fp8calib.results.extract_kv_scales import ExtractResult
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _PLACES = {
-    "CardResult": "results.card",
     "CheckResult": "results.check",
     "CalibrationStats": "jobs.stats",
     "CalibrateResult": "results.calibrate",
@@ -71,7 +68,6 @@ __all__ = [
     "CalibrateResult",
     "CalibrationError",
     "CalibrationStats",
-    "CardResult",
     "CheckResult",
     "DataError",
     "ExportError",
@@ -91,7 +87,6 @@ __all__ = [
     "VerificationError",
     "VerifyResult",
     "calibrate",
-    "card",
     "check",
     "export",
     "extract_kv_scales",

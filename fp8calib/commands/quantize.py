@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 
 from fp8calib.commands.written import check_written
-from fp8calib.errors import ExportError
 from fp8calib.jobs.function import as_function
-from fp8calib.jobs.hub import check_push, push_folder
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
     open_planned,
@@ -34,9 +32,8 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
         RecipeError: the recipe that the scheme names is invalid.
         ExportError: the statistics do not fit, no engine can load the checkpoint, or the disk
-            cannot hold it, or the Hub refuses the upload.
+            cannot hold it.
     """
-    check_push(request.push, uploads=request.upload)
     recipe = None
     if request.names_recipe:
         request, recipe = apply_quantize_recipe(request)
@@ -67,14 +64,7 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
     files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *files):
         reporter.warn(text)
-    if request.push is None:
-        return result
-    try:
-        pushed = push_folder(Path(request.out), request.push, reporter, uploads=request.upload)
-    except ExportError as error:  # the checkpoint is written
-        error.result = result  # type: ignore[attr-defined]
-        raise
-    return result.model_copy(update={"push": pushed})
+    return result
 
 
 def _quantize(task: QuantizeTask) -> QuantizationOutcome:

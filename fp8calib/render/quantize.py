@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from fp8calib.blocks import Block, Line
 from fp8calib.errors import cut_list
-from fp8calib.render.push import describe_push
 from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult, UnquantizedLinear
@@ -20,7 +19,6 @@ _BY_PATTERN = "--ignore "
 def describe(result: QuantizeResult, request: QuantizeRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe the checkpoint and what engines do with it."""
     yield from map(Line, _describe(result))
-    yield from describe_push(result.push) if result.push else ()
 
 
 def _describe(result: QuantizeResult) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8calib.blocks import Cell, Table
 from fp8calib.engines.facts.gpus import join_generations
@@ -190,34 +190,14 @@ def pairs_table(report: VerifyReport) -> Table | None:
 
 
 def cache_table(report: VerifyReport) -> Table | None:
-    """Make the table of cache types; None where nothing of them was asked."""
-    place = f" on {report.gpu}" if report.gpu else ""
-    return tabulate_caches(report.candidates, title=f"KV caches in {report.engine_version}{place}")
-
-
-def tabulate_caches(
-    candidates: Iterable[CandidateResult],
-    *,
-    title: str = "",
-    name: Callable[[CandidateResult], str] = lambda each: each.name,
-) -> Table | None:
-    """Make the table of the KV caches of candidates, the smallest first.
-
-    Args:
-        candidates: the rows.
-        title: of the table.
-        name: what the reader knows a candidate by.
-
-    Returns:
-        None where all have the FP8 cache, and no memory was given for it.
-    """
-    caches = [(one, one.kv_cache) for one in candidates if one.kv_cache is not None]
+    """Make the table of cache types, the smallest first; None where nothing of them was asked."""
+    caches = [(one, one.kv_cache) for one in report.candidates if one.kv_cache is not None]
     has_memory = any(cache.tokens is not None for _, cache in caches)
     if not has_memory and not any(cache.is_own_type for _, cache in caches):
         return None
     caches.sort(key=lambda pair: (pair[1].bytes_per_token, pair[0].kld_mean or 0.0))
     columns = {
-        "candidate": [name(one) for one, _ in caches],
+        "candidate": [one.name for one, _ in caches],
         "KLD mean ± se": [format_mean_kld(one.kld_mean, one.kld_se) for one, _ in caches],
         "ratio ± se": [format_ratio(one.ppl_ratio, one.ppl_ratio_se) for one, _ in caches],
         "top-1": [format_share(one.top1_agreement) for one, _ in caches],
@@ -230,8 +210,9 @@ def tabulate_caches(
     }
     if not has_memory:
         del columns["tokens that fit"]
+    place = f" on {report.gpu}" if report.gpu else ""
     return Table(
-        title=title,
+        title=f"KV caches in {report.engine_version}{place}",
         columns=list(columns),
         rows=list(zip(*columns.values(), strict=True)),
         words=(0, *range(list(columns).index("scales"), len(columns))),

@@ -136,8 +136,6 @@ class QuantizeRequest:
         bool,
         Option("--resume", help="Continue an interrupted run after its last finished shard."),
     ] = False
-    push: shared.PushOption = None
-    upload: shared.UploadOption = False
     revision: shared.RevisionOption = None
     check: shared.CheckOption = True
     force: shared.ForceOption = False

@@ -207,22 +207,6 @@ ReceiptOption = Annotated[
         help="Write what was measured on what, with hashes, for others to check.",
     ),
 ]
-PushOption = Annotated[
-    str | None,
-    Option(
-        "--push",
-        metavar="ORG/NAME",
-        help="List what would be uploaded to this repository of the Hub; --upload does so.",
-    ),
-]
-UploadOption = Annotated[
-    bool,
-    Option(
-        "--upload",
-        help="With --push, upload by huggingface_hub with your token; a repository that it "
-        "creates is private.",
-    ),
-]
 LogOption = Annotated[
     str | None,
     Option(

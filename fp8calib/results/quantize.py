@@ -7,7 +7,6 @@ from pathlib import Path
 from fp8calib.checkpoint.disk import format_size
 from fp8calib.overview import Overview
 from fp8calib.quantization.weight_scales import AllZeroWeight
-from fp8calib.results.push import PushResult
 from fp8calib.results.record import BeforeAfter, LayerScheme, Record, Result
 from fp8calib.results.written import WrittenCheck
 
@@ -39,8 +38,6 @@ class QuantizeResult(Result):
     kv_bytes_per_token: BeforeAfter | None
     checked: tuple[WrittenCheck, ...] = ()
     """What `check` says of the written checkpoints; empty with --no-check."""
-    push: PushResult | None = None
-    """What is or would be uploaded; None without --push."""
 
     def describe_bytes(self) -> str:
         """Describe the size of the weights before and after."""

@@ -44,9 +44,6 @@ def format_ratio(ratio: float, error: float | None) -> str:
     return f"{ratio:.3g}" if ratio >= 1e5 else f"{ratio:.4f} ± {format_error(error)}"
 
 
-def format_share(share: float | None, tokens: int | None = None) -> str:
-    """Format a share, with the standard error of so many independent tokens; `-` if unknown."""
-    if share is None:
-        return "-"
-    error = "" if tokens is None else f" ± {math.sqrt(share * (1 - share) / tokens):.2%}"
-    return f"{share:.2%}{error}"
+def format_share(share: float | None) -> str:
+    """Format a share; `-` if unknown."""
+    return "-" if share is None else f"{share:.2%}"

@@ -5,7 +5,7 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -596,31 +596,20 @@ class VerifyReport(WithOverview, _Model):
         )
 
 
-def candidates_table(
-    candidates: Iterable[CandidateResult],
-    *,
-    title: str = "",
-    name: Callable[[CandidateResult], str] = lambda each: each.name,
-    verdict: Callable[[CandidateResult], str] = lambda each: each.verdict.value,
-    tokens: int | None = None,
-) -> Table:
-    """Make the table of candidates that every report shows.
-
-    Args:
-        candidates: the rows.
-        title: of the table.
-        name: what the reader knows a candidate by.
-        verdict: its verdict in words.
-        tokens: adds the standard error of the top-1 agreement, as of independent tokens.
-    """
+def candidates_table(candidates: Iterable[CandidateResult], title: str = "") -> Table:
+    """Make the table of candidates that every report shows."""
     rows: list[list[str | Cell]] = [
         [
-            Cell(name(each), aside=each.description, kind="name"),
-            Cell(verdict(each), aside=f"{each.verdict_why} ({each.gate} gate)", kind=each.verdict),
+            Cell(each.name, aside=each.description, kind="name"),
+            Cell(
+                each.verdict.value,
+                aside=f"{each.verdict_why} ({each.gate} gate)",
+                kind=each.verdict,
+            ),
             format_mean_kld(each.kld_mean, each.kld_se),
             format_kld(each.kld_p99),
             format_ratio(each.ppl_ratio, each.ppl_ratio_se),
-            format_share(each.top1_agreement, tokens),
+            format_share(each.top1_agreement),
         ]
         for each in candidates
     ]

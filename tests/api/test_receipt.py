@@ -247,31 +247,6 @@ def test_layers_left_in_16_bits_are_left_again(model: Path, data: Path, tmp_path
     assert "rows.0.kld_mean" in {each.partition(":")[0] for each in outcome.json["faults"]}
 
 
-def test_a_receipt_of_a_folder_is_shown_in_its_card(
-    place: Path, model: Path, data: Path, tmp_path: Path
-) -> None:
-    folder, loss = tmp_path / "fp8", tmp_path / "loss.json"
-    succeed("quantize", model, "--scheme", "w8a16", "--out", folder)
-    asked = ("--scales", folder, "--data", data, *QUICK, "--receipt", tmp_path / "r.json")
-    loss.write_text(run("verify", model, *asked, "--json").out)
-    files = ("--model", model, "--scales", folder, "--data", data)
-    succeed("receipt", "verify", tmp_path / "r.json", *files, "--rerun")
-    succeed("receipt", "sign", tmp_path / "r.json", "--key", place / "key")
-    base = ("--base-model", "org/tiny", "--force", "--verify-report", loss)
-    succeed("card", folder, *base, "--receipt", tmp_path / "r.json")
-    text = (folder / "README.md").read_text()
-    assert "## Receipt" in text
-    assert "Not measured." not in text
-    assert "![receipt.svg](receipt.svg)" in text
-    # The receipt in the folder is of the folder; so is the second card.
-    succeed("receipt", "verify", folder / "receipt.json", "--key", place / "key.pub")
-    succeed("card", folder, *base, "--receipt", folder / "receipt.json")
-    assert (folder / "README.md").read_text() == text
-    succeed("check", folder)
-    message = fail(4, "card", folder, *base, "--receipt", place / "receipt.json")
-    assert "another file" in message or "is missing" in message
-
-
 def test_other_folders_measure_again_whatever_their_names_are(
     place: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -347,18 +322,6 @@ def test_a_badge_shows_no_changed_figures_and_replaces_no_receipt(
     shutil.copy(place / "receipt.json", tmp_path / "r.svg")
     fail(2, "receipt", "badge", tmp_path / "r.svg")
     assert read_receipt(tmp_path / "r.svg")[1] == []
-
-
-def test_a_card_keeps_no_signature_of_another_receipt(place: Path, tmp_path: Path) -> None:
-    folder, path = tmp_path / "fp8", tmp_path / "r.json"
-    shutil.copytree(place / "fp8", folder)
-    shutil.copy(place / "receipt.json", path)
-    (folder / "receipt.json.sig").write_text("of another")
-    succeed("card", folder, "--base-model", "org/tiny", "--receipt", path)
-    assert not (folder / "receipt.json.sig").exists()
-    succeed("receipt", "sign", path, "--key", place / "key")
-    succeed("card", folder, "--base-model", "org/tiny", "--receipt", path, "--force")
-    succeed("receipt", "verify", folder / "receipt.json", "--key", place / "key.pub")
 
 
 def test_a_badge_is_well_formed_and_says_what_the_receipt_says(place: Path) -> None:

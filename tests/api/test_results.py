@@ -39,7 +39,7 @@ def compare(result: Any, *command: object) -> None:
     assert list(found)[:2] == ["schema_version", "passed"]
 
 
-def test_check_show_recipes_and_card(out: Path) -> None:
+def test_check_show_and_recipes(out: Path) -> None:
     overlay = out / "kv-overlay"
     compare(fp8calib.check(overlay, engine="vllm"), "check", overlay, "--engine", "vllm")
     compare(fp8calib.check(overlay, tp=3), "check", overlay, "--tp", 3)
@@ -47,8 +47,6 @@ def test_check_show_recipes_and_card(out: Path) -> None:
     compare(fp8calib.show(overlay), "show", overlay)
     compare(fp8calib.recipes(), "recipes")
     compare(fp8calib.recipes("w8a8-static"), "recipes", "w8a8-static")
-    card = ("card", overlay, "--base-model", "org/name", "--force")
-    compare(fp8calib.card(overlay, base_model="org/name"), *card)
 
 
 @pytest.mark.parametrize(("thresholds", "code"), [("kld_fail_above: 0", 8), ("", 0)])

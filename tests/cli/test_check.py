@@ -554,11 +554,3 @@ def test_a_report_is_not_taken_for_scales(model: Path, tmp_path: Path, command: 
     message = fail(4, *words, report, *options)
     assert f"{report}: the result of a command, not scales" in message
     assert "name the checkpoint, the scales or the statistics that it is about" in message
-
-
-def test_a_report_has_no_card(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    report.write_text('{"schema_version": 1}')
-    message = fail(2, "card", report, "--base-model", "a/b")
-    assert f"{report}: a file, not a folder" in message
-    assert "name the folder to publish, and a report by --verify-report" in message

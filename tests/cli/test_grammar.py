@@ -202,7 +202,6 @@ def test_several_values_of_an_option_are_its_repetition(arguments: str, hint: st
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (["card", ""], "card"),
         (["show", ""], "show"),
         (["check", "folder", "--model", ""], "--model"),
         (["calibrate", "model", "--out", ""], "--out"),

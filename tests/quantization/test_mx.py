@@ -347,8 +347,6 @@ def test_commands_read_it_and_add_kv_scales(
     assert 0 < verified["candidates"][0]["kld_mean"] < 0.01
     shown = succeed("show", out).out
     assert "0.0002441 (" in shown  # 2^-12
-    succeed("card", out, "--base-model", "org/name", "--force")
-    assert "(mxfp8: weights and inputs per 32 channels" in (out / "README.md").read_text()
 
 
 def test_what_engines_quantize_of_the_inputs_is_emulated(tmp_path: Path) -> None:
