@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.plan import plan
     from fp8calib.commands.quantize import quantize
     from fp8calib.commands.receipt import receipt
-    from fp8calib.commands.recipes import recipes
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
@@ -95,7 +94,6 @@ __all__ = [
     "plan",
     "quantize",
     "receipt",
-    "recipes",
     "show",
     "verify",
 ]

@@ -32,11 +32,8 @@ from fp8calib.fp8.schemes import SCHEMES, name_mixed
 from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.options import recipe_keys as keys
 from fp8calib.options.option import Declared, Option, list_options
+from fp8calib.options.shipped_recipes import recipe_files
 from fp8calib.scales.rules import Fallback, Rule, parse_rule
-
-# In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
-_IN_PACKAGE = Path(__file__).parent / "recipes"
-_IN_CLONE = Path(__file__).parents[1] / "recipes"
 
 
 class _Section(BaseModel):
@@ -296,12 +293,6 @@ def read_recipe(name_or_path: str) -> str:
         raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
-def recipe_files() -> dict[str, Path]:
-    """List the shipped recipes, sorted by name: name -> YAML file."""
-    folder = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _IN_CLONE
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
 def parse_recipe(text: str, *, where: str) -> Recipe:
     """Parse the YAML of a recipe.
 
@@ -315,8 +306,8 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise RecipeError(f"{where} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise RecipeError(f"{where} is not a mapping of keys", hint="see `fp8calib recipes kv`")
-    hint = "`fp8calib recipes kv` explains every key"
+        raise RecipeError(f"{where} is not a mapping of keys", hint=f"see {_EXPLAINED}")
+    hint = f"{_EXPLAINED} explains every key"
     for key in document:
         tool = next((name for end, name in _FOREIGN_KEYS.items() if str(key).endswith(end)), "")
         if tool:
@@ -338,6 +329,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     return recipe
 
 
+_EXPLAINED = "docs/reference.md"
 _FOREIGN_KEYS = {
     "_stage": "llm-compressor",
     "modifiers": "llm-compressor",

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import RecipeError
-from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe, recipe_files
+from fp8calib.options.shipped_recipes import describe_recipes, recipe_files
+from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe
 from fp8calib.scales.rules import AMAX, Fallback, Rule, RuleKind
 
 ROOT = Path(__file__).parents[1]
@@ -124,9 +125,11 @@ def test_several_errors_are_told_together() -> None:
     assert "tp.0: must be a valid integer, not 'x'" in caught.value.message
 
 
-def test_shipped_recipes_are_named_like_their_files() -> None:
-    for name in recipe_files():
-        assert load_recipe(name).name == name
+def test_shipped_recipes_are_named_like_their_files_and_described_in_their_first_line() -> None:
+    for name, description in describe_recipes():
+        recipe = load_recipe(name)
+        assert (recipe.name, recipe.description) == (name, description)
+        assert description
 
 
 def test_a_recipe_is_loaded_from_a_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,10 +80,6 @@ def _heavy_imports() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
-
-
-_STARTS_AT_ONCE = frozenset({"recipes"})
-"""The commands that import no torch."""
 
 
 class _Commands(Mapping[str, Any]):
@@ -160,7 +156,7 @@ def _make_command(name: str, typed: str) -> Any:
         for each in names_first:
             each.check(getattr(given, each.name))
         try:
-            with nullcontext() if name in _STARTS_AT_ONCE else sign_of_life():
+            with sign_of_life():
                 return _run(name, given)
         except KeyboardInterrupt as interruption:  # the parser would make a number of it
             return interruption

@@ -31,7 +31,7 @@ BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
 _HINTS = {
     "usage": "see --help",
-    "recipe": "`fp8calib recipes kv` explains every key",
+    "recipe": "docs/reference.md explains every key",
     "model": "compare the folder with its source, or download it again",
     "data": "check the file, or pass other data",
     "calibration": "this model cannot be calibrated with this data",

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fp8calib.options.option import Option
 from fp8calib.options.recipe_keys import TOWERS, RecipeOptions
+from fp8calib.options.shipped_recipes import describe_recipes
 from fp8calib.requests import shared
 
 
@@ -28,7 +29,8 @@ class CalibrateRequest(RecipeOptions):
             "--recipe",
             metavar="NAME|FILE",
             reads=str,
-            help="What to observe and write; see `fp8calib recipes`.",
+            help="What to observe and write: a YAML file or a name. "
+            + " ".join(f"{name}: {purpose}" for name, purpose in describe_recipes()),
         ),
     ] = "kv"
     observe: Annotated[

@@ -39,14 +39,12 @@ def compare(result: Any, *command: object) -> None:
     assert list(found)[:2] == ["schema_version", "passed"]
 
 
-def test_check_show_and_recipes(out: Path) -> None:
+def test_check_and_show(out: Path) -> None:
     overlay = out / "kv-overlay"
     compare(fp8calib.check(overlay, engine="vllm"), "check", overlay, "--engine", "vllm")
     compare(fp8calib.check(overlay, tp=3), "check", overlay, "--tp", 3)
     compare(fp8calib.show(out), "show", out)
     compare(fp8calib.show(overlay), "show", overlay)
-    compare(fp8calib.recipes(), "recipes")
-    compare(fp8calib.recipes("w8a8-static"), "recipes", "w8a8-static")
 
 
 @pytest.mark.parametrize(("thresholds", "code"), [("kld_fail_above: 0", 8), ("", 0)])

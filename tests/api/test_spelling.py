@@ -37,7 +37,6 @@ def spell(command: str, text: str) -> str:
         ("see --help", "see help(fp8calib.verify)"),
         ("`fp8calib verify --samples 4` does", "`fp8calib.verify(samples=4)` does"),
         ("use `fp8calib merge`, and", "use `fp8calib.merge`, and"),
-        ("`fp8calib recipes kv` explains", "`fp8calib.recipes('kv')` explains"),
         (
             "`fp8calib calibrate ... --shard 1/4 --no-pack --resume`",
             "`fp8calib.calibrate(..., shard='1/4', pack=False, resume=True)`",

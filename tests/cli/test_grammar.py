@@ -20,7 +20,7 @@ COMMANDS = list(spell_commands())
 
 
 def test_the_commands_of_the_contract_are_there() -> None:
-    assert {"calibrate", "export", "show", "recipes"} <= set(COMMANDS)
+    assert {"calibrate", "export", "show"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -100,6 +100,23 @@ def test_recipes(
     assert not [words for words in says if words not in text]
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("formats: [kv-overlai]", "formats: unknown format kv-overlai"),
+        ("tp: [2, 0]", "tp: 0: a degree is a whole number from 1 up"),
+    ],
+)
+def test_formats_and_degrees_of_a_recipe_are_its_own_faults(
+    refused: Refused, model: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"name: mine\n{line}\n")
+    text = refused(3, model, "--recipe", recipe)
+    assert f"{recipe}: {message}" in text
+    assert ("did you mean kv-overlay?" in text) == line.startswith("formats")
+
+
 def test_what_is_no_file_of_a_recipe(refused: Refused, model: Path, tmp_path: Path) -> None:
     text = refused(3, model, "--recipe", "no-such")
     assert "no-such is neither a shipped recipe nor a file" in text

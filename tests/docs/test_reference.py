@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,12 +14,13 @@ import typer
 import fp8calib
 from fp8calib.cli.app import app
 from fp8calib.options.option import Option, list_options
-from fp8calib.recipe import parse_recipe
+from fp8calib.options.shipped_recipes import describe_recipes
+from fp8calib.recipe import Recipe, find_section, parse_recipe
 from fp8calib.requests import spell_commands
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.requests.merge import MergeRequest
 from scripts.python_page import make_page as make_python_page
-from scripts.reference import list_requests, make_commands
+from scripts.reference import Row, list_requests, make_commands
 from tests.cli.program import succeed
 from tests.docs.pages import DOCS, ROOT, compare_generated, make_table
 
@@ -84,25 +86,45 @@ def test_the_page_is_made_without_the_parser_and_torch() -> None:
 
 
 def test_the_page_lists_every_recipe() -> None:
-    recipes = succeed("recipes", "--json").json["recipes"]
-    rows = [[f"`{name}`", purpose] for name, purpose in recipes.items()]
+    rows = [[f"`{name}`", purpose] for name, purpose in describe_recipes()]
     table = make_table(["recipe", "purpose"], rows)
     compare_generated(PAGE, table, maker=MAKER, name="recipes")
 
 
+def test_the_help_lists_every_recipe() -> None:
+    told = " ".join(succeed("calibrate", "--help").out.split())
+    assert all(f"{name}: {purpose}" in told for name, purpose in describe_recipes())
+
+
 def test_the_page_explains_every_key() -> None:
     """A key that is an option is explained there."""
-    keys = succeed("recipes", "kv", "--json").json["schema"]
     options = (each.option for each in list_options(CalibrateRequest))
     flags = {option.help: f"as `{option.flags}`" for option in options}
     rows = [
-        [f"`{key}`", f"`{text['default']}`" if text["default"] else "", flags.get(meaning, meaning)]
-        for key, text in keys.items()
-        for meaning in [text["description"]]
+        [f"`{key}`", f"`{default}`" if default else "", flags.get(meaning, meaning)]
+        for key, default, meaning in _describe_keys(Recipe)
     ]
     compare_generated(
         PAGE, make_table(["key", "default", "meaning"], rows), maker=MAKER, name="keys"
     )
+
+
+def _describe_keys(section: Any, prefix: str = "", required: str = "required") -> Iterator[Row]:
+    for name, field in section.model_fields.items():
+        if (inner := find_section(field.annotation)) is not None:
+            missing = "required" if field.default is not None else "null"
+            yield from _describe_keys(inner, f"{prefix}{name}.", missing)
+        else:
+            default = required if field.is_required() else _spell(field.default)
+            yield f"{prefix}{name}", default, field.description
+
+
+def _spell(default: object) -> str:
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(str, default))}]"
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default)
 
 
 def test_the_example_is_a_recipe() -> None:
