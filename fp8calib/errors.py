@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import ClassVar
 from unicodedata import category
@@ -14,10 +13,6 @@ _MAX_MESSAGE = 4000
 _MAX_NAME = 200
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode's categories of control characters, marks of direction, surrogates and separators."""
-
-
-names_options: ContextVar[bool] = ContextVar("names_options", default=False)
-"""True while a command runs: messages then name its options, else the arguments of a function."""
 
 
 class Fp8CalibError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -149,7 +148,7 @@ def test_a_file_is_a_function(made_up: str) -> None:
     assert made_up in list_commands()
     assert "### count-sheep\n\nCount the sheep.\n" in make_commands(list_requests())
     count = getattr(fp8calib, made_up)
-    with pytest.warns(fp8calib.Fp8CalibWarning, match="^most is small|^most= is small") as warned:
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="^--most is small") as warned:
         assert count("x", most=3, herd="a") == "x 3 True a"
     assert warned[0].filename == __file__
     parameter = inspect.signature(count).parameters["most"]
@@ -159,9 +158,7 @@ def test_a_file_is_a_function(made_up: str) -> None:
         "    lambs: False: skip lambs.\n    herd: Their herd.\n\n"
         "Raises:\n    UsageError: there are none."
     )
-    with pytest.raises(UsageError, match="most: must be a whole number, found str"):
-        count("x", most="3")
-    with pytest.raises(UsageError, match=r"^most=0: must be 1 or more"):
+    with pytest.raises(UsageError, match=r"^--most 0: must be 1 or more"):
         count("x", most=0)
     with pytest.raises(TypeError, match=r"^count_sheep\(\) got an unexpected keyword argument"):
         count("x", least=3)
@@ -187,8 +184,6 @@ def test_shards_are_merged_by_a_function(tmp_path: Path) -> None:
     result = fp8calib.merge(shards, tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert (result.tokens, result.sequences, result.sites) == (64, 4, printed["sites"])
-    with pytest.raises(UsageError, match="shards: must be a list of paths, found str"):
-        fp8calib.merge("x", tmp_path / "c.safetensors")
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "rfc"])
@@ -215,9 +210,3 @@ def test_a_function_takes_a_path_where_it_takes_a_model(command: str) -> None:
     options = {each.name: each.type for each in list_options(find_request(command))}
     named = [options[name] for name in ("model", "base") if name in options]
     assert all("Path" in kind for kind in named)
-
-
-@pytest.mark.parametrize("command", list_commands())
-def test_the_documentation_of_a_function_names_its_arguments(command: str) -> None:
-    text = str(getattr(fp8calib, command).__doc__)
-    assert "--" not in re.sub("`[^`]*`", "", text)

@@ -21,7 +21,7 @@ from fp8calib.cli.app import app
 from fp8calib.cli.console import be_silent, discard, refuse_stdout, say, show_error
 from fp8calib.cli.removed import explain_removed
 from fp8calib.cli.signals import handle_signals
-from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line, names_options
+from fp8calib.errors import RESUMABLE, Fp8CalibError, UsageError, fit_line
 from fp8calib.machine.command_line import remember_arguments
 from fp8calib.machine.process_rank import ProcessRank, find_process_rank
 from fp8calib.options.option import list_options
@@ -105,7 +105,6 @@ def main_inner(arguments: Sequence[str]) -> int:
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
     _refuse_empty(arguments)
-    token = names_options.set(True)
     try:
         outcome = command.main(list(arguments), prog_name="fp8calib", standalone_mode=False)
     except (SystemExit, OSError) as failure:
@@ -115,8 +114,6 @@ def main_inner(arguments: Sequence[str]) -> int:
             raise refuse_stdout(failure) from failure
         discard(sys.stdout)  # the parser ends with SystemExit where the reader has left
         return 0
-    finally:
-        names_options.reset(token)
     if isinstance(outcome, KeyboardInterrupt):
         raise outcome
     if outcome == INTERRUPTED:  # of a command that cannot be resumed

@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast, get_type_hints
 
-from fp8calib.jobs.arguments import check_arguments
 from fp8calib.jobs.reporter import PythonReporter, Reporter
-from fp8calib.jobs.spelling import spell_for_request, spelled_for_request
 from fp8calib.options.option import list_options
 from fp8calib.results.run_plan import RunPlan
 
@@ -26,8 +24,8 @@ def as_function(
 
     Its arguments are the fields of the request, with their types and defaults, for editors too. Its
     documentation is that of the request and of its fields, and the errors that `run` lists.
-    Arguments of another type are refused, and messages name the arguments, not the options. In one
-    process, and without `dry_run`, which gives a RunPlan, `run` always gives a result.
+    Messages name the options of the command line. In one process, and without `dry_run`, which
+    gives a RunPlan, `run` always gives a result.
     """
     kind = cast("type", request)
     declared = list_options(kind)
@@ -42,20 +40,18 @@ def as_function(
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}() {error}") from None
-        with spelled_for_request(f"fp8calib.{name}", declared):
-            check_arguments(given, types)
-            for each in declared:
-                each.check_bounds(given.get(each.name))
-            made = request(*args, **kwargs)
-            reporter = PythonReporter(getattr(made, "progress", None), depth=2)
-            result = run(made, reporter)
-            if failure := getattr(result, "failure", ""):  # a command prints it as its error
-                reporter.warn(failure)
-            return cast("Result", result)
+        for each in declared:
+            each.check_bounds(given.get(each.name))
+        made = request(*args, **kwargs)
+        reporter = PythonReporter(getattr(made, "progress", None))
+        result = run(made, reporter)
+        if failure := getattr(result, "failure", ""):  # a command prints it as its error
+            reporter.warn(failure)
+        return cast("Result", result)
 
     function.__name__ = function.__qualname__ = name
     helps = {each.name: each.option.about for each in declared}
-    function.__doc__ = spell_for_request(name, declared, _describe(kind, helps, run))
+    function.__doc__ = _describe(kind, helps, run)
     function.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=get_type_hints(run)["return"]
     )

@@ -7,7 +7,6 @@ import warnings
 from typing import Protocol
 
 from fp8calib.errors import Fp8CalibWarning
-from fp8calib.jobs.spelling import spell_for_caller
 from fp8calib.machine.progress import Progress
 from fp8calib.requests.shared import ProgressCallback
 
@@ -54,9 +53,9 @@ class CallbackProgress:
 class PythonReporter(CallbackProgress):
     """Makes Python warnings of what the user should know, and calls back with the progress."""
 
-    def __init__(self, callback: ProgressCallback | None, depth: int = 1) -> None:
+    def __init__(self, callback: ProgressCallback | None) -> None:
         super().__init__(callback)
-        self._caller = sys._getframe(depth)  # the warnings are shown at the user's line
+        self._caller = sys._getframe(2)  # the user's, above the public function
         self._line = self._caller.f_lineno
 
     def say(self, text: str) -> None:
@@ -65,7 +64,7 @@ class PythonReporter(CallbackProgress):
     def warn(self, text: str) -> None:
         """Issue a warning, as of the line that called the public function."""
         warnings.warn_explicit(
-            spell_for_caller(text),
+            text,
             Fp8CalibWarning,
             self._caller.f_code.co_filename,
             self._line,

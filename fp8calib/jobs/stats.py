@@ -12,7 +12,6 @@ from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.sites import KV_ROLES
-from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.recipe_options import make_scale_options
 from fp8calib.requests.shared import Stats
 from fp8calib.results.calibrate import CalibrateResult
@@ -30,7 +29,6 @@ class CalibrationStats(calibration_stats.CalibrationStats):
         names = (field.name for field in fields(calibration_stats.CalibrationStats))
         return cls(**{name: getattr(stats, name) for name in names})
 
-    @checked
     def kv_scales(
         self,
         *,
@@ -101,7 +99,6 @@ def read_stats(stats: Stats) -> tuple[calibration_stats.CalibrationStats, list[P
     return calibration_stats.load_stats(Path(stats)), [Path(stats)]
 
 
-@checked
 def load_stats(path: str | Path) -> CalibrationStats:
     """Load the statistics that `calibrate` wrote: the file, or its output folder.
 

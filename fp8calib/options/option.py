@@ -84,14 +84,8 @@ class Declared:
 
     @property
     def spelled(self) -> str:
-        """As messages name it; Python callers read its name instead."""
+        """As messages name it, those to callers in Python too."""
         return self.flags[0] if self.flags else self.name
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words that the metavar lists."""
-        words = (self.metavar or "").split("|")
-        return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9-]*", word))
 
     def check_bounds(self, value: Any) -> None:
         """Refuse a number outside its bounds; the parser does so on the command line.

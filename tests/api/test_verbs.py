@@ -96,24 +96,9 @@ def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "found", "live"]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: fp8calib.check(None), "path: must be a string or a path, found NoneType"),  # type: ignore[arg-type]
-        (lambda: fp8calib.check("model", engine=5), "engine: must be a string or a list of"),  # type: ignore[arg-type]
-        (lambda: fp8calib.check("model", engine=[5]), "engine: must be"),  # type: ignore[list-item]
-        (lambda: fp8calib.check("model", model=""), "model: the string is empty"),
-        (lambda: fp8calib.load_stats(None), "path: must be a string or a path, found NoneType"),  # type: ignore[arg-type]
-        (lambda: fp8calib.verify("model", engine=5), "engine: must be a string or a list of str"),  # type: ignore[arg-type]
-        (lambda: fp8calib.quantize("model", "fp8-dynamic", ""), "out: the string is empty"),
-        (lambda: fp8calib.quantize("", "fp8-dynamic", "out"), "model: the string is empty"),
-        (lambda: fp8calib.quantize("model", "fp8-dynamic", None), "out: must be a string or a"),  # type: ignore[arg-type]
-        (lambda: fp8calib.verify("m", None), "scales: must be statistics or a path"),  # type: ignore[arg-type]
-    ],
-)
-def test_arguments_of_another_type_are_named(call: Any, message: str) -> None:
-    with pytest.raises(fp8calib.UsageError, match=message):
-        call()
+def test_scales_of_another_type_are_refused() -> None:
+    with pytest.raises(fp8calib.UsageError, match="scales: must be statistics or a path"):
+        fp8calib.verify("m", None)  # type: ignore[arg-type]
 
 
 def test_quantize_and_export_take_a_model_in_memory(
@@ -164,9 +149,9 @@ def test_a_model_in_memory_is_written_with_the_tokenizer_that_is_passed(
 @pytest.mark.parametrize(
     ("tp", "said"),
     [
-        ([], "^tp: must have one degree or more"),
-        (0, "tp=0"),
-        *((each, "tp: must be a whole number or a list") for each in (2.0, True, [True], ["1"])),
+        ([], "^--tp: must have one degree or more"),
+        (0, "--tp 0"),
+        (["1"], "--tp '1': the tensor-parallel degree is a whole number"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(

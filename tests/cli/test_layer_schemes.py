@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 from pathlib import Path
 from typing import Any
@@ -140,21 +139,6 @@ def test_other_formats_have_one_scheme(model: Path, tmp_path: Path, form: str, s
     text = fail(2, *made, "--layer-scheme", "*.o_proj=w8a16")
     assert f"--layer-scheme: --format {form} has one scheme for all linears" in text
     assert "compressed-tensors" in text
-
-
-def test_python_is_hinted_a_mapping(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(fp8calib.UsageError) as caught:
-        fp8calib.quantize(
-            str(model), "fp8-dynamic", tmp_path / "out", layer_schemes={"*.q_proj": "w8a16"}
-        )
-    hinted = caught.value.hint.partition("layer_schemes=")[2]
-    assert ast.literal_eval(hinted) == {"re:.*self_attn[.](q_proj|k_proj|v_proj)": "w8a16"}
-
-
-def test_python_refuses_what_is_no_mapping_of_names(model: Path, tmp_path: Path) -> None:
-    asked: Any = {"*.o_proj": 8}
-    with pytest.raises(fp8calib.UsageError, match="layer_schemes: must be a mapping"):
-        fp8calib.quantize(str(model), "w8a16", tmp_path / "out", layer_schemes=asked)
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,11 @@ def test_types_that_are_not_emulated_are_refused(
 @pytest.mark.parametrize(
     ("engine", "name", "hint"),
     [
-        ("vllm", "mxfp8", "use engine='sglang'"),
-        ("vllm==0.30", "ultraquant_4bit", "use engine='vllm'"),
-        ("sglang", "fp4_e2m1", "use engine='sglang==0.5.20'"),
-        ("vllm-cpu", "nvfp4", "use engine='vllm' or engine='sglang'"),
-        ("vllm", "fp8_quantized_cache", "use engine='reference'"),
+        ("vllm", "mxfp8", "use --engine sglang"),
+        ("vllm==0.30", "ultraquant_4bit", "use --engine vllm"),
+        ("sglang", "fp4_e2m1", "use --engine sglang==0.5.20"),
+        ("vllm-cpu", "nvfp4", "use --engine vllm or --engine sglang"),
+        ("vllm", "fp8_quantized_cache", "use --engine reference"),
         ("vllm", "nvfp5", "did you mean nvfp4?"),
     ],
 )
@@ -336,7 +336,7 @@ def test_named_type_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf"), 1e300])
 def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> None:
-    with pytest.raises(UsageError, match="kv_memory: must be a number above 0"):
+    with pytest.raises(UsageError, match="--kv-memory: must be a number above 0"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_memory=memory)
 
 
@@ -414,7 +414,7 @@ def test_scales_with_the_name_of_a_type_are_refused(
     fp8calib.calibrate(model, TEXT, seq_len=32, out=tmp_path / "nvfp4")
     monkeypatch.chdir(tmp_path)
     asked = {"data": TEXT, "seq_len": 32, "kv_cache_dtype": ["nvfp4"]}
-    with pytest.raises(UsageError, match=r"nvfp4.: this name is reserved"):
+    with pytest.raises(UsageError, match=r"nvfp4: this name is reserved"):
         fp8calib.verify(model, "nvfp4", **asked)
     names = [one.name for one in fp8calib.verify(model, "./nvfp4", **asked).candidates]
     assert names == ["./nvfp4", "scale-1.0", "nvfp4", "nvfp4 with ./nvfp4"]

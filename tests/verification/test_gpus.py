@@ -159,7 +159,7 @@ def test_all_are_the_types_that_the_gpu_serves(model: PreTrainedModel) -> None:
     ("asked", "part"),
     [
         ({"engine": "sglang"}, "what SGLang .* serves on it is not known"),
-        ({"engine": ["vllm", "vllm==0.31"]}, "gpu= is about one engine"),
+        ({"engine": ["vllm", "vllm==0.31"]}, "--gpu is about one engine"),
         ({"gpu": "a100", "scheme": "fp8-dynamic"}, "leaves inputs in 16 bits on A100"),
         ({"gpu": "h100", "scheme": "mxfp8"}, "which has no mxfp8"),
     ],
@@ -181,7 +181,7 @@ def test_what_a_gpu_rounds_beside_the_cache_is_named_for_it_alone(
 
 
 def test_named_type_that_the_gpu_does_not_serve_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ModelError, match=r"nvfp4_4over6.: vLLM .* does not store it on H100"):
+    with pytest.raises(ModelError, match=r"nvfp4_4over6: vLLM .* does not store it on H100"):
         fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4_4over6"], gpu="h100")
 
 

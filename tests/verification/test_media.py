@@ -189,7 +189,7 @@ def test_text_without_media_does_not_tell_whether_scales_need_them(tmp_path: Pat
 
 def test_decoding_takes_text_alone(tmp_path: Path) -> None:
     save_multimodal("llava", tmp_path)
-    with pytest.raises(UsageError, match="decode=True: the data has image"):
+    with pytest.raises(UsageError, match="--decode: the data has image"):
         fp8calib.verify(tmp_path, data=rows("llava"), pack=False, dtype="float32", decode=True)
 
 

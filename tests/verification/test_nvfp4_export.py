@@ -185,7 +185,7 @@ def test_the_table_shows_what_they_gain(
 @pytest.mark.parametrize(
     ("formats", "options", "text"),
     [
-        ("kv-scales", {}, "formats='kv-scales' has no scales for it"),
+        ("kv-scales", {}, "--format kv-scales has no scales for it"),
         ("kv-overlay", {"fp8_dtype": "e4m3fnuz"}, "stores no scales for e4m3fnuz"),
     ],
 )

@@ -233,5 +233,5 @@ def test_report_shows_both_figures_of_each_cache(model: PreTrainedModel) -> None
 
 
 def test_sequences_without_decoded_tokens_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(UsageError, match="decode=True: no sequence is longer than 2 tokens"):
+    with pytest.raises(UsageError, match="--decode: no sequence is longer than 2 tokens"):
         fp8calib.verify(model, data=[[5, 6], [7, 8]], seq_len=2, decode=True)

@@ -14,7 +14,6 @@ from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.engines.status import Status
 from fp8calib.errors import ServerError, UsageError, VerificationError, first_line
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.jobs.arguments import checked
 from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.stats import read_stats
 from fp8calib.plugins.vllm.compare import compare_ranks
@@ -73,7 +72,6 @@ def name_engine(ranks: tuple[RankAnswer, ...]) -> str:
     return f"{name}=={ranks[0].version}" if parse_version(ranks[0].version) else name
 
 
-@checked
 def load_kv_scales(llm: Any, scales: Stats) -> CheckResult:
     """Write the KV scales of all layers into a running vLLM, and read them back from every rank.
 

@@ -122,7 +122,7 @@ def test_the_python_function_gives_the_same_report(
     assert found["server"] == expected["server"]
     assert found["candidates"] == expected["candidates"]
     assert found["decision"] == expected["decision"]
-    with pytest.raises(fp8calib.UsageError, match="sampled=True has no effect without server="):
+    with pytest.raises(fp8calib.UsageError, match="--sampled has no effect without --server"):
         fp8calib.verify(model, data=data, sampled=True)
 
 
