@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.check import check
     from fp8calib.commands.export import export
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
-    from fp8calib.commands.merge import merge
     from fp8calib.commands.plan import plan
     from fp8calib.commands.quantize import quantize
     from fp8calib.commands.receipt import receipt
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from fp8calib.results.check import CheckResult
     from fp8calib.results.export import ExportResult
     from fp8calib.results.extract_kv_scales import ExtractResult
-    from fp8calib.results.merge import MergeResult
     from fp8calib.results.plan import PlanResult
     from fp8calib.results.quantize import QuantizeResult
     from fp8calib.results.receipt import ReceiptResult
@@ -55,7 +53,6 @@ _PLACES = {
     "ExportResult": "results.export",
     "ExtractResult": "results.extract_kv_scales",
     "load_stats": "jobs.stats",
-    "MergeResult": "results.merge",
     "PlanResult": "results.plan",
     "QuantizeResult": "results.quantize",
     "ReceiptResult": "results.receipt",
@@ -74,7 +71,6 @@ __all__ = [
     "ExtractResult",
     "Fp8CalibError",
     "Fp8CalibWarning",
-    "MergeResult",
     "ModelError",
     "PlanResult",
     "QuantizeResult",
@@ -90,7 +86,6 @@ __all__ = [
     "export",
     "extract_kv_scales",
     "load_stats",
-    "merge",
     "plan",
     "quantize",
     "receipt",

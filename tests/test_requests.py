@@ -171,7 +171,7 @@ def test_a_field_is_data(made_up: str) -> None:
     assert (lambs.option.negates, herd.option.only_in_python) == (True, True)
 
 
-def test_shards_are_merged_by_a_function(tmp_path: Path) -> None:
+def test_shards_are_joined_by_a_function(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"input_ids": [i + 1] * 16}) + "\n" for i in range(4)))
@@ -180,10 +180,11 @@ def test_shards_are_merged_by_a_function(tmp_path: Path) -> None:
         size = ("--samples", 4, "--seq-len", 16)
         succeed("calibrate", tmp_path / "model", "--data", text, *size, *out)
     shards = [tmp_path / "1", str(tmp_path / "2")]
-    printed = succeed("merge", *shards, "--out", tmp_path / "a.safetensors", "--json").json
-    result = fp8calib.merge(shards, tmp_path / "b.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    assert (result.tokens, result.sequences, result.sites) == (64, 4, printed["sites"])
+    written = ("--format", "kv-scales", "--out")
+    printed = succeed("export", *shards, *written, tmp_path / "a", "--json").json
+    result = fp8calib.export(shards, tmp_path / "b", formats="kv-scales")
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+    assert list(result.files) == printed["files"] == ["kv_scales.safetensors", "stats.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "rfc"])

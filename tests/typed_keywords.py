@@ -17,4 +17,4 @@ def use_keywords() -> None:
     fp8calib.calibrate("model", seq_len="512")  # type: ignore[arg-type]
     fp8calib.calibrate("model", seqlen=512)  # type: ignore[call-arg]
     fp8calib.quantize("model")  # type: ignore[call-arg]
-    fp8calib.merge(["one", "two"], "out", True)  # type: ignore[call-arg]
+    fp8calib.export(["one", "two"], "out", "rfc")  # type: ignore[call-arg]

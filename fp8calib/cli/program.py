@@ -43,7 +43,6 @@ _HINTS = {
 _STAGES = {
     "calibrate": "calibration",
     "export": "export",
-    "merge": "export",
     "extract-kv-scales": "export",
     "quantize": "export",
     "verify": "verification",

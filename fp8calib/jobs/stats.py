@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -17,6 +18,24 @@ from fp8calib.requests.shared import Stats
 from fp8calib.results.calibrate import CalibrateResult
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.stats import calibration_stats
+from fp8calib.stats.calibration_stats import STATS_NAME
+from fp8calib.stats.merge import merge_shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenStats:
+    """The statistics that a caller gives: those of one run, or its shards."""
+
+    stats: calibration_stats.CalibrationStats
+    inputs: tuple[Path, ...]
+    """The files that were read."""
+    shards: tuple[str, ...]
+    """What was joined, as messages name it; empty for the statistics of one run."""
+
+    @property
+    def name(self) -> str:
+        """How messages name the statistics."""
+        return str(self.inputs[0]) if self.inputs and not self.shards else STATS_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -85,18 +104,44 @@ def drop_kv(stats: calibration_stats.CalibrationStats) -> calibration_stats.Cali
     return replace(stats, sites=kept)
 
 
-def read_stats(stats: Stats) -> tuple[calibration_stats.CalibrationStats, list[Path]]:
+def read_stats(
+    stats: Stats, *, accepts_shard: bool = False
+) -> tuple[calibration_stats.CalibrationStats, list[Path]]:
     """Read what a caller gives as statistics; the file is listed if it is one.
 
     Raises:
-        UsageError: there is no such file, or it holds one shard of a calibration.
+        UsageError: there is no such file, or it holds a shard and `accepts_shard` is false.
         ModelError: the file is damaged, or holds something else.
     """
     if isinstance(stats, CalibrateResult):
         return stats.stats, []
     if isinstance(stats, calibration_stats.CalibrationStats):
         return stats, []
-    return calibration_stats.load_stats(Path(stats)), [Path(stats)]
+    loaded = calibration_stats.load_stats(Path(stats), accepts_shard=accepts_shard)
+    return loaded, [Path(stats)]
+
+
+def list_stats(given: Stats | Sequence[Stats]) -> list[Stats]:
+    """List what a caller gives as statistics: those of one run, or its shards."""
+    kinds = str | Path | calibration_stats.CalibrationStats | CalibrateResult
+    return [given] if isinstance(given, kinds) else list(given)
+
+
+def join_stats(given: Sequence[Stats]) -> GivenStats:
+    """Read statistics, and join the shards of one run.
+
+    Raises:
+        UsageError: there is no such file.
+        ModelError: a file is damaged; or the shards are of different runs, one is given twice, or
+            one is missing.
+    """
+    read = [read_stats(each, accepts_shard=True) for each in given]
+    inputs = tuple(path for _, paths in read for path in paths)
+    if len(read) == 1 and read[0][0].shard is None:
+        return GivenStats(stats=read[0][0], inputs=inputs, shards=())
+    names = [str(next(iter(paths), f"stats[{index}]")) for index, (_, paths) in enumerate(read)]
+    joined = merge_shards([(name, stats) for name, (stats, _) in zip(names, read, strict=True)])
+    return GivenStats(stats=joined, inputs=inputs, shards=tuple(names))
 
 
 def load_stats(path: str | Path) -> CalibrationStats:

@@ -53,7 +53,7 @@ def _describe_next(index: int, count: int) -> str:
     """Describe the next step after a shard."""
     return (
         f"shard {index} of {count} has no scales. When all {count} shards exist: "
-        "fp8calib merge SHARDS... --out stats.safetensors, then fp8calib export stats.safetensors"
+        "fp8calib export SHARDS... --format kv-overlay --model MODEL --out DIR"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8calib.blocks import Block, Line
+from fp8calib.errors import format_count
 from fp8calib.render.written import describe_checks, list_top_level
 from fp8calib.requests.export import ExportRequest
 from fp8calib.results.export import ExportResult
@@ -12,6 +13,8 @@ from fp8calib.results.export import ExportResult
 
 def describe(result: ExportResult, request: ExportRequest) -> Iterator[Block]:  # noqa: ARG001
     """Describe where the files are, and what engines do with them."""
+    if result.shards:
+        yield Line(f"joined {format_count(len(result.shards), 'shard')}")
     yield Line(f"written to {result.out}: {list_top_level(result.files)}")
     if result.compared:
         yield Line(f"compared with the calibrated model: {result.compared}")

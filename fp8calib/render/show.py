@@ -99,7 +99,7 @@ def _describe_run(result: StatsShown) -> Iterator[str]:
     if (shard := result.part) is not None:
         yield (
             f"only {shard.describe()} ({shard.num_sequences} sequences): scales need the "
-            "statistics of all shards, which `fp8calib merge` joins"
+            "statistics of all shards, which `fp8calib export` joins"
         )
 
 

@@ -66,7 +66,7 @@ class CalibrateRequest(RecipeOptions):
         Option(
             "--shard",
             metavar="I/N",
-            help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
+            help="Run only part I of N (from 1); `fp8calib export` joins all.",
         ),
     ] = None
     replace_scales: shared.ReplaceScalesOption = False

@@ -22,17 +22,19 @@ class ExportRequest:
     """
 
     stats: Annotated[
-        shared.Stats,
+        shared.Stats | Sequence[shared.Stats],
         Option(
-            metavar="STATS",
-            reads=Path,
+            metavar="STATS...",
+            reads=list[Path],
             check=shared.check_stats,
-            help="stats.safetensors of a calibration.",
+            help="stats.safetensors of a calibration, or its folder. Several are the shards of one "
+            "run: they are joined, and stats.safetensors of the run is written too, or only that "
+            "without --format.",
         ),
     ]
-    formats: Annotated[str | Sequence[str], FORMATS]
     out: Annotated[str | Path, Option("--out", metavar="DIR", reads=Path, help="Output folder.")]
     _: KW_ONLY
+    formats: Annotated[str | Sequence[str] | None, FORMATS] = None
     tp: Annotated[int | Sequence[int] | None, TP] = None
     model: Annotated[
         shared.Model | None,

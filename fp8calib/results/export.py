@@ -16,6 +16,8 @@ class ExportResult(Result):
     files: tuple[str, ...]
     """Relative to `out`, sorted."""
     warnings: tuple[str, ...]
+    shards: tuple[str, ...] = ()
+    """The statistics that were joined; empty for those of one run."""
     compared: str = ""
     """Which linears of a quantized model are those of the calibrated one, in words."""
     checked: tuple[WrittenCheck, ...] = ()

@@ -265,7 +265,7 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
     if shard is not None and not accepts_shard:
         raise UsageError(
             f"{path} holds only {shard.describe()} of the statistics",
-            hint="merge all shards with `fp8calib merge`, and pass the file it writes",
+            hint="name all shards to `fp8calib export`, and pass the stats.safetensors it writes",
         )
     return CalibrationStats(
         header=envelope.header, sites=sites, text_hashes=text_hashes, shard=shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Site
 from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import (
@@ -42,16 +42,16 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
         named: each shard's statistics with its name in messages.
 
     Raises:
-        UsageError: the shards are of different runs, one is given twice, or one is missing.
+        ModelError: the shards are of different runs, one is given twice, or one is missing.
     """
     found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
     if not found:
-        raise UsageError("no shards to merge", hint="name the stats.safetensors of every shard")
+        raise ModelError("no shards to join", hint="name the stats.safetensors of every shard")
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
     first_name, first, first_shard = found[0]
     for name, stats, shard in found[1:]:
         if difference := explain_other_run(first.header, stats.header):
-            raise UsageError(
+            raise ModelError(
                 f"{name} and {first_name} are of different runs: {difference}", hint=_ONE_RUN
             )
         _check_same_division(first_name, first_shard, name, shard)
@@ -71,12 +71,12 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
 
 def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     if stats.shard is None:
-        raise UsageError(
+        raise ModelError(
             f"{name} is not a shard: it holds the statistics of a whole run",
             hint="leave it out; `fp8calib calibrate --shard I/N` writes shards",
         )
     if stats.shard.is_checkpoint:
-        raise UsageError(
+        raise ModelError(
             f"{name} is the checkpoint of an interrupted run, not a finished shard",
             hint="finish that run first: repeat its command with --resume",
         )
@@ -128,11 +128,11 @@ def _describe_recipe(header: StatsHeader) -> str:
 
 def _check_same_division(name: str, shard: StatsShard, other_name: str, other: StatsShard) -> None:
     if shard.count != other.count:
-        raise UsageError(
+        raise ModelError(
             f"{name} is {shard.describe()}, but {other_name} is {other.describe()}", hint=_ONE_RUN
         )
     if shard.batch_size != other.batch_size:
-        raise UsageError(
+        raise ModelError(
             f"{name} was run with --batch-size {shard.batch_size}, but {other_name} with "
             f"{other.batch_size}: the shards depend on it",
             hint=_ONE_RUN,
@@ -143,7 +143,7 @@ def _check_indices(named: Sequence[tuple[str, StatsShard]]) -> None:
     by_index: dict[int, str] = {}
     for name, shard in named:
         if shard.index in by_index:
-            raise UsageError(
+            raise ModelError(
                 f"{by_index[shard.index]} and {name} are both {shard.describe()}",
                 hint="name every shard once",
             )
@@ -153,7 +153,7 @@ def _check_indices(named: Sequence[tuple[str, StatsShard]]) -> None:
     if missing:
         what = f"shard {missing[0]}" if len(missing) == 1 else f"shards {', '.join(missing)}"
         verb = "is" if len(missing) == 1 else "are"
-        raise UsageError(
+        raise ModelError(
             f"{what} of {count} {verb} missing",
             hint=f"run `fp8calib calibrate ... --shard {missing[0]}/{count}`, then name its file",
         )
@@ -163,7 +163,7 @@ def _check_sequences(named: Sequence[tuple[str, StatsShard]], header: StatsHeade
     joined = join_ranges([each for _, shard in named for each in shard.sequences])
     if joined != ((0, header.num_sequences),):
         names = ", ".join(name for name, _ in named)
-        raise UsageError(
+        raise ModelError(
             f"{names}: together they do not hold all {header.num_sequences} sequences",
             hint="name the files of finished runs, not the checkpoints of interrupted ones",
         )

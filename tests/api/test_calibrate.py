@@ -152,7 +152,7 @@ def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> N
     assert float(doubled[name]) == pytest.approx(float(whole[name]) * 2 * 448 / 240)
     assert any(each.endswith("q_scale") for each in stats.kv_scales(query=True))
     model.save_pretrained(tmp_path / "model")
-    fp8calib.export(stats, "kv-overlay-head", tmp_path / "out", model=tmp_path / "model")
+    fp8calib.export(stats, tmp_path / "out", formats="kv-overlay-head", model=tmp_path / "model")
     shards = (tmp_path / "out" / "kv-overlay-head").glob("*.safetensors")
     stored = {n: t for shard in shards for n, t in load_file(shard).items() if n in heads}
     assert stored.keys() == heads.keys()
@@ -419,9 +419,10 @@ def test_shards_in_memory_become_the_whole(tmp_path: Path) -> None:
         shard = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, **where)
         assert shard.shard is not None
         assert (shard.sequences, shard.files) == (4, ("report.json", "stats.safetensors"))
-    fp8calib.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "merged.safetensors")
+    joined = fp8calib.export([tmp_path / "1", tmp_path / "2"], tmp_path / "joined")
+    assert joined.files == ("stats.safetensors",)
     expected = stats_bytes(whole.stats, tmp_path)
-    assert (tmp_path / "merged.safetensors").read_bytes() == expected
+    assert (tmp_path / "joined" / "stats.safetensors").read_bytes() == expected
 
 
 def test_a_recipe_writes_the_checkpoint_of_a_model_in_memory(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_quantize_and_export_take_a_model_in_memory(
     assert capfd.readouterr().err == ""
     fp8calib.quantize(tmp_path / "saved", "fp8-static", tmp_path / "path", stats=stats)
     assert snapshot(tmp_path / "live") == snapshot(tmp_path / "path")
-    fp8calib.export(stats, "kv-overlay", tmp_path / "out-live", model=model)
-    fp8calib.export(stats, "kv-overlay", tmp_path / "out-path", model=tmp_path / "saved")
+    fp8calib.export(stats, tmp_path / "out-live", formats="kv-overlay", model=model)
+    fp8calib.export(stats, tmp_path / "out-path", formats="kv-overlay", model=tmp_path / "saved")
     assert snapshot(tmp_path / "out-live") == snapshot(tmp_path / "out-path")
     gpt2 = zoo.build("gpt2")
     with pytest.raises(
@@ -133,17 +133,17 @@ def test_a_model_in_memory_is_written_with_the_tokenizer_that_is_passed(
     both = ["kv-overlay", "kv-scales"]
     with pytest.warns(fp8calib.Fp8CalibWarning, match="no tokenizer is written"):
         fp8calib.quantize(live, "fp8-dynamic", tmp_path / "a")
-    alone = fp8calib.export(stats, both, tmp_path / "b", model=live).warnings
+    alone = fp8calib.export(stats, tmp_path / "b", formats=both, model=live).warnings
     assert [text for text in alone if "no tokenizer is written" in text]
-    assert not fp8calib.export(stats, "kv-scales", tmp_path / "c").warnings
+    assert not fp8calib.export(stats, tmp_path / "c", formats="kv-scales").warnings
     tokenizer = AutoTokenizer.from_pretrained(model)
-    done = fp8calib.export(stats, both, tmp_path / "d", model=live, tokenizer=tokenizer)
+    done = fp8calib.export(stats, tmp_path / "d", formats=both, model=live, tokenizer=tokenizer)
     assert not [text for text in done.warnings if "no tokenizer is written" in text]
     assert "kv-overlay/tokenizer.json" in done.files
     with pytest.raises(
         TypeError, match=r"export\(\) got an unexpected keyword argument 'tokeniser'"
     ):
-        fp8calib.export(stats, both, tmp_path / "e", tokeniser=tokenizer)  # type: ignore[call-arg]
+        fp8calib.export(stats, tmp_path / "e", formats=both, tokeniser=tokenizer)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -158,5 +158,5 @@ def test_degrees_that_cannot_be_are_refused(
     calibrated: Path, tmp_path: Path, tp: Any, said: str
 ) -> None:
     with pytest.raises(fp8calib.UsageError, match=said):
-        fp8calib.export(calibrated / "stats.safetensors", "rfc", tmp_path / "out", tp=tp)
+        fp8calib.export(calibrated / "stats.safetensors", tmp_path / "out", formats="rfc", tp=tp)
     assert not (tmp_path / "out").exists()

@@ -85,7 +85,7 @@ def test_the_gates_of_the_options_are_those_that_there_are() -> None:
     assert set(GATE_NAMES) == set(GATES)
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", "check", "show", "merge"])
+@pytest.mark.parametrize("command", ["", "calibrate", "check", "show"])
 def test_help_has_a_short_name_too(command: str) -> None:
     short, long = (succeed(*filter(None, (command, flag))).out for flag in ("-h", "--help"))
     assert short == long

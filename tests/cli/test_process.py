@@ -167,7 +167,6 @@ def test_a_pipe_shows_life_at_once_and_a_missing_path_needs_no_library(
     commands = [
         ["check", none],
         ["show", none],
-        ["merge", none, "--out", "a.safetensors"],
         ["export", none, "--format", "kv-scales", "--out", "out"],
         *([name, none] for name in ("calibrate", "verify")),
         ["quantize", none, "--scheme", "w8a16", "--out", "out"],

@@ -18,7 +18,7 @@ from fp8calib.options.shipped_recipes import describe_recipes
 from fp8calib.recipe import Recipe, find_section, parse_recipe
 from fp8calib.requests import spell_commands
 from fp8calib.requests.calibrate import CalibrateRequest
-from fp8calib.requests.merge import MergeRequest
+from fp8calib.requests.export import ExportRequest
 from scripts.python_page import make_page as make_python_page
 from scripts.reference import Row, list_requests, make_commands
 from tests.cli.program import succeed
@@ -53,7 +53,7 @@ def _read_commands() -> str:
 
 def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Wider(MergeRequest):
+    class Wider(ExportRequest):
         """Join more.
 
         Example: fp8calib widen one --out two
@@ -67,13 +67,13 @@ def test_a_new_option_is_shown_with_its_value_bounds_default_and_help() -> None:
     assert "### widen\n\nJoin more.\n\nExample: `fp8calib widen one --out two`" in text
     assert "| `--made-up` | `A`, `B`, 1 to 9 | What was made up. Default: `3`. |" in text
     assert "| `STATS...` |  |" in text
-    assert "| `--out` | `STATS` | Required. Output file. |" in text
+    assert "| `--out` | `DIR` | Required. Output folder. |" in text
 
 
 def test_an_option_that_two_commands_have_is_described_once() -> None:
-    text = make_commands({"one": MergeRequest, "two": MergeRequest})
-    assert text.count("Replace older statistics.") == 1
-    assert text.count("Also `--out`, `--force` ([shared]") == 2
+    text = make_commands({"one": ExportRequest, "two": ExportRequest})
+    assert text.count("Overwrite earlier output;") == 1
+    assert text.count("Also `--out`, `--format`, `--tp`") == 2
 
 
 def test_the_page_is_made_without_the_parser_and_torch() -> None:
@@ -139,6 +139,8 @@ def test_the_page_of_python_has_every_argument_and_every_public_name() -> None:
     assert re.findall(r"^## (\S+)$", page, re.MULTILINE) == sorted(
         fp8calib.__all__, key=lambda name: (isinstance(getattr(fp8calib, name), type), name)
     )
-    (merge,) = re.findall(r"^## merge\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
-    assert "    *,\n    force: bool = False,\n) -> MergeResult\n" in merge
-    assert "* `force`: Replace older statistics." in merge
+    (export,) = re.findall(r"^## export\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert "    *,\n    formats: str | Sequence[str] | None = None,\n" in export
+    assert "    force: bool = False,\n" in export
+    assert ") -> ExportResult\n" in export
+    assert "* `force`: Overwrite earlier output;" in export

@@ -278,7 +278,9 @@ def test_shards_in_engines_of_their_own_merge_to_the_bytes_of_one_run(
     for index, out in enumerate(shards, 1):
         assert calibrate(model, out, *options, "--shard", f"{index}/2")[0] == 0
 
-    merged = tmp_path / "merged.safetensors"
-    assert main_inner(["merge", *map(str, shards), "--out", str(merged)]) == 0
+    joined = tmp_path / "joined"
+    assert main_inner(["export", *map(str, shards), "--out", str(joined)]) == 0
 
-    assert merged.read_bytes() == (tmp_path / "whole" / "stats.safetensors").read_bytes()
+    assert (joined / "stats.safetensors").read_bytes() == (
+        tmp_path / "whole" / "stats.safetensors"
+    ).read_bytes()

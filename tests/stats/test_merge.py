@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     StatsShard,
@@ -113,7 +113,7 @@ def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_p
     assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
     with pytest.raises(UsageError, match=r"holds only shard 2 of 2") as refused:
         load_stats(tmp_path / "part.safetensors")
-    assert "fp8calib merge" in refused.value.hint
+    assert "fp8calib export" in refused.value.hint
 
 
 def test_data_are_the_same_whatever_their_files_are_called() -> None:
@@ -141,7 +141,7 @@ def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> N
         (name, with_header(stats, model_fingerprint="a" * 64)) for name, stats in make_parts()
     )
     changed = with_header(second[1], **CHANGED_HEADERS[words])
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(ModelError) as refused:
         merge_shards([first, ("part2", changed)])
     assert words in refused.value.message
     assert "part2 and part1 are of different runs" in refused.value.message
@@ -149,37 +149,37 @@ def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> N
 
 def test_a_part_that_is_there_twice_is_refused() -> None:
     first, second = make_parts()
-    with pytest.raises(UsageError, match="part1 and again are both shard 1 of 2"):
+    with pytest.raises(ModelError, match="part1 and again are both shard 1 of 2"):
         merge_shards([first, second, ("again", first[1])])
 
 
 def test_a_missing_part_is_named() -> None:
     parts = make_parts(4)
-    with pytest.raises(UsageError, match="shards 2, 4 of 4 are missing"):
+    with pytest.raises(ModelError, match="shards 2, 4 of 4 are missing"):
         merge_shards([parts[0], parts[2]])
-    with pytest.raises(UsageError, match="shard 1 of 2 is missing") as refused:
+    with pytest.raises(ModelError, match="shard 1 of 2 is missing") as refused:
         merge_shards(make_parts()[1:])
     assert "--shard 1/2" in refused.value.hint
 
 
 def test_parts_of_another_cut_are_refused() -> None:
     first, second = make_parts()
-    with pytest.raises(UsageError, match="part1 is shard 1 of 2, but other is shard 2 of 3"):
+    with pytest.raises(ModelError, match="part1 is shard 1 of 2, but other is shard 2 of 3"):
         merge_shards([first, ("other", with_part(second[1], count=3))])
-    with pytest.raises(UsageError, match="--batch-size 1, but other with 4"):
+    with pytest.raises(ModelError, match="--batch-size 1, but other with 4"):
         merge_shards([first, ("other", with_part(second[1], batch_size=4))])
 
 
 def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
     first, second = make_parts()
-    with pytest.raises(UsageError, match="do not hold all 2 sequences"):
+    with pytest.raises(ModelError, match="do not hold all 2 sequences"):
         merge_shards([first, ("unfinished", with_part(second[1], sequences=()))])
-    with pytest.raises(UsageError, match="kept is the checkpoint of an interrupted run"):
+    with pytest.raises(ModelError, match="kept is the checkpoint of an interrupted run"):
         merge_shards([first, ("kept", with_part(second[1], is_checkpoint=True))])
 
 
 def test_the_whole_is_no_part() -> None:
-    with pytest.raises(UsageError, match="stats is not a shard"):
+    with pytest.raises(ModelError, match="stats is not a shard"):
         merge_shards([("stats", make_stats())])
 
 

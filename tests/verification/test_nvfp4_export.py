@@ -46,7 +46,9 @@ def exported(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("exported")
     model.save_pretrained(out / "model")
     stats = fp8calib.calibrate(out / "model", TEXT, seq_len=64, dtype="float32").stats
-    fp8calib.export(stats, "kv-overlay", out / "nvfp4", model=out / "model", kv_cache_dtype="nvfp4")
+    fp8calib.export(
+        stats, out / "nvfp4", formats="kv-overlay", model=out / "model", kv_cache_dtype="nvfp4"
+    )
     return out / "nvfp4" / "kv-overlay"
 
 
@@ -196,5 +198,5 @@ def test_what_has_no_such_scales_is_refused(
     stats = fp8calib.calibrate(model, TEXT, seq_len=64, dtype="float32").stats
     with pytest.raises(UsageError, match=text):
         fp8calib.export(
-            stats, formats, tmp_path / "out", model=model, kv_cache_dtype="nvfp4", **options
+            stats, tmp_path / "out", formats=formats, model=model, kv_cache_dtype="nvfp4", **options
         )

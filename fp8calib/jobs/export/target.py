@@ -19,12 +19,13 @@ from fp8calib.jobs.export.attachment import (
     refuse_options,
     relate_to_quantized,
 )
+from fp8calib.jobs.stats import GivenStats
 from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
 from fp8calib.requests.export import ExportRequest
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +63,14 @@ class ExportTarget:
 
 
 @contextmanager
-def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTarget]:
+def open_target(task: ExportTask, given: GivenStats) -> Iterator[ExportTarget]:
     """Open the model of an export, and refuse what does not fit the statistics.
 
     Raises:
         UsageError: options are of no use, or contradict the model.
         ModelError: the model cannot be read, or is another one.
     """
-    request = task.request
+    request, stats = task.request, given.stats
     if task.model is None:
         refuse_options(request)
         yield ExportTarget(source=None, stats=stats)
@@ -91,8 +92,9 @@ def open_target(task: ExportTask, stats: CalibrationStats) -> Iterator[ExportTar
             yield ExportTarget(source=checkpoint, stats=stats, attachment=attachment)
             return
         stats = _adopt_names(stats, checkpoint)
-        name = str(request.stats) if isinstance(request.stats, str | Path) else STATS_NAME
-        attachment = relate_to_quantized(name, stats.origin, checkpoint, stats.geometry, request)
+        attachment = relate_to_quantized(
+            given.name, stats.origin, checkpoint, stats.geometry, request
+        )
         yield ExportTarget(
             source=checkpoint, stats=stats, quantized=quantized, attachment=attachment
         )

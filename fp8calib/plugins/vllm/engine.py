@@ -50,7 +50,7 @@ _OWN = {
     "dtype": "use --dtype",
     "tensor_parallel_size": "use --tensor-parallel-size",
     "pipeline_parallel_size": "use --pipeline-parallel-size",
-    "data_parallel_size": "run one engine a shard: --shard I/N, and `fp8calib merge`",
+    "data_parallel_size": "run one engine a shard: --shard I/N; `fp8calib export` joins them",
     "trust_remote_code": "use --trust-remote-code",
     "revision": "use --revision",
     "max_model_len": "it follows from --seq-len",
