@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.doors import ask_once
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the seconds of each test file, slowest first, to the file that the variable names."""
+    if not (path := os.environ.get("FP8CALIB_DURATIONS")):
+        return
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for each in reports:
+            if isinstance(each, pytest.TestReport):
+                seconds[each.nodeid.partition("::")[0]] += each.duration
+    slowest = sorted(seconds.items(), key=lambda item: -item[1])
+    Path(path).write_text("".join(f"{taken:.1f}\t{file}\n" for file, taken in slowest))
 
 
 @pytest.fixture(scope="session", autouse=True)

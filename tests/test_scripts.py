@@ -48,6 +48,23 @@ def test_every_module_that_a_script_runs_exists() -> None:
     assert [path for path in paths if not path.exists()] == []
 
 
+def test_the_seconds_of_test_files_are_written_slowest_first(tmp_path: Path) -> None:
+    """As `scripts/test --durations` does, which first makes an environment."""
+    named = ("tests/test_errors.py", "tests/geometry/test_sites.py")
+    told = tmp_path / "durations.tsv"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", *named],
+        cwd=ROOT,
+        env={**os.environ, "FP8CALIB_DURATIONS": str(told)},
+        capture_output=True,
+        check=True,
+    )
+    rows = [line.split("\t") for line in told.read_text().splitlines()]
+    assert {file for _, file in rows} == set(named)
+    seconds = [float(taken) for taken, _ in rows]
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def test_every_path_that_the_documentation_names_exists() -> None:
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
     pages += sorted((ROOT / "docs").glob("*.md"))
