@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.disk import explain_os_error, find_existing
 from fp8calib.checkpoint.folder_lock import FolderLock
+from fp8calib.checkpoint.json_files import is_result
 from fp8calib.errors import UsageError
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -33,7 +34,8 @@ class OutputFolder:
     An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
     any exception, the temporary folder and the parent folders made for it are removed. A process
     that is killed leaves its temporary folder; the next run with the same `path` removes it.
-    The fields are the arguments of `check_output`.
+    The fields are the arguments of `check_output`. What commands printed with `--json` may lie in
+    `path`, and stays there.
     """
 
     path: Path
@@ -193,7 +195,7 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     names = {entry.name for entry in target.iterdir() if not temporary.fullmatch(entry.name)}
     if not names:
         return
-    refuse_unknown_entries(path, names - owned)
+    refuse_unknown_entries(path, {name for name in names - owned if not is_result(target / name)})
     if not force:
         message = f"{path}: the folder is not empty"
         raise UsageError(message, hint="use --force to replace its files, or another folder")

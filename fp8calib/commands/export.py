@@ -16,6 +16,7 @@ from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
+from fp8calib.jobs.card import CardJob, write_cards
 from fp8calib.jobs.export.attachment import require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
 from fp8calib.jobs.export.vision import VISION_NAME, write_vision
@@ -105,7 +106,15 @@ def _export(task: ExportTask) -> ExportResult:
             )
             checked = _check_written(task, target, folder)
             vision = [write_vision(stats, folder, fmt)] if request.vision_scales else []
-            more = (*(weights.write(folder) if weights else ()), *([VISION_NAME] if vision else ()))
+            job = CardJob(
+                written=folder, target=task.out, model=request.model or "", checked=checked
+            )
+            cards = write_cards(job, recipe.formats)
+            more = (
+                *cards,
+                *(weights.write(folder) if weights else ()),
+                *([VISION_NAME] if vision else ()),
+            )
             files = sorted([*written.files, *more, *joined])
         return ExportResult(
             out=task.out,

@@ -24,6 +24,7 @@ from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
+from fp8calib.jobs.card import CardJob, write_card
 from fp8calib.jobs.export.attachment import (
     describe_attachment,
     refuse_options,
@@ -186,11 +187,20 @@ def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
                 attachment=attachment,
             )
         ]
-        written = sorted(path for path in folder.rglob("*") if path.is_file())
-        files = tuple(path.relative_to(folder).as_posix() for path in written)
         if target.quantized is not None and dialect.needs_model:
             require_server(folder, geometry, target.quantized)
         checked = check_written(folder, out) if dialect.needs_model and request.check else ()
+        if dialect.needs_model:
+            cards = CardJob(
+                written=folder,
+                target=out,
+                model=request.model,
+                revision=request.revision,
+                checked=checked,
+            )
+            write_card(cards, dialect.name)
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = tuple(path.relative_to(folder).as_posix() for path in written)
     degrees = tuple(table.tp for table in tables)
     before, after = kv_bytes_per_token(geometry)
     return ExtractResult(

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from fp8calib.commands.written import check_written
+from fp8calib.jobs.card import CardJob, add_card
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.quantization.planned import (
     QuantizeTask,
@@ -61,6 +62,14 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
                 plain_caches=() if served is None else served.kv_cache_dtype_skip_layers,
             )
             result = result.model_copy(update={"checked": checked})
+        cards = CardJob(
+            written=outcome.folder,
+            target=outcome.out,
+            model=request.model,
+            revision=request.revision,
+            checked=result.checked,
+        )
+        result = add_card(cards, result)
     files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *files):
         reporter.warn(text)

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.overlay import find_side_files
+from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.quantization.report import QuantizationOutcome, make_quantize_result
@@ -38,7 +38,7 @@ def check_checkpoint(job: ResumableJob) -> None:
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    refuse_unknown_entries(folder, found - shards - sides - {CONFIG_NAME})
+    refuse_unknown_entries(folder, found - shards - sides - {CONFIG_NAME, CARD_NAME})
     try:
         select_matrices(job, job.quantization)
     except (ModelError, ExportError) as error:

@@ -14,7 +14,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.overlay import find_side_files
+from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
@@ -137,10 +137,10 @@ class QuantizePlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Name all entries of the output folder."""
+        """Name all entries of the output folder, with the card that is written last."""
         sides = (name.split("/")[0] for name in self.side_files)
         shards = (shard.name for shard in self.shards)
-        return frozenset({CONFIG_NAME, *self.json_files, *shards, *sides})
+        return frozenset({CONFIG_NAME, CARD_NAME, *self.json_files, *shards, *sides})
 
 
 def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:

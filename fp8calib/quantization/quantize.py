@@ -21,7 +21,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.checkpoint.overlay import copy_side_files
+from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.machine.threads import one_thread
 from fp8calib.quantization.plan import QuantizePlan
@@ -113,8 +113,8 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def is_finished(out: Path, plan: QuantizePlan) -> bool:
-    """Tell whether `out` is already what the plan would write."""
-    if not all((out / name).exists() for name in plan.names):
+    """Tell whether `out` is already what the plan would write, but for the card."""
+    if not all((out / name).exists() for name in plan.names - {CARD_NAME}):
         return False
     return all(_is_shard(out / shard.name, shard) for shard in plan.shards)
 

@@ -128,11 +128,11 @@ def run(command: Sequence[str], out: Path, *more: str) -> str:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Read all files that a run wrote, except the report, which contains times."""
+    """Read what a run wrote, except the report, which has times, and cards, which name it."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "report.json"
+        if path.is_file() and path.name not in {"report.json", "README.md"}
     }
 
 

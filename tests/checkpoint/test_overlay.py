@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.overlay import find_side_files, plan_overlay, write_overlay
+from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files, plan_overlay, write_overlay
 from fp8calib.errors import ExportError, ModelError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -70,7 +70,8 @@ def source_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     size = "4KB" if request.param == "sharded" else "1GB"
     model.save_pretrained(folder, max_shard_size=size)
     (folder / "additional_chat_templates").mkdir()
-    for name, text in {**SIDE_FILES, **dict.fromkeys(LEFT_OUT, "x"), ".hidden": "x"}.items():
+    uncopied = dict.fromkeys([*LEFT_OUT, ".hidden", CARD_NAME], "x")
+    for name, text in {**SIDE_FILES, **uncopied}.items():
         (folder / name).write_text(text)
     (folder / "onnx").mkdir()
     return folder
@@ -159,7 +160,7 @@ def test_weight_files_are_the_same_inodes_and_all_else_is_copied(
     for name, text in SIDE_FILES.items():
         assert (destination / name).read_text() == text
         assert not (destination / name).samefile(source_folder / name)
-    assert {path.name for path in destination.iterdir()} == plan.names
+    assert {path.name for path in destination.iterdir()} == plan.names - {CARD_NAME}
 
 
 @pytest.mark.parametrize("source_folder", ["one file"], indirect=True)
@@ -367,7 +368,7 @@ def test_the_plan_names_what_an_output_folder_may_replace(
             tmp_path / "out", owned=names, force=True, inputs=[source_folder]
         ) as folder:
             _write(source_folder, folder)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names - {CARD_NAME}
 
     with pytest.raises(UsageError, match="would replace"):
         OutputFolder(source_folder, owned=names, force=True, inputs=[source_folder]).__enter__()

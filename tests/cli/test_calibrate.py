@@ -276,6 +276,7 @@ def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Pa
     assert report["files"] == [
         "report.json",
         "stats.safetensors",
+        "w8a16/README.md",
         "w8a16/config.json",
         "w8a16/generation_config.json",
         "w8a16/model.safetensors",

@@ -32,6 +32,7 @@ JSON_RANKS = {"vllm-json": "0", "rfc": "rank0"}
 JOINT_FORMS = {"tgi", "vllm-json", "rfc"}
 SHARD = "model-00002-of-00002.safetensors"
 CHECKPOINT = {
+    "README.md",
     "config.json",
     "generation_config.json",
     "model-00001-of-00002.safetensors",
@@ -152,7 +153,7 @@ def test_people_read_what_was_written_and_how_to_serve_it(model: Path, tmp_path:
     command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
     shown: Outcome = succeed(*command, "--save-path", out)
     assert shown.out.startswith("autofp8 scales of 2 layers, e4m3fn\n")
-    assert f"written to {out}: config.json, " in shown.out
+    assert f"written to {out}: README.md, config.json, " in shown.out
     assert "vLLM 0.33.0: not ok: " in shown.out
     assert "warning: scales of a quantized model (autofp8: q/model.safetensors)" in shown.err
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fp8calib.commands.written import check_written
 from fp8calib.errors import UsageError
+from fp8calib.jobs.card import CardJob, add_card
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.quantization.planned import QuantizeTask, resolve_request
 from fp8calib.jobs.quantization.report import make_quantize_result
@@ -66,6 +67,14 @@ def run(
     result = GptqResult(**dict(made), rounded=rounded)
     if request.check:
         result = result.model_copy(update={"checked": check_written(outcome.folder, outcome.out)})
+    cards = CardJob(
+        written=outcome.folder,
+        target=outcome.out,
+        model=request.model,
+        revision=request.revision,
+        checked=result.checked,
+    )
+    result = add_card(cards, result)
     files = warn_of_tokenizer(request.model, request.tokenizer, result.files)
     for text in (*result.notes, *result.describe_dead(), *files):
         reporter.warn(text)

@@ -1,0 +1,192 @@
+"""The README.md of written checkpoints: front matter, commands, figures of `verify --json`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+import fp8calib
+from fp8calib.machine.command_line import publish_command, remember_arguments
+from fp8calib.verification.figures import format_mean_kld
+from tests.cli.conftest import QUICK
+from tests.cli.program import fail, succeed
+
+SOURCE = """---
+license: other
+license_name: tiny-licence
+license_link: LICENSE
+language: [en, de]
+tags: [tiny, chat]
+pipeline_tag: text-generation
+base_model: org/older
+model-index: [{name: wrong}]
+---
+# The source's own card
+"""
+
+
+@pytest.fixture
+def carded(model: Path, tmp_path: Path) -> Path:
+    """Copy the model, with a card."""
+    folder = Path(shutil.copytree(model, tmp_path / "models" / "tiny"))
+    (folder / "README.md").write_text(SOURCE)
+    return folder
+
+
+def read(folder: Path) -> ModelCard:
+    return ModelCard.load(folder / "README.md")
+
+
+def test_every_command_writes_a_card_in_place_of_the_source_s(
+    carded: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs" / "all"
+    formats = ("--format", "kv-overlay", "--format", "kv-overlay-head")
+    command = ("calibrate", carded, "--data", data, *QUICK, "--recipe", "w8a8-static", *formats)
+    written = succeed(*command, "--out", out, "--json").json
+    stats = out / "stats.safetensors"
+    exported, quantized, extracted = (tmp_path / name for name in ("new", "fp8", "kv"))
+    succeed("export", stats, "--model", carded, *formats[:2], "--out", exported)
+    fp8 = succeed("quantize", carded, "--scheme", "w8a16", "--out", quantized, "--json").json
+    source = ("--quantized-model", exported / "kv-overlay", "--model", carded)
+    extract = succeed("extract-kv-scales", *source, "--save-path", extracted, "--json").json
+
+    checkpoint = written["quantize"]["out"].rpartition("/")[2]
+    schemes = {
+        out / "kv-overlay": "kv-overlay",
+        out / "kv-overlay-head": "kv-overlay-head",
+        out / checkpoint: written["quantize"]["scheme"],
+        exported / "kv-overlay": "kv-overlay",
+        quantized: "w8a16",
+        extracted: "kv-overlay",
+    }
+    for folder, scheme in schemes.items():
+        card = read(folder)
+        assert card.data.to_dict() == {
+            "base_model": "tiny",
+            "base_model_relation": "quantized",
+            "quantized_by": "fp8calib",
+            "scheme": scheme,
+            "license": "other",
+            "license_name": "tiny-licence",
+            "license_link": "LICENSE",
+            "language": ["en", "de"],
+            "tags": ["tiny", "chat"],
+            "pipeline_tag": "text-generation",
+        }
+        assert "own card" not in card.text
+        assert f"# {folder.name}" in card.text
+        assert f"vllm serve {folder.name}" in card.text
+        assert str(tmp_path) not in card.text
+    made = " ".join(
+        ("fp8calib calibrate tiny --data calib.jsonl", *map(str, QUICK), "--recipe w8a8-static")
+    )
+    assert f"{made} {' '.join(formats)} --out all\n" in read(out / checkpoint).text
+    assert {f"{checkpoint}/README.md", "kv-overlay/README.md"} <= set(written["files"])
+    for result in (written["quantize"], fp8, extract):
+        assert "README.md" in result["files"]
+
+
+def test_a_source_without_a_card_gives_its_name_and_the_scheme(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("quantize", model, "--scheme", "fp8-dynamic", "--layer-scheme")
+    succeed(*command, "model.layers.0.*=w8a16", "--out", out, "--no-check")
+    card = read(out)
+    assert card.data.to_dict() == {
+        "base_model": "tiny-llama",
+        "base_model_relation": "quantized",
+        "quantized_by": "fp8calib",
+        "scheme": "fp8-dynamic, w8a16",
+    }
+    assert "Served by" not in card.text  # nobody has looked
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "---\n[1]\n---\n", "---\na: [\n---\n", "---\ntags: 3\nlicense: {}\n---\n", "\udcff"],
+)
+def test_a_card_that_cannot_be_read_costs_nothing(carded: Path, tmp_path: Path, text: str) -> None:
+    (carded / "README.md").write_bytes(text.encode(errors="surrogateescape"))
+    outcome = succeed("quantize", carded, "--scheme", "w8a16", "--out", tmp_path / "out")
+    assert "metadata" not in outcome.err
+    assert "license" not in read(tmp_path / "out").data.to_dict()
+
+
+def test_a_model_of_the_hub_is_named_by_its_id(
+    carded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    shutil.copytree(carded, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for number, name in enumerate(("org/tiny", snapshot)):
+        out = tmp_path / f"out{number}"
+        succeed("quantize", name, "--scheme", "w8a16", "--out", out)
+        data = read(out).data
+        assert (data.base_model, data.license) == ("org/tiny", "other")
+    assert "fp8calib quantize org/tiny --scheme w8a16 --out out0" in read(tmp_path / "out0").text
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("/data/models/tiny --out=/data/out", "tiny --out=out"),
+        ("models/tiny/ --data models/a.jsonl@0.5 --out .", "tiny --data a.jsonl@0.5 --out ."),
+        ("org/name --data hub:org/rows:train", "org/name --data hub:org/rows:train"),
+        ("../tiny --layer-scheme '*.0.*=w8a16'", "tiny --layer-scheme '*.0.*=w8a16'"),
+        ("tiny --force --json --resume --tp 2", "tiny --tp 2"),
+    ],
+)
+def test_paths_of_a_command_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, shown: str
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert publish_command(f"fp8calib quantize {given}") == f"fp8calib quantize {shown}"
+
+
+def test_a_model_in_memory_has_a_card_without_commands(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 -- slow
+
+    remember_arguments(())  # of the commands before it in this process
+    live = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="no tokenizer"):
+        fp8calib.quantize(live, "w8a16", tmp_path / "out", check=False)
+    card = read(tmp_path / "out")
+    assert card.data.base_model == "tiny-llama"
+    assert "Made by" not in card.text
+
+
+def test_figures_of_verify_in_the_output_folder_are_shown(
+    carded: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "fp8"
+    command = ("quantize", carded, "--scheme", "w8a16", "--out", out)
+    succeed(*command)
+    plain = (out / "README.md").read_bytes()
+    asked = ("verify", carded, "--scales", out, "--data", data, *QUICK, "--json")
+    report = succeed(*asked).json
+    kept = out / "verify.json"
+    kept.write_text(json.dumps(report))
+    succeed("check", out)
+    succeed(*command, "--force")
+    text = read(out).text
+    assert kept.is_file()  # it is not ours to remove
+    assert f"on {report['tokens']:,} tokens of calib.jsonl" in text
+    (row,) = (each for each in report["candidates"] if each["name"] == str(out))
+    assert (
+        f"\n\n* {row['verdict']}: KLD {format_mean_kld(row['kld_mean'], row['kld_se'])}, " in text
+    )
+    assert text.count("\n* ") == 1  # scale 1.0 is not the folder
+    (out / "other.json").write_text(json.dumps({"schema_version": 1}))
+    kept.unlink()
+    succeed(*command, "--force")
+    assert (out / "README.md").read_bytes() == plain
+    (out / "mine.json").write_text("{}")
+    assert "mine.json" in fail(2, *command, "--force")
