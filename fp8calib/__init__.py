@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fp8calib.commands.extract_kv_scales import extract_kv_scales
     from fp8calib.commands.plan import plan
     from fp8calib.commands.quantize import quantize
-    from fp8calib.commands.receipt import receipt
     from fp8calib.commands.show import show
     from fp8calib.commands.verify import verify
     from fp8calib.jobs.stats import CalibrationStats, load_stats
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from fp8calib.results.extract_kv_scales import ExtractResult
     from fp8calib.results.plan import PlanResult
     from fp8calib.results.quantize import QuantizeResult
-    from fp8calib.results.receipt import ReceiptResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
 
@@ -55,7 +53,6 @@ _PLACES = {
     "load_stats": "jobs.stats",
     "PlanResult": "results.plan",
     "QuantizeResult": "results.quantize",
-    "ReceiptResult": "results.receipt",
     "RunPlan": "results.run_plan",
     "VerifyResult": "results.verify",
 }
@@ -74,7 +71,6 @@ __all__ = [
     "ModelError",
     "PlanResult",
     "QuantizeResult",
-    "ReceiptResult",
     "RecipeError",
     "RunPlan",
     "ServerError",
@@ -88,7 +84,6 @@ __all__ = [
     "load_stats",
     "plan",
     "quantize",
-    "receipt",
     "show",
     "verify",
 ]

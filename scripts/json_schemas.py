@@ -12,7 +12,6 @@ from fp8calib.recipe import Recipe
 from fp8calib.requests import find_implementation, spell_commands
 from fp8calib.results import SCHEMA_VERSION
 from fp8calib.results.error import ErrorResult
-from fp8calib.results.receipt import Receipt
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.scales.rules import AMAX
 
@@ -27,8 +26,7 @@ def make_schemas() -> dict[str, dict[str, Any]]:
     results = {typed.replace(" ", "-"): kind for typed, kind in results.items()}
     kinds = {**results, "run-plan": RunPlan, "error": ErrorResult}
     schemas = {name: _describe(name, kind) for name, kind in kinds.items()}
-    receipt = {"$schema": DIALECT, **Receipt.model_json_schema(mode="serialization")}
-    return schemas | {"recipe": _describe_recipe(), "receipt-file": receipt}
+    return schemas | {"recipe": _describe_recipe()}
 
 
 def _find_result(command: str) -> Any:

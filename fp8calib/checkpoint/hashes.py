@@ -1,9 +1,10 @@
-"""SHA-256 of a file."""
+"""SHA-256 of files."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -16,8 +17,18 @@ class FileHash:
     sha256: str
 
 
-def hash_file(path: Path) -> FileHash:
-    """Hash a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileHash(name=path.name, size_bytes=path.stat().st_size, sha256=digest)
+def hash_files(
+    paths: Iterable[Path], known: dict[tuple[int, int], FileHash]
+) -> tuple[FileHash, ...]:
+    """Hash files but for those in `known`, by device and inode, and add them to it."""
+    return tuple(_hash_once(path, known) for path in paths)
+
+
+def _hash_once(path: Path, known: dict[tuple[int, int], FileHash]) -> FileHash:
+    status = path.stat()
+    key = (status.st_dev, status.st_ino)
+    if key not in known:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        known[key] = FileHash(name="", size_bytes=status.st_size, sha256=digest)
+    return replace(known[key], name=path.name)

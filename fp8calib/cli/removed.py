@@ -24,6 +24,8 @@ REMOVED: dict[str, str] = {
     "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",
     "quantize --push": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
     "quantize --upload": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
+    "receipt": "`report.json` and `verify --json` have the hashes, versions and figures",
+    "verify --receipt": "`verify --json` has the hashes, versions and figures",
 }
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from fp8calib.jobs.fp8_checkpoint import (
     check_checkpoint,
 )
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.hashes import hash_run
 from fp8calib.jobs.models import RunModel, fields_of, open_run_model
 from fp8calib.jobs.processes import check_shard, choose_rank_device
 from fp8calib.jobs.quantization.planned import resolve_recipe
@@ -69,6 +70,7 @@ from fp8calib.options.recipe_keys import FORMATS, TP
 from fp8calib.recipe import Recipe
 from fp8calib.requests.calibrate import CalibrateRequest
 from fp8calib.results.calibrate import CalibrateResult
+from fp8calib.results.hashes import RunHashes
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.written import WrittenCheck
@@ -249,7 +251,8 @@ def _open_job(
                 part="calibrate",
                 tokenizer=request.tokenizer,
             )
-            job = hold_out(replace(job, plan=text))
+            specs = recipe.data.sources if rows is None else ()
+            job = hold_out(replace(job, plan=text, specs=specs))
         check_shard(job)
         yield job
 
@@ -377,6 +380,7 @@ def _write_all(
     if request.check:
         result = result.model_copy(update={"checked": _check_written(job, folder, result)})
     result = _add_cards(job, folder, result, request)
+    result = result.model_copy(update={"hashes": _hash_files(job, folder, result.files)})
     save_report(folder / REPORT_NAME, result)
     return result
 
@@ -399,6 +403,16 @@ def _add_cards(
         cards += [f"{asked.folder}/{CARD_NAME}"]
     files = tuple(sorted({*result.files, *cards}))
     return result.model_copy(update={"files": files, "quantize": quantized})
+
+
+def _hash_files(job: ResumableJob, folder: Path, files: Sequence[str]) -> RunHashes:
+    """Hash the files of the model, of the text and of what was written."""
+    written = dict.fromkeys(name.partition("/")[0] for name in files if name != REPORT_NAME)
+    return hash_run(
+        None if job.is_live else job.source.folder,
+        job.specs,
+        {name: folder / name for name in written},
+    )
 
 
 def _check_written(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.checkpoint.json_files import is_result
 from fp8calib.checkpoint.output_files import output_files, probe_output_files
 from fp8calib.data.sequences import DataPlan
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.function import as_function
+from fp8calib.jobs.hashes import hash_run
 from fp8calib.jobs.models import open_run_model
-from fp8calib.jobs.receipt.make import encode_receipt, make_receipt, require_files
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import read_settings
@@ -39,9 +39,12 @@ from fp8calib.model.load import ModelSource
 from fp8calib.options.recipe_keys import Specs
 from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.verify import VerifyRequest
+from fp8calib.results.hashes import RunHashes
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.verification.candidates import find_candidate
+from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 
@@ -62,11 +65,9 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         ExportError: a file cannot be written.
     """
     _check_outputs(request, reporter)
-    if request.receipt is not None:
-        require_files(request)
     if request.log is not None:
         check_tracker(request.log)
-    options = resolve_options(request)
+    options = replace(resolve_options(request), measures_noise=True)
     if request.tasks:
         reporter.say(f"loading tasks: {', '.join(request.tasks)}")
     specs, rows = split_data(request.data, text_column=request.text_column)
@@ -92,22 +93,35 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         if mode is None:
             dump = request.reference_dump
             evidence = gather_alone(job.plan, None if dump is None else Path(dump))
-            return _finish(request, run_alone(job, evidence, reporter), reporter, None)
+            return _finish(request, run_alone(job, evidence, reporter), reporter, options.gate)
         if request.dry_run:
             return _describe_plan(job, mode)
         for note in mode.describe():
             reporter.say(note)
         reporter.say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+        hashes = _hash_files(job, specs)
         verified = run_verify_job(job, mode, reporter, command=spell_command())
     for note in verified.report.warnings:
         if note not in told:
             reporter.warn(note)
-    folder = model.source.folder
+    return _finish(request, verified, reporter, options.gate, hashes)
 
-    def encode(found: VerifyResult) -> bytes:
-        return encode_receipt(make_receipt(found, found.candidates, request, folder))
 
-    return _finish(request, verified, reporter, encode)
+def _hash_files(job: VerifyJob, specs: Sequence[str]) -> RunHashes:
+    """Hash the files of the model, of the text and of what is compared with it.
+
+    Raises:
+        ModelError: one cannot be read.
+    """
+    scales = [each for each in job.options.scales if isinstance(each, str)]
+    try:
+        return hash_run(
+            None if job.is_live else job.source.folder,
+            specs,
+            {each: find_candidate(each) for each in scales},
+        )
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
@@ -148,15 +162,20 @@ def _finish(
     request: VerifyRequest,
     verified: VerificationResult,
     reporter: Reporter,
-    encode: Callable[[VerifyResult], bytes] | None,
+    gate: Gate | None,
+    hashes: RunHashes | None = None,
 ) -> VerifyResult:
     """Write all output files, or none; an error carries the result, which may have cost hours.
 
     Raises:
         ExportError: a file cannot be written.
     """
+    gates = GATES if gate is None else {gate.name: gate}
+    used = dict.fromkeys(each.gate for each in verified.report.candidates)
     result = VerifyResult(
         **dict(verified.report),
+        gates=tuple(gates[name] for name in used),
+        hashes=hashes,
         next=suggest_command(verified.report, request),
         has_gate=request.gate is not None,
         is_strict=request.strict,
@@ -167,9 +186,6 @@ def _finish(
                 write_dump(places[Path(request.dump)], verified)
             if request.report is not None:
                 write_page(result, places[Path(request.report)], command=result.next)
-            if request.receipt is not None and encode is not None:
-                reporter.say("hashing the files for the receipt")
-                places[Path(request.receipt)].write_bytes(encode(result))
     except Exception as error:
         error.result = result  # type: ignore[attr-defined]
         raise
@@ -178,8 +194,6 @@ def _finish(
         reporter.say(f"log-probabilities of {count} models written to {request.dump}")
     if request.report is not None:
         reporter.say(f"report written to {request.report}")
-    if request.receipt is not None:
-        reporter.say(f"receipt written to {request.receipt}")
     if request.log is not None:
         log_and_say(request.log, result, reporter)
     return result
@@ -194,11 +208,10 @@ def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
     kinds = (
         *([(Path(request.report), is_page, "no page")] if request.report else []),
         *([(Path(request.dump), is_dump, "no dump")] if request.dump else []),
-        *([(Path(request.receipt), is_result, "no receipt")] if request.receipt else []),
     )
     outputs = [path for path, _, _ in kinds]
     if request.force and not outputs:
-        reporter.warn("--force has no effect without --report, --dump or --receipt")
+        reporter.warn("--force has no effect without --report or --dump")
     for path in outputs:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")
@@ -211,7 +224,7 @@ def _check_outputs(request: VerifyRequest, reporter: Reporter) -> None:
                 f"{output}: exists, and is {other} of verify", hint="name another file"
             )
     if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UsageError(f"--report, --dump and --receipt: two of them are {outputs[0]}")
+        raise UsageError(f"--report and --dump are both {outputs[0]}")
     probe_output_files(outputs)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from platform import python_version
 from statistics import median
 from typing import Any
 
@@ -74,7 +76,10 @@ def make_calibrate_result(
             *decide_query(job.recipe, stats).notes,
             *map(str, notes),
         ),
-        versions=stats.header.versions,
+        versions={**stats.header.versions, "python": python_version()},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        model_hash=stats.header.model_fingerprint,
+        data_hash=stats.header.data_fingerprint,
     )
 
 

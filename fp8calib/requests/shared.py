@@ -196,17 +196,6 @@ MemoryOption = Annotated[
         "is streamed layer by layer. Default: what is available on the machine.",
     ),
 ]
-
-
-ReceiptOption = Annotated[
-    str | Path | None,
-    Option(
-        "--receipt",
-        metavar="FILE.json",
-        reads=Path,
-        help="Write what was measured on what, with hashes, for others to check.",
-    ),
-]
 LogOption = Annotated[
     str | None,
     Option(

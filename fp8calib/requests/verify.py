@@ -188,11 +188,10 @@ class VerifyRequest:
             help="Write every token's log-probability (safetensors).",
         ),
     ] = None
-    receipt: shared.ReceiptOption = None
     log: shared.LogOption = None
-    force: Annotated[
-        bool, Option("--force", help="Replace the files of --report, --dump and --receipt.")
-    ] = False
+    force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
+        False
+    )
     tasks: Annotated[
         Sequence[str] | None,
         Option(

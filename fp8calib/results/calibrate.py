@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, SkipValidation
 from fp8calib.dialects.registry import list_written
 from fp8calib.errors import ExportError
 from fp8calib.overview import Overview
+from fp8calib.results.hashes import RunHashes
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.record import BeforeAfter, Record, Result, ShardIndex
 from fp8calib.results.run_plan import MeasuredMemory, TextRows
@@ -108,6 +109,14 @@ class CalibrateResult(Result):
     """What `check` says of the written checkpoints; empty with --no-check."""
     warnings: tuple[str, ...]
     versions: dict[str, str]
+    date: str
+    """UTC, in the form of ISO 8601."""
+    model_hash: str
+    """Of the config and a sample of every tensor, however the weights are sharded."""
+    data_hash: str
+    """Of the token ids, pixels and samples of all sequences."""
+    hashes: RunHashes | None = None
+    """None if nothing was written."""
     quantize: QuantizeResult | NotQuantized | None = None
     """The checkpoint of a recipe that has one."""
 

@@ -7,7 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.results.hashes import RunHashes
 from fp8calib.results.record import Result
+from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.report import Verdict, VerifyReport
 
 
@@ -17,6 +19,10 @@ class VerifyResult(VerifyReport, Result):
     first_keys: ClassVar = ("next", "advice")
     next: str = ""
     """The command that helps most; empty where none does."""
+    gates: tuple[Gate, ...] = ()
+    """The thresholds of the candidates' gates."""
+    hashes: RunHashes | None = None
+    """None where only a server and an unquantized one or a dump are compared."""
     has_gate: bool = Field(default=False, exclude=True)
     """Whether a failure is one of the command."""
     is_strict: bool = Field(default=False, exclude=True)

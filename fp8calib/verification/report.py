@@ -150,6 +150,8 @@ class CandidateResult(_Model):
     kld_max: float | None
     top1_agreement: float | None
     """Share of tokens whose largest logit is that of the same token; of equal ones the first."""
+    top1_se: float | None = None
+    """Standard error of the agreement, as of independent tokens."""
     top1_ties: float | None = 0.0
     """Share of tokens where it is not, but the reference's token has an equal logit."""
     verdict: Verdict
@@ -525,7 +527,7 @@ class VerifyReport(WithOverview, _Model):
     kv: KvNeed | None = None
     """Whether KV scales are needed; None where no KV cache is compared with scale 1.0."""
     noise: NoiseResult | None = None
-    """Of the unquantized model in batches of another size; with `--receipt`."""
+    """Of the unquantized model in batches of another size; None where no model is run."""
     comparisons: tuple[PairedResult, ...] = ()
     """Every candidate with each of its kind (KV scales, or FP8 weights) and with itself in each
     other engine."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.data.sequences import DataPlan, batches, take_sequences
+from fp8calib.data.sequences import DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError, cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -245,11 +245,29 @@ def _measure_noise(
     batch_size: int,
 ) -> NoiseResult:
     """Run the first sequences again in batches of another size, and compare the scores."""
-    few = take_sequences(plan, 0, _NOISE_SEQUENCES)
-    again = open_runs(few, 1 if batch_size > 1 else _NOISE_BATCH).run_stage("noise floor", {})
-    found = again.reference.logprobs.double()
-    changes = found - compared.reference.logprobs[: len(found)].double()
+    text, size = choose_noise_text(plan, batch_size)
+    found = open_runs(text, size).run_stage("noise floor", {}).reference.logprobs.double()
+    whole = [length - 1 for length in plan.lengths[: len(text.sequences)]]
+    before = torch.split(compared.reference.logprobs[: sum(whole)], whole)
+    kept = [each[: length - 1] for each, length in zip(before, text.lengths, strict=True)]
+    changes = found - torch.cat(kept).double()
     return NoiseResult(tokens=len(found), kld=float(changes.square().mean()) / 2)
+
+
+def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
+    """Choose the text of the noise floor, and the size of its batches.
+
+    Several sequences in place of one are cut, so that a batch has no more tokens than before. Those
+    with media stay: each is a batch of its own.
+    """
+    few = take_sequences(plan, 0, _NOISE_SEQUENCES)
+    if batch_size > 1:
+        return few, 1
+    cut = [
+        sequence if index in few.media else sequence[: max(2, len(sequence) // _NOISE_BATCH)]
+        for index, sequence in enumerate(few.sequences)
+    ]
+    return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
 def _gather(

@@ -65,7 +65,9 @@ def test_verify_with_its_files(
         **files,
     )
     tokens = result.tokens + result.sequences  # the first of each sequence is not scored
-    assert calls[-1] == ("verifying", tokens, tokens)
+    last = {stage: (done, total) for stage, done, total in calls}  # in the order of the stages
+    assert last["verifying"] == (tokens, tokens)
+    assert list(last)[-1] == "noise floor"
     command = ("verify", model, "--scales", out, "--data", data, *QUICK, "--gate", gate)
     compare(result, *command)
     assert result.exit_code == code

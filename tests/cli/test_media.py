@@ -14,7 +14,7 @@ from fp8calib.jobs.text import plan_texts
 from fp8calib.model.load import open_source
 from fp8calib.requests.plan import PlanRequest
 from tests.cli.conftest import write_rows
-from tests.cli.program import run, succeed
+from tests.cli.program import succeed
 from tests.kit.multimodal import draw_image, save_multimodal
 
 QUICK = ("--seq-len", 256, "--dtype", "float32")
@@ -62,18 +62,16 @@ def test_rows_of_text_have_the_template_that_a_processor_keeps_in_its_own_file(
     assert plans[0]["rows"]["used"] == 8
 
 
-def test_a_receipt_tells_of_images_only_where_they_are_read_again(
-    model: Path, data: Path, tmp_path: Path
+def test_the_hash_of_the_data_tells_of_pixels_and_that_of_its_file_does_not(
+    model: Path, data: Path
 ) -> None:
-    receipt, files = tmp_path / "receipt.json", ("--model", model, "--data", data)
-    succeed("verify", model, "--data", data, *QUICK, "--receipt", receipt)
-    assert "pillow" in json.loads(receipt.read_text())["versions"]
+    command = ("verify", model, "--data", data, *QUICK, "--json")
+    before = succeed(*command).json
+    assert "pillow" in before["provenance"]["versions"]
     draw_image(9).save(data.parent / "2.png")
-    found = succeed("receipt", "verify", receipt, *files, "--json").json
-    assert "figures, tokens, pixels and samples (--rerun)" in found["unchecked"]
-    again = run("receipt", "verify", receipt, *files, "--rerun", "--json")
-    assert again.code == 8
-    assert any(fault.startswith("text.fingerprint") for fault in again.json["faults"])
+    after = succeed(*command).json
+    assert after["hashes"] == before["hashes"]
+    assert after["provenance"]["data_hash"] != before["provenance"]["data_hash"]
 
 
 def test_what_was_observed_of_towers_is_shown(model: Path, data: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pkgutil
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,9 +106,7 @@ def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_run(command: Command) -> bool:
-    return command.words[0] in {"fp8calib", "ssh-keygen"} and not _spell(command).startswith(
-        NOT_RUN
-    )
+    return command.words[0] == "fp8calib" and not _spell(command).startswith(NOT_RUN)
 
 
 def _spell(command: Command) -> str:
@@ -120,11 +117,6 @@ def _spell(command: Command) -> str:
 def test_every_command_of_a_page_runs(page: Path, workspace: Path) -> None:
     for command in filter(is_run, list_commands(page)):
         words = list(command.words[1:])
-        if command.words[0] == "ssh-keygen":
-            if shutil.which("ssh-keygen") is None:
-                pytest.skip("ssh-keygen is not installed")
-            subprocess.run(command.words, check=True)
-            continue
         _make_room(workspace, words)
         outcome = run(*words, *_quicken(words))
         wanted = GATE_CODES if "--gate" in words else {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +50,8 @@ class ResumableJob(RunModel):
     """With the caller's changes."""
     plan: DataPlan | None
     """None for a recipe that runs no data."""
+    specs: Sequence[str] = ()
+    """The values of `--data` that are read."""
     shard: Share | None = None
     out: Path | None
     """None writes nothing."""

@@ -28,7 +28,12 @@ from fp8calib.verification.compare.text_runs import split_rounds
 from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.rule_choice import count_passes, split_text
 from fp8calib.verification.sensitivity import choose_batches, split_by_layer
-from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
+from fp8calib.verification.verify import (
+    ReferenceModel,
+    VerificationRequest,
+    choose_noise_text,
+    list_emulations,
+)
 
 
 def choose_verification_mode(
@@ -64,6 +69,7 @@ def choose_verification_mode(
         probe=probe,
         cannot_stream=_explain_unstreamable(job),
         further_walks=(
+            *_noise_walks(job, request),
             *_sensitivity_walks(job, request, found),
             *_search_walks(job, request),
         ),
@@ -146,6 +152,13 @@ def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
             "(or a larger --memory) that holds the model",
         )
     return None
+
+
+def _noise_walks(job: VerifyJob, request: VerificationRequest) -> Iterator[float]:
+    """Give the work of the noise floor, as a share of the first pass."""
+    if request.measures_noise:
+        text, _ = choose_noise_text(job.plan, job.options.request.batch_size)
+        yield text.num_tokens / job.plan.num_tokens / (len(list_emulations(request)) + 1)
 
 
 def _sensitivity_walks(

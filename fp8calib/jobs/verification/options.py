@@ -76,7 +76,6 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         gpu=gpu,
         kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
-        measures_noise=request.receipt is not None,
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
 
@@ -201,8 +200,8 @@ def _require_one_engine(request: VerifyRequest) -> None:
 
 
 def list_output_files(request: VerifyRequest) -> list[Path]:
-    """List the files to write: those of --dump, --report and --receipt."""
-    files = (request.dump, request.report, request.receipt)
+    """List the files to write: those of --dump and --report."""
+    files = (request.dump, request.report)
     return [Path(path) for path in files if path is not None]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from platform import python_version
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def run_verify_job(
         command=command,
         model_hash=job.target.fingerprint,
         data_hash=verified.data,
-        versions=versions(job.plan.tokens_by_modality),
+        versions={**versions(job.plan.tokens_by_modality), "python": python_version()},
     )
     options = job.options
     has_page = options.request.report is not None

@@ -54,6 +54,12 @@ class Summary:
         return min(self.ppl_ratio * self.log_ratio_se, sys.float_info.max)
 
     @property
+    def top1_se(self) -> float | None:
+        """Standard error of the top-1 agreement, as of independent tokens; None if unknown."""
+        share = self.top1_agreement
+        return None if share is None else math.sqrt(share * (1 - share) / self.tokens)
+
+    @property
     def implied_log_ratio_se(self) -> float:
         """Standard error of the log ratio that the KLD implies; 0.0 where the KLD is unknown.
 
@@ -118,6 +124,7 @@ def list_figures(summary: Summary) -> dict[str, Any]:
         "kld_p99": summary.kld_p99,
         "kld_max": summary.kld_max,
         "top1_agreement": summary.top1_agreement,
+        "top1_se": summary.top1_se,
         "top1_ties": summary.top1_ties,
     }
 

@@ -97,6 +97,7 @@ def test_every_kind_gives_the_same_figures(
     assert report["candidates"][0] == vllm[0] | {
         "description": report["candidates"][0]["description"],
         "top1_agreement": None,
+        "top1_se": None,
     }
 
 

@@ -1,0 +1,46 @@
+"""SHA-256 of the files of a run: the model, the text, and the scales that were read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+from fp8calib.checkpoint.hashes import FileHash, hash_files
+from fp8calib.checkpoint.json_files import is_result
+from fp8calib.data.specs import FileSource, parse_spec
+from fp8calib.model.load import HUB_FILES
+from fp8calib.results.hashes import RunHashes
+
+_TEXTS = ("README.md", "LICEN[CS]E*", "NOTICE*", "*.md")
+"""Files of a model that no figure depends on."""
+
+
+def hash_run(model: Path | None, specs: Iterable[str], scales: Mapping[str, Path]) -> RunHashes:
+    """Hash the files of a run, each once.
+
+    Args:
+        model: the folder of the unquantized model; None for one in memory.
+        specs: values of `--data`.
+        scales: files and folders of scales by the names they are known by.
+    """
+    known: dict[tuple[int, int], FileHash] = {}
+
+    def hash_place(place: Path) -> tuple[FileHash, ...]:
+        paths = [place] if place.is_file() else sorted(filter(_counts, place.iterdir()))
+        return hash_files(paths, known)
+
+    sources = [parse_spec(spec).source for spec in specs]
+    texts = [path for each in sources if isinstance(each, FileSource) for path in each.paths]
+    return RunHashes(
+        model=() if model is None else hash_place(model),
+        data=hash_files(texts, known),
+        scales={name: hash_place(place) for name, place in scales.items()},
+    )
+
+
+def _counts(path: Path) -> bool:
+    """Whether a file holds weights, config, tokenizer or scales."""
+    is_wanted = any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, "*.npz"))
+    is_text = any(fnmatch(path.name, pattern) for pattern in _TEXTS)
+    return path.is_file() and is_wanted and not is_text and not is_result(path)

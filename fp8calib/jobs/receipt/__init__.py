@@ -1,1 +1,0 @@
-"""Receipts: made of a verification, read, checked and signed."""

@@ -1,0 +1,180 @@
+"""`report.json` and `verify --json` say what was measured on what, with hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fp8calib
+from fp8calib.data.rows import Row
+from fp8calib.data.sequences import Batch, DataPlan, batches, build_plan
+from fp8calib.jobs.reporter import CallbackProgress
+from fp8calib.results.hashes import RunHashes
+from fp8calib.verification.compare.text_runs import TextRuns
+from fp8calib.verification.verify import _measure_noise
+from tests.cli.program import run, succeed
+from tests.docs.pages import DOCS
+
+QUICK = ("--samples", 8, "--seq-len", 16, "--dtype", "float32", "--batch-size", 8)
+VERSIONS = {"fp8calib", "python", "torch", "transformers"}
+
+
+@pytest.fixture(scope="module")
+def out(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Calibrate, and write scales in a file and in an overlay."""
+    folder = tmp_path_factory.mktemp("hashed") / "out"
+    formats = ("--format", "kv-overlay", "--format", "vllm-json")
+    succeed("calibrate", model, "--data", data, *QUICK, *formats, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def verified(out: Path, model: Path, data: Path) -> dict[str, Any]:
+    scales = ("--scales", out / "kv-overlay", "--scales", out)
+    command = ("verify", model, *scales, "--data", data, *QUICK, "--gate", "w8a8", "--json")
+    found: dict[str, Any] = run(*command).json
+    return found
+
+
+def require_hashes(found: list[dict[str, Any]], folder: Path) -> None:
+    """Require that files are hashed as another program hashes them."""
+    assert found
+    for each in found:
+        content = (folder / each["name"]).read_bytes()
+        assert each["size_bytes"] == len(content)
+        assert each["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def require_date(text: str) -> None:
+    age = datetime.now(UTC) - datetime.fromisoformat(text)
+    assert 0 <= age.total_seconds() < 3600
+
+
+def test_a_calibration_says_what_it_was_made_from(out: Path, model: Path, data: Path) -> None:
+    report = json.loads((out / "report.json").read_text())
+    require_date(report["date"])
+    assert report["command"].startswith(f"fp8calib calibrate {model} --data {data} ")
+    assert report["versions"].keys() == VERSIONS
+    shown = fp8calib.load_stats(out / "stats.safetensors").header
+    assert report["model_hash"] == shown.model_fingerprint
+    assert report["data_hash"] == shown.data_fingerprint
+    hashes = report["hashes"]
+    require_hashes(hashes["model"], model)
+    names = {each["name"] for each in hashes["model"]}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    require_hashes(hashes["data"], data.parent)
+    assert [each["name"] for each in hashes["data"]] == [data.name]
+    written = {name.partition("/")[0] for name in report["files"]} - {"report.json"}
+    assert hashes["scales"].keys() == written
+    for name, files in hashes["scales"].items():
+        place = out / name
+        require_hashes(files, place if place.is_dir() else out)
+
+
+def test_a_verification_says_what_was_measured_on_what(
+    verified: dict[str, Any], out: Path, model: Path
+) -> None:
+    provenance, hashes = verified["provenance"], verified["hashes"]
+    report = json.loads((out / "report.json").read_text())
+    require_date(provenance["date"])
+    assert provenance["command"].startswith(f"fp8calib verify {model} ")
+    assert provenance["versions"] == report["versions"]
+    assert provenance["model_hash"] == report["model_hash"]
+    assert re.fullmatch("[0-9a-f]{64}", provenance["data_hash"])
+    require_hashes(hashes["model"], model)
+    assert hashes["model"] == report["hashes"]["model"]
+    assert hashes["data"] == report["hashes"]["data"]
+    # A candidate has the hashes that its calibration recorded.
+    overlay, stats = str(out / "kv-overlay"), str(out)
+    assert hashes["scales"].keys() == {overlay, stats}
+    assert hashes["scales"][overlay] == report["hashes"]["scales"]["kv-overlay"]
+    assert hashes["scales"][stats] == report["hashes"]["scales"]["stats.safetensors"]
+    assert {"config.json", "tokenizer.json"} <= {e["name"] for e in hashes["scales"][overlay]}
+
+
+def test_a_verification_has_the_figures_with_errors_noise_and_thresholds(
+    verified: dict[str, Any],
+) -> None:
+    assert verified["gates"] == [
+        {"name": "w8a8", "pass_at": 1.02, "fail_above": 1.06, "kld_fail_above": None}
+    ]
+    assert verified["noise"]["tokens"] == verified["tokens"]
+    assert 0 <= verified["noise"]["kld"] < 1e-9
+    assert verified["reference"]["ppl"] > 1
+    for row in verified["candidates"]:
+        names = ("ppl", "ppl_ratio", "ppl_ratio_se", "kld_mean", "kld_se", "kld_p99")
+        assert all(row[name] is not None for name in names)
+        share = row["top1_agreement"]
+        assert row["top1_se"] == pytest.approx((share * (1 - share) / verified["tokens"]) ** 0.5)
+
+
+def test_a_gate_of_a_file_is_recorded_by_its_thresholds(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("pass_at: 1.5\nfail_above: 1.6\nkld_fail_above: 0.4\n")
+    command = ("verify", model, "--data", data, *QUICK, "--gate", tmp_path / "mine.yaml")
+    assert run(*command, "--json").json["gates"] == [
+        {"name": "mine", "pass_at": 1.5, "fail_above": 1.6, "kld_fail_above": 0.4}
+    ]
+
+
+def test_what_is_in_memory_has_no_files(model: Path) -> None:
+    tiny = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rows = [torch.arange(3, 35)] * 4
+    calibrated = fp8calib.calibrate(tiny, rows, seq_len=16)
+    assert calibrated.hashes is None
+    found = fp8calib.verify(tiny, calibrated, rows, seq_len=16).hashes
+    assert found == RunHashes(model=(), data=(), scales={})
+
+
+def test_every_key_that_the_page_names_is_there(verified: dict[str, Any], out: Path) -> None:
+    page = (DOCS / "python-api.md").read_text()
+    section = page.partition("## What a result was made from\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("| ")][1:]
+    report = json.loads((out / "report.json").read_text())
+    for column, document in enumerate((report, verified)):
+        keys = [key for row in rows for key in re.findall(r"`([\w.]+)`", row[column])]
+        assert len(keys) >= 8
+        for key in keys:
+            found: Any = document
+            for name in key.split("."):
+                found = found[name]
+            assert found, key
+
+
+def test_the_noise_floor_is_half_of_the_mean_square_of_what_changes() -> None:
+    rows = [Row("x:1", input_ids=tuple(range(3, 15)))] * 20
+    plan = build_plan((), tokenizer=str, vocab_size=15, samples=20, seq_len=12, rows=rows)
+    sizes: list[tuple[int, ...]] = []
+
+    def run_again(found: Iterable[Batch], *_: Any, **__: Any) -> SimpleNamespace:
+        shapes = [tuple(batch.input_ids.shape) for batch in found]
+        sizes.extend(shapes)
+        scored = sum(rows * (length - 1) for rows, length in shapes)
+        return SimpleNamespace(reference=SimpleNamespace(logprobs=torch.full((scored,), -1.1)))
+
+    comparison: Any = SimpleNamespace(run=run_again, num_layers=0)
+
+    def open_runs(text: DataPlan, size: int) -> TextRuns:
+        return TextRuns(comparison, list(batches(text, size)), CallbackProgress(None))
+
+    # Later tokens differ more: a cut sequence is compared with its own beginning.
+    one = torch.tensor([-1.0] * 2 + [-1.2] * 9)
+    scores: Any = SimpleNamespace(reference=SimpleNamespace(logprobs=one.repeat(20)))
+    cases = ((1, [(4, 3)] * 4, 32, 0.1**2 / 2), (8, [(1, 12)] * 16, 176, 0.1**2 / 2))
+    for batch_size, shapes, tokens, kld in cases:
+        sizes.clear()
+        found = _measure_noise(open_runs, scores, plan, batch_size)
+        assert sizes == shapes
+        assert found.tokens == tokens
+        assert found.kld == pytest.approx(kld, rel=1e-5)
