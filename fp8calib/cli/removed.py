@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
+    "--log": "log the object that `--json` prints by a script of your own",
     "auto": "`calibrate`, then `verify --scheme NAME`, then `quantize`; a small one comes back",
     "calibrate --engine": "`fp8calib vllm calibrate` runs the text in vLLM",
     "calibrate --engine-option": "it is an option of `fp8calib vllm calibrate`",

@@ -26,7 +26,6 @@ from fp8calib.jobs.planning.report import PlanReport, make_report
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
-from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.render.page.plan import write_plan_page
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import PlanResult
@@ -55,8 +54,6 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
         VerificationError: nothing can be quantized, or an engine cannot load the plan.
         ExportError: the output cannot be written.
     """
-    if request.log is not None:
-        check_tracker(request.log)
     with open_plan(request) as opened:
         if request.dry_run:
             return _describe_run(opened)
@@ -78,8 +75,6 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
             write_plan_page(result, folder / PAGE_NAME)
     for text in result.warnings:
         reporter.warn(text)
-    if request.log is not None:
-        log_and_say(request.log, result, reporter)
     return result
 
 

@@ -16,7 +16,6 @@ from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.tracking import check_tracker, log_and_say
 from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode
@@ -65,8 +64,6 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         ExportError: a file cannot be written.
     """
     _check_outputs(request, reporter)
-    if request.log is not None:
-        check_tracker(request.log)
     options = replace(resolve_options(request), measures_noise=True)
     if request.tasks:
         reporter.say(f"loading tasks: {', '.join(request.tasks)}")
@@ -194,8 +191,6 @@ def _finish(
         reporter.say(f"log-probabilities of {count} models written to {request.dump}")
     if request.report is not None:
         reporter.say(f"report written to {request.report}")
-    if request.log is not None:
-        log_and_say(request.log, result, reporter)
     return result
 
 

@@ -132,7 +132,6 @@ class PlanRequest:
         str | Path | None,
         Option("--out", metavar="DIR", reads=Path, help="Output folder; default ./<model>-plan."),
     ] = None
-    log: shared.LogOption = None
     samples: Annotated[int, SAMPLES] = SAMPLES.default
     seq_len: Annotated[int | None, SEQ_LEN] = None
     batch_size: Annotated[int, BATCH_SIZE] = BATCH_SIZE.default

@@ -196,15 +196,6 @@ MemoryOption = Annotated[
         "is streamed layer by layer. Default: what is available on the machine.",
     ),
 ]
-LogOption = Annotated[
-    str | None,
-    Option(
-        "--log",
-        choices=("mlflow", "wandb"),
-        help="Log parameters and figures to MLflow or Weights & Biases (extras of these names); "
-        "wandb is offline unless WANDB_MODE says otherwise.",
-    ),
-]
 GpuOption = Annotated[
     str | None,
     Option(

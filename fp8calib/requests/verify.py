@@ -188,7 +188,6 @@ class VerifyRequest:
             help="Write every token's log-probability (safetensors).",
         ),
     ] = None
-    log: shared.LogOption = None
     force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
         False
     )

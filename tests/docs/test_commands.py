@@ -50,8 +50,6 @@ NOT_RUN = (
     "python -m scripts.draw_images",
     "python3 -m venv .venv",
     "scripts/",
-    "fp8calib plan MODEL --max-bytes 0.6 --log",
-    "fp8calib verify MODEL --scales MODEL-FP8 --log",
     "ray job submit",
     "sbatch --array",
     "torchrun --nproc-per-node 4 -m fp8calib",
