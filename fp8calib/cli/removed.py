@@ -26,7 +26,9 @@ REMOVED: dict[str, str] = {
     "quantize --push": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
     "quantize --upload": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
     "receipt": "`report.json` and `verify --json` have the hashes, versions and figures",
+    "verify --limit": "it was an option of `--tasks`",
     "verify --receipt": "`verify --json` has the hashes, versions and figures",
+    "verify --tasks": "`fp8calib.emulate` makes a model that an evaluation of your own runs on",
 }
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""
 

@@ -65,8 +65,6 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
     """
     _check_outputs(request, reporter)
     options = replace(resolve_options(request), measures_noise=True)
-    if request.tasks:
-        reporter.say(f"loading tasks: {', '.join(request.tasks)}")
     specs, rows = split_data(request.data, text_column=request.text_column)
     settings = read_settings(request, specs)
 
@@ -147,7 +145,6 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
             "sequences": len(job.plan.sequences),
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
-            "tasks": list(job.options.request.tasks or ()),
             **searched,
             **mode.as_json(),
             "expected_fitted_s": None if expected_s is None else expected_s * 2 / num_models,

@@ -12,7 +12,6 @@ from fp8calib.render.verify_tables import (
     list_shown_pairs,
     rules_table,
     sites_table,
-    tasks_table,
 )
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.verify import VerifyResult
@@ -54,9 +53,6 @@ def describe(result: VerifyResult, request: VerifyRequest) -> Iterator[Block]:
         yield Line()
         yield decoding_table(result.decoding)
         yield from (Line(f"  {each.sentence}") for each in result.decoding)
-    if result.task_setup is not None:
-        yield Line()
-        yield tasks_table(result.tasks, result.task_setup)
     yield Line()
     yield Answer("\n".join(answer))
 

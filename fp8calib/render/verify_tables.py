@@ -22,8 +22,6 @@ from fp8calib.verification.report import (
     PairedResult,
     RuleChoiceResult,
     RuleResult,
-    TaskResult,
-    TaskSetup,
     VerifyReport,
     describe_pair,
 )
@@ -217,34 +215,3 @@ def cache_table(report: VerifyReport) -> Table | None:
         rows=list(zip(*columns.values(), strict=True)),
         words=(0, *range(list(columns).index("scales"), len(columns))),
     )
-
-
-def tasks_table(tasks: Sequence[TaskResult], setup: TaskSetup | None) -> Table:
-    """Make the table of task metrics, unquantized and quantized."""
-    columns = ["candidate", "task", "metric", "docs", "reference", "± se", "value", "± se"]
-    return Table(
-        title="" if setup is None else _describe_setup(setup),
-        columns=[*columns, "recovery %"],
-        rows=[_list_task(each) for each in tasks],
-        words=(0, 1, 2),
-    )
-
-
-def _describe_setup(setup: TaskSetup) -> str:
-    bos = f"add_bos_token=True ({setup.bos_token} before every text)"
-    if not setup.add_bos_token:
-        bos = "no BOS before texts: the tokenizer adds none"
-    limit = "" if setup.limit is None else f", --limit {setup.limit}"
-    return f"lm-evaluation-harness {setup.harness_version}, {bos}{limit}"
-
-
-def _list_task(row: TaskResult) -> list[str]:
-    numbers = (row.reference, row.reference_se, row.value, row.value_se)
-    return [
-        row.candidate,
-        row.task,
-        row.metric,
-        "-" if row.num_documents is None else str(row.num_documents),
-        *("-" if number is None else f"{number:.4f}" for number in numbers),
-        "-" if row.recovery_percent is None else f"{row.recovery_percent:.2f}",
-    ]

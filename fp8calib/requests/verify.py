@@ -191,22 +191,6 @@ class VerifyRequest:
     force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
         False
     )
-    tasks: Annotated[
-        Sequence[str] | None,
-        Option(
-            "--tasks",
-            metavar="NAME,...",
-            reads=str,
-            collect=_split,
-            help="Also run these tasks of lm-evaluation-harness; a task may be a YAML file.",
-        ),
-    ] = None
-    limit: Annotated[
-        int | None,
-        Option(
-            "--limit", metavar="N", least=1, help="Run only the first N documents of each task."
-        ),
-    ] = None
     server: Annotated[
         str | None,
         Option(

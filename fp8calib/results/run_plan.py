@@ -62,7 +62,6 @@ class Plan(ResourcePlan):
     shard: NotRequired[ShardIndex]
     data: list[str]
     rows: NotRequired[TextRows | None]
-    tasks: NotRequired[list[str]]
     out: NotRequired[str]
     writes: NotRequired[list[str]]
     engine: NotRequired[str]

@@ -389,32 +389,6 @@ class Decision(_Model):
     """The recommendation in a sentence, or why there is none."""
 
 
-class TaskResult(_Model):
-    """One metric of one lm-evaluation-harness task, on the reference and on a candidate."""
-
-    candidate: str
-    task: str
-    metric: str
-    reference: float
-    reference_se: float | None
-    value: float
-    value_se: float | None
-    recovery_percent: float | None
-    """value / reference; None if less is better, or the reference is not above 0."""
-    num_documents: int | None = None
-
-
-class TaskSetup(_Model):
-    """How lm-evaluation-harness was run."""
-
-    harness_version: str
-    add_bos_token: bool
-    """Whether every text began with the tokenizer's BOS."""
-    bos_token: str | None
-    limit: int | None
-    """Maximum number of documents of each task."""
-
-
 class ExplanationResult(_Model):
     """How well one emulated candidate explains what a server changes, token by token."""
 
@@ -548,8 +522,6 @@ class VerifyReport(WithOverview, _Model):
     """In text with media: each candidate after them, and before."""
     decoding: tuple[DecodeResult, ...] = ()
     """With `--decode`: each candidate with a KV cache."""
-    tasks: tuple[TaskResult, ...] = ()
-    task_setup: TaskSetup | None = None
     server: ServerResult | None = None
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""

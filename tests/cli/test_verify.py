@@ -635,7 +635,6 @@ BAD_VALUES = {
     "--scales": ("nowhere.safetensors", "", "two\nlines"),
     "--dump": ("no/such/folder/d.safetensors", "x" * 300, "/dev/full"),
     "--report": ("/proc/x.html",),
-    "--tasks": ("",),
 }
 
 
@@ -654,7 +653,6 @@ def test_a_value_that_cannot_be_is_a_usage_error(refuse: Any, option: str, value
         # the rules would be ranked on another question than the one that was asked
         ("--rules amax,mse --scheme w8a16 --scales {files}", "--rules"),
         ("--strict", "--strict has no effect without --gate"),
-        ("--limit 3", "--limit has no effect without --tasks"),
     ],
 )
 def test_options_that_do_not_go_together_are_a_usage_error(

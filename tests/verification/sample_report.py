@@ -17,7 +17,6 @@ from fp8calib.verification.report import (
     RuleResult,
     Sensitivity,
     SensitivityResult,
-    TaskResult,
     Verdict,
     VerifyReport,
 )
@@ -51,7 +50,6 @@ def make_report() -> VerifyReport:
         histograms=_make_histograms(random, amax),
         sensitivity=_make_sensitivity(random),
         rules=_make_rules(),
-        tasks=_make_tasks(),
         warnings=(
             "calibration and verification text overlap: 3 of 64 sequences were seen in "
             "calibration; name other text with --data",
@@ -223,20 +221,4 @@ def _make_rules() -> tuple[RuleResult, ...]:
             kld_mean=kld,
         )
         for rule, ratio, error, kld in rows
-    )
-
-
-def _make_tasks() -> tuple[TaskResult, ...]:
-    return tuple(
-        TaskResult(
-            candidate=name,
-            task="arc_easy",
-            metric="acc_norm,none",
-            reference=0.5884,
-            reference_se=0.0101,
-            value=value,
-            value_se=0.0101,
-            recovery_percent=100 * value / 0.5884,
-        )
-        for name, value in ((OVERLAY, 0.5879), (SCALE_ONE, 0.4118))
     )

@@ -14,10 +14,10 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.lm_head import open_lm_head
+from fp8calib.verification.emulated_model import emulated_model
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.tasks.lm_eval import emulated_model
 from tests.verification.by_hand import (
     PLAIN,
     Subject,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.engine import Engine
@@ -22,7 +21,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.server.assess import ServerAnswers
-from fp8calib.verification.tasks.task_files import Tasks
 
 AskServer = Callable[[DataPlan, LoadedModel | None, Progress], tuple[DataPlan, ServerAnswers]]
 """Lets a running server score the text, or one that the model writes; gives the text with it. The
@@ -72,14 +70,6 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskJob:
-    """Tasks to run, and the tokenizer for their texts."""
-
-    tasks: Tasks
-    tokenizer: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob(RunModel):
     """A model, its candidates and the text, opened before a weight is loaded."""
 
@@ -92,7 +82,6 @@ class VerifyJob(RunModel):
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
     """Makes the candidates, instead of those of the options."""
-    task_job: TaskJob | None
     refused: Collection[str]
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
     warnings: tuple[str, ...]

@@ -49,7 +49,7 @@ def choose_verification_mode(
     why it is streamed in any case; `extra_bytes` is further memory, by what needs it.
 
     Raises:
-        UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
+        UsageError: it fits in neither way, or it has to be streamed and --sampled is given.
     """
     if job.is_placed:
         return MemoryMode(plan=None, prepared=job.prepared)
@@ -137,17 +137,10 @@ def _describe_run(
 
 def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
     """Give the error for a model that has to be streamed and cannot; None if it can."""
-    every = "every generated token would read all weights again"
-    if tasks := job.options.request.tasks:
-        return UsageError(
-            f"--tasks {','.join(tasks)}: the model does not fit into memory, and tasks "
-            f"cannot be streamed: {every}",
-            hint="leave out --tasks, or use a machine (or a larger --memory) that holds the model",
-        )
     if job.options.writes_text:
         return UsageError(
             "--sampled: the model does not fit into memory, and a streamed one cannot write: "
-            f"{every}",
+            "every generated token would read all weights again",
             hint="name an unquantized server that writes (--reference-server), or use a machine "
             "(or a larger --memory) that holds the model",
         )

@@ -29,7 +29,6 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, SERVER
-from fp8calib.verification.tasks.task_files import require_harness
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
 Scales = str | Path | CalibrationStats
@@ -47,7 +46,6 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
     _check_server_options(request)
     scales = list_scales(request.scales)
-    _check_task_options(request.tasks or (), request.limit)
     (engine, numerics), *others = map(find_emulated, list_engines(request))
     cache_types = choose_cache_types(request.kv_cache_dtype or (), engine)
     paths = [str(i) for i in scales if not isinstance(i, CalibrationStats)]
@@ -246,7 +244,6 @@ def _check_server_options(request: VerifyRequest) -> None:
     ignored = {
         "--scales": request.scales,
         "--scheme": request.scheme,
-        "--tasks": request.tasks,
         "--sensitivity": request.sensitivity,
         "--rules": request.rules,
         "--kv-cache-dtype": request.kv_cache_dtype,
@@ -291,15 +288,6 @@ def _check_candidate_names(names: Sequence[str], *, reserved: Collection[str]) -
         if places.count(place) > 1:
             twice = " and ".join(n for n, p in zip(names, places, strict=True) if p == place)
             raise UsageError(f"--scales {twice}: the same scales twice", hint="give them once")
-
-
-def _check_task_options(tasks: Sequence[str], limit: int | None) -> None:
-    if not all(tasks):
-        raise UsageError("--tasks: empty name", hint="give tasks as NAME,NAME")
-    if tasks:
-        require_harness()
-    elif limit is not None:
-        raise UsageError("--limit has no effect without --tasks", hint="add --tasks NAME")
 
 
 def _find_format(name: str) -> Fp8Format:

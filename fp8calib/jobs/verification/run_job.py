@@ -18,19 +18,18 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.models import RunModel, fields_of
 from fp8calib.jobs.text import plan_text
-from fp8calib.jobs.verification.job import TaskJob, VerifyJob, VerifyOptions
+from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.jobs.verification.memory import open_reference
 from fp8calib.jobs.verification.request import build_request, list_histograms
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.live_model import LiveCheckpoint
-from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.model.topology.towers import find_towers
 from fp8calib.recipe import Data
-from fp8calib.requests.verify import VerifyRequest
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
@@ -44,11 +43,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.emulation.decoding import find_decoded
 from fp8calib.verification.report import RunProvenance
-from fp8calib.verification.tasks.lm_eval import run_tasks
-from fp8calib.verification.tasks.task_files import open_tasks
 from fp8calib.verification.verify import (
-    ReferenceModel,
-    VerificationRequest,
     VerificationResult,
     list_emulations,
 )
@@ -127,7 +122,6 @@ def open_verify_job(
         from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
 
         ask, plan = connect_all(request, model.source, plan, tell_of_server)
-    task_job = _open_tasks(model, request)
 
     def make_job(mine: VerifyOptions, opened: tuple[OpenedCandidate, ...]) -> VerifyJob:
         loading = judge_loading(mine, model, opened)
@@ -138,7 +132,6 @@ def open_verify_job(
             opened=opened,
             plan=plan,
             server=ask,
-            task_job=task_job,
             refused=loading.refused.keys() | loading.unused.keys(),
             warnings=tuple(warn_of_loading(mine, loading)),
         )
@@ -163,7 +156,7 @@ def open_verify_job(
 def run_verify_job(
     job: VerifyJob, mode: MemoryMode, progress: Progress, *, command: str = ""
 ) -> VerificationResult:
-    """Run the comparison and the tasks of a job; `command` is the command line of the run.
+    """Run the comparison of a job; `command` is the command line of the run.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -184,8 +177,6 @@ def run_verify_job(
             comparison=comparison,
             server=answers,
         )
-        if job.task_job is not None:
-            verified = _add_tasks(job, job.task_job, reference, request, verified, progress)
     memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
     provenance = RunProvenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -251,45 +242,12 @@ def _change_report(verified: VerificationResult, **fields: Any) -> VerificationR
     return replace(verified, report=verified.report.model_copy(update=fields))
 
 
-def _add_tasks(
-    job: VerifyJob,
-    task_job: TaskJob,
-    reference: ReferenceModel,
-    request: VerificationRequest,
-    verified: VerificationResult,
-    progress: Progress,
-) -> VerificationResult:
-    outcome = run_tasks(
-        reference,
-        request.candidates,
-        task_job.tasks,
-        task_job.tokenizer,
-        batch_size=job.options.request.batch_size,
-        progress=progress,
-    )
-    return _change_report(
-        verified,
-        tasks=outcome.rows,
-        task_setup=outcome.setup,
-        warnings=(*verified.report.warnings, *outcome.warnings),
-    )
-
-
 def _open_candidates(options: VerifyOptions, target: Target) -> Iterator[OpenedCandidate]:
     for index, item in enumerate(options.scales):
         if isinstance(item, CalibrationStats):
             yield open_stats("statistics" if not index else f"statistics-{index}", item, target)
         else:
             yield open_candidate(item, target, options.numerics)
-
-
-def _open_tasks(model: RunModel, request: VerifyRequest) -> TaskJob | None:
-    if not request.tasks:
-        return None
-    tokenizer = request.tokenizer
-    if tokenizer is None:
-        tokenizer = load_tokenizer(model.source)
-    return TaskJob(tasks=open_tasks(request.tasks, limit=request.limit), tokenizer=tokenizer)
 
 
 def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:

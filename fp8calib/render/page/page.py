@@ -29,7 +29,6 @@ from fp8calib.render.verify_tables import (
     pairs_table,
     rules_table,
     sites_table,
-    tasks_table,
 )
 from fp8calib.verification.report import LayerResult, Verdict, VerifyReport, candidates_table
 
@@ -149,12 +148,6 @@ def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[Pa
         lead="Text as it is served: a prompt, then tokens one at a time over the quantized cache.",
         findings=[each.sentence for each in report.decoding],
         table=decoding_table(report.decoding) if report.decoding else None,
-        is_folded=False,
-    )
-    yield PageSection(
-        title="Tasks",
-        lead="Metrics of the unquantized and the quantized model.",
-        table=tasks_table(report.tasks, report.task_setup) if report.tasks else None,
         is_folded=False,
     )
     yield from cache_sections(report, series)
