@@ -22,6 +22,7 @@ REMOVED: dict[str, str] = {
     "recipes": "`calibrate --help` lists the recipes; docs/reference.md explains every key",
     "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
     "check --live": "`fp8calib vllm audit PATH --url URL`",
+    "export --vision-scales": "vLLM saves its own by `--mm-encoder-fp8-scale-save-path`",
     "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",
     "quantize --push": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
     "quantize --upload": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",

@@ -19,7 +19,6 @@ from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.jobs.card import CardJob, write_cards
 from fp8calib.jobs.export.attachment import require_server
 from fp8calib.jobs.export.target import ExportTarget, ExportTask, open_target
-from fp8calib.jobs.export.vision import VISION_NAME, write_vision
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.recipe_options import apply_request, decide_query, list_ignored, open_recipe
 from fp8calib.jobs.reporter import Reporter
@@ -105,17 +104,12 @@ def _export(task: ExportTask) -> ExportResult:
                 cache_type=task.cache_type,
             )
             checked = _check_written(task, target, folder)
-            vision = [write_vision(stats, folder, fmt)] if request.vision_scales else []
             job = CardJob(
                 written=folder, target=task.out, model=request.model or "", checked=checked
             )
             cards = write_cards(job, recipe.formats)
-            more = (
-                *cards,
-                *(weights.write(folder) if weights else ()),
-                *([VISION_NAME] if vision else ()),
-            )
-            files = sorted([*written.files, *more, *joined])
+            more = (*cards, *(weights.write(folder) if weights else ()), *joined)
+            files = sorted([*written.files, *more])
         return ExportResult(
             out=task.out,
             files=tuple(files),
@@ -126,7 +120,6 @@ def _export(task: ExportTask) -> ExportResult:
                 *(weights.notes if weights else ()),
                 *target.describe(),
                 *map(str, written.notes),
-                *vision,
             ),
             compared=attachment.compared,
             checked=checked,
@@ -180,11 +173,10 @@ def _check_weights(task: ExportTask) -> None:
 
 
 def _list_other_files(task: ExportTask) -> frozenset[str]:
-    vision = frozenset({VISION_NAME}) if task.request.vision_scales else frozenset()
     if not task.request.with_weights:
-        return vision
+        return frozenset()
     names = (name for tp in task.recipe.tp for name in name_rank_files(tp).values())
-    return frozenset(names) | vision
+    return frozenset(names)
 
 
 def _prepare_weights(

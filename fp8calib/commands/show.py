@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -17,7 +16,6 @@ from fp8calib.checkpoint.weight_index import GGUF_HINT
 from fp8calib.dialects.kv.rank_files import list_npz_arrays, read_npz_number
 from fp8calib.dialects.read import refuse_result
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
-from fp8calib.dialects.vision import list_vision_layers, read_vision_scales
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.fp8.encode import decode_scale
 from fp8calib.jobs.function import as_function
@@ -126,9 +124,6 @@ def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
         return
     if any(keys[0] in document for keys in list_json_keys()):
         yield from _list_numbers(document)
-    elif list_vision_layers(document):
-        for name, scale in read_vision_scales(path).layers.items():
-            yield from ((f"{name}.{role}", [value]) for role, value in asdict(scale).items())
 
 
 def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:

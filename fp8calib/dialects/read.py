@@ -22,7 +22,6 @@ from fp8calib.dialects.kv.read_tensors import list_indexed_scales
 from fp8calib.dialects.kv.validate import fill_shared
 from fp8calib.dialects.refusals import refusal
 from fp8calib.dialects.registry import list_json_keys, list_read
-from fp8calib.dialects.vision import list_vision_layers
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -221,9 +220,7 @@ def _no_scales(files: ScaleFiles) -> ModelError:
     if files.place.is_file() and is_result(files.place):
         return refuse_result(files.place)
     opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
-    if files.place.suffix == ".json" and list_vision_layers(load_json_object(files.place)):
-        hint = "these are scales of a vision tower: vLLM takes them by --mm-encoder-fp8-scale-path"
-    elif any(METADATA_KEY in file.header.metadata for file in opened):
+    if any(METADATA_KEY in file.header.metadata for file in opened):
         hint = "these are statistics: `fp8calib export` makes scales from them"
     elif any(file.tensors for file in opened):
         hint = "there are only weights; `fp8calib calibrate` makes scales"

@@ -72,14 +72,6 @@ class ExportRequest:
             "holds the compound scales.",
         ),
     ] = False
-    vision_scales: Annotated[
-        bool,
-        Option(
-            "--vision-scales",
-            help="Also write vision-scales.json, vLLM's scales of the attention of a vision tower; "
-            "needs statistics with towers.",
-        ),
-    ] = False
     check: shared.CheckOption = True
     force: shared.ForceOption = False
     tokenizer: shared.TokenizerArgument = None

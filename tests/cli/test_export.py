@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats.calibration_stats import load_stats, save_stats
-from fp8calib.stats.statistic import SiteStats
 from tests import zoo
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
@@ -238,34 +234,3 @@ def test_a_folder_with_an_overlay_in_it_is_refused_alike(
         (4, ("extract-kv-scales", *extract)),
     ):
         assert f"such as {out / 'kv-overlay'}" in fail(code, *command)
-
-
-def test_scales_of_a_vision_tower_are_those_of_its_statistics(stats: Path, tmp_path: Path) -> None:
-    original, module = load_stats(stats), "model.visual.blocks.0.attn"
-    architecture = "Qwen3VLForConditionalGeneration"
-    geometry = original.header.geometry.model_copy(update={"architecture": architecture})
-    linears = geometry.layers[0].linears
-    header = original.header.model_copy(update={"geometry": geometry, "towers": linears})
-    amax = {Role.Q: 44.8, Role.K: 448.0, Role.V: 0.896}
-    tower = {
-        Site(module, role): SiteStats(count=3, amax=torch.tensor([each / 2, each]))
-        for role, each in amax.items()
-    }
-    made = replace(original, header=header, sites={**original.sites, **tower})
-    save_stats(made, tmp_path / "made.safetensors")
-    command = ("export", tmp_path / "made.safetensors", "--format", "vllm-json", "--out")
-
-    text = succeed(*command, tmp_path / "out", "--vision-scales").err
-
-    assert "vLLM 0.33 uses it on CUDA from capability 10.0" in text
-    path = tmp_path / "out" / "vision-scales.json"
-    shown = succeed("show", path, "--json").json["scales"]
-    expected = {"q": [0.1], "k": [1.0], "v": [0.002]}
-    assert shown == {
-        f"visual.blocks.0.attn.attn.{role}": pytest.approx(value)
-        for role, value in expected.items()
-    }
-    path.write_text(path.read_text().replace('"v": 0.002', '"v": -0.002'))
-    assert "visual.blocks.0.attn.attn" in fail(4, "show", path)
-    refusal = fail(7, *("export", stats, *command[2:]), tmp_path / "none", "--vision-scales")
-    assert "calibrate with --towers" in refusal

@@ -29,13 +29,11 @@ from tests.real_engines.vllm_sources import (
     COMPRESSED,
     KV_CACHE,
     QUANTIZATION,
-    VISION,
     make_layer,
     read_algorithms,
     read_modelopt_list,
     take,
     take_processing,
-    take_vision_loader,
 )
 from tests.real_engines.vllm_sources import MODELOPT as MODELOPT_FILE
 
@@ -45,8 +43,6 @@ _CACHE = "config/cache.py"
 _TRITON = "v1/attention/backends/triton_attn.py"
 _ORACLE = "fused_moe/oracle/fp8.py"
 _MX_UTILITIES = f"{QUANTIZATION}utils/mxfp8_utils.py"
-_FLASHINFER = "utils/flashinfer.py"
-_GUARD = "is_flashinfer_cudnn_fp8_prefill_attn_supported"
 _PLAIN_TYPES = frozenset({"auto", "float16", "bfloat16", "CacheDType"})
 _PLAIN_CACHE_TYPES = ("auto", "float16", "bfloat16", "fp8", "nvfp4")
 """How the other cache types begin: for none of them scales are made when tokens come."""
@@ -221,59 +217,6 @@ def read_bfloat16_types(package: Package) -> Iterable[str]:
     return list(ast.literal_eval(table.value))
 
 
-def reads_vision_scales(package: Package) -> bool:
-    """Run the function that reads a file of scales for vision towers."""
-    load = take_vision_loader(package)
-    layer = {"q": 0.5, "k": 0.25, "v": 2.0}
-    return load({"_fp8calib": {"model": "m"}, "visual.attn": layer}) == {"visual.attn": layer}
-
-
-def saves_largest(package: Package) -> bool:
-    """Run the recording of a tensor whose largest magnitude is that of a negative value."""
-    names = {
-        "_FP8_AMAX_HISTORY_LEN": 16,
-        "_FP8_MAX": 448.0,
-        "_maybe_save_fp8_scales": lambda *_: None,
-    }
-    record = take(package, VISION, "MMEncoderAttention._record_amax_and_update_scales", **names)
-    layer = SimpleNamespace(layer_name="", _fp8_amax_pos=0)
-    for role in "qkv":
-        setattr(layer, f"_fp8_{role}_amax", torch.zeros(16))
-        setattr(layer, f"_fp8_{role}_scale", torch.zeros(1))
-    record(layer, *[torch.tensor([-448.0, 224.0])] * 3)
-    return layer._fp8_q_scale.item() == 0.5
-
-
-def read_vision_gpus(package: Package) -> Iterator[str]:
-    """Read which GPUs the attention of a vision tower starts on in FP8."""
-    guard = ast.unparse(find_symbol(package.parse(_FLASHINFER), _GUARD))
-    if "has_device_capability(100)" in guard:
-        yield "CUDA from capability 10.0, with FlashInfer and cuDNN 9.17.1"
-    if "on_mi3xx" in package.read(VISION):
-        yield "MI300 and MI350, with AITER"
-
-
-def read_fp8_towers(package: Package) -> list[str]:
-    """Read the classes whose `visual` gives FlashInfer the offsets of FP8 tensors."""
-    files = [name for name in package.files if "/models/" in name and name.endswith(".py")]
-    bodies = [node for name in files for node in package.parse(name).body]
-    classes = {node.name: node for node in bodies if isinstance(node, ast.ClassDef)}
-    texts = {name: ast.unparse(node) for name, node in classes.items()}
-    made = {name: re.findall(r"self\.visual = (\w+)\(", text) for name, text in texts.items()}
-    towers = {name for name, text in texts.items() if "get_fp8_padded_hidden_size(" in text}
-    _add_heirs(classes, towers)
-    served = {name for name, towers_made in made.items() if towers.intersection(towers_made)}
-    _add_heirs({name: node for name, node in classes.items() if not made[name]}, served)
-    tables = re.findall(r"'(\w+)': \('[\w.]+', '(\w+)'\)", ast.unparse(package.parse(_REGISTRY)))
-    return sorted({architecture for architecture, name in tables if name in served})
-
-
-def _add_heirs(classes: Mapping[str, ast.ClassDef], names: set[str]) -> None:
-    bases = {name: {ast.unparse(base) for base in node.bases} for name, node in classes.items()}
-    while more := {name for name in bases if bases[name] & names} - names:
-        names |= more
-
-
 def _contains(file: str, text: str) -> Any:
     return lambda package: text in package.read(file)
 
@@ -362,24 +305,6 @@ PROBES: Mapping[str, Probe] = {
     "the scales of experts are repeated for smaller blocks": Probe(
         read=_contains(_ORACLE, "def refine_fp8_moe_block_shape"),
         source=f"{_ORACLE} refine_fp8_moe_block_shape",
-        how=Evidence.READ,
-    ),
-    "--mm-encoder-fp8-scale-path takes q, k and v of each layer of a vision tower": Probe(
-        read=reads_vision_scales, source=f"{VISION} _load_fp8_scales_file", how=Evidence.RUN
-    ),
-    "--mm-encoder-fp8-scale-save-path saves the largest value, not the largest magnitude": Probe(
-        read=saves_largest,
-        source=f"{VISION} MMEncoderAttention._record_amax_and_update_scales",
-        how=Evidence.RUN,
-    ),
-    "attention of a vision tower in FP8 on": Probe(
-        read=read_vision_gpus,
-        source=f"{VISION} MMEncoderAttention._init_fp8_state; {_FLASHINFER} {_GUARD}",
-        how=Evidence.READ,
-    ),
-    "vision tower in FP8 on CUDA": Probe(
-        read=read_fp8_towers,
-        source="model_executor/models/vision.py get_fp8_padded_hidden_size",
         how=Evidence.READ,
     ),
     "served in bfloat16 where the checkpoint is in float16": Probe(

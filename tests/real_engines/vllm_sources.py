@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import json
 import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -19,7 +17,6 @@ QUANTIZATION = "model_executor/layers/quantization/"
 COMPRESSED = f"{QUANTIZATION}compressed_tensors/compressed_tensors.py"
 MODELOPT = f"{QUANTIZATION}modelopt.py"
 KV_CACHE = f"{QUANTIZATION}kv_cache.py"
-VISION = "model_executor/layers/attention/mm_encoder_attention.py"
 Strategy = StrEnum("Strategy", ["TENSOR", "CHANNEL", "GROUP", "BLOCK", "TOKEN", "ATTN_HEAD"])
 _STUBS: Mapping[str, Any] = {
     "Any": Any,
@@ -96,16 +93,3 @@ def take_processing(package: Package) -> Callable[[Any], None]:
     """Take the function that makes the numbers of an attention layer of its loaded scales."""
     process = take(package, KV_CACHE, "BaseKVCacheMethod.process_weights_after_loading")
     return lambda layer: process(None, layer)
-
-
-def take_vision_loader(package: Package) -> Callable[[object], dict[str, dict[str, float]]]:
-    """Take the function that reads a file of scales for vision towers; it gets the document."""
-
-    def load(document: object) -> dict[str, dict[str, float]]:
-        text = document if isinstance(document, str) else json.dumps(document)
-        names = {"open": lambda *_, **__: io.StringIO(text), "json": json}
-        read = take(package, VISION, "_load_fp8_scales_file", **names)
-        found: dict[str, dict[str, float]] = read("scales.json")
-        return found
-
-    return load
