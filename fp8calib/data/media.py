@@ -1,4 +1,4 @@
-"""Images, audio and video of calibration rows: found in a row, read and decoded, never fetched."""
+"""Images and audio of calibration rows: found in a row, read and decoded, never fetched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,19 @@ class Modality(StrEnum):
 
     TEXT = "text"
     IMAGE = "image"
-    VIDEO = "video"
     AUDIO = "audio"
 
 
 MODALITIES = tuple(Modality)
 """In the order of their codes in tensors."""
-MEDIA = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
+MEDIA = (Modality.IMAGE, Modality.AUDIO)
 MEDIA_COLUMNS = {name: kind for kind in MEDIA for name in (f"{kind}s", str(kind))}
 """The columns beside a conversation or text that hold media, by their names."""
 MARKS = {kind: f"<{kind}>" for kind in MEDIA}
 """Where a medium of a column stands in plain text."""
+VIDEO_COLUMNS = ("video", "videos")
+"""Columns that are refused where they hold something."""
 
-MAX_FRAME_PIXELS = 2**30
-"""The most pixels of all frames of a video."""
 MAX_SAMPLES = 2**28
 """The longest sound that is read, at its own rate or the model's: hours."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
@@ -62,11 +61,12 @@ _TYPES = {
     "input_image": Modality.IMAGE,
 }
 """The types of parts: those of transformers and of OpenAI's API."""
+_VIDEO_TYPES = ("video", "video_url", "input_video")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Medium:
-    """One image, video or sound of a row, not read yet."""
+    """One image or sound of a row, not read yet."""
 
     kind: Modality
     value: Any
@@ -86,15 +86,11 @@ class Medium:
 def parse_media(column: str, value: object, origin: str, folder: Path) -> tuple[Medium, ...]:
     """Make the media of a column: one, or a list of them.
 
-    Several items are the frames of one video in the column `video`, and videos in `videos`.
-
     Raises:
         DataError: an item is null or holds no medium.
     """
     kind = MEDIA_COLUMNS[column]
     items = value if isinstance(value, list | tuple) else [value]
-    if column == kind == Modality.VIDEO and len(items) > 1 and not isinstance(items[0], list):
-        items = [items]
     found = []
     for index, item in enumerate(items):
         where = f"{origin}: {column}" + (f"[{index}]" if items is value else "")
@@ -111,7 +107,13 @@ def parse_media(column: str, value: object, origin: str, folder: Path) -> tuple[
 def parse_media_part(
     part: Mapping[str, Any], origin: str, folder: Path
 ) -> Medium | Modality | None:
-    """Read a part of a message: a medium, the kind of one in a column, or None for another part."""
+    """Read a part of a message: a medium, the kind of one in a column, or None for another part.
+
+    Raises:
+        DataError: it is a video.
+    """
+    if part.get("type") in _VIDEO_TYPES:
+        raise refuse_video(origin)
     kind = _TYPES.get(str(part.get("type")))
     if kind is None:
         return None
@@ -126,6 +128,14 @@ def parse_media_part(
     if value is None:
         return kind
     return Medium(kind=kind, value=value, origin=origin, folder=folder)
+
+
+def refuse_video(origin: str) -> DataError:
+    """Make the error for a row with a video."""
+    return DataError(
+        f"{origin}: videos are not read",
+        hint="give frames as images, or leave the column out with --text-column",
+    )
 
 
 # --- decoding ------------------------------------------------------------------------------------
@@ -261,36 +271,6 @@ def _require_length(samples: float, medium: Medium) -> None:
         )
 
 
-def load_video(medium: Medium) -> npt.NDArray[np.uint8]:
-    """Decode a video: uint8 [frames, height, width, 3].
-
-    Raises:
-        UsageError: Pillow is not installed.
-        DataError: the value is neither a list of frames nor an animated image.
-    """
-    value = medium.value
-    if isinstance(value, np.ndarray):
-        frames = value
-    elif isinstance(value, list | tuple):
-        found: list[Any] = []
-        for number, item in enumerate(value):
-            origin = f"{medium.origin} frame {number}"
-            found.append(
-                load_image(replace(medium, kind=Modality.IMAGE, value=item, origin=origin))
-            )
-            _require_frames(found, medium)
-        frames = _stack_frames(found, medium)
-    else:
-        frames = _decode_frames(medium)
-    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
-        raise DataError(
-            f"{medium.label}: a video is frames x height x width x 3 bytes, found "
-            f"{frames.dtype} {list(frames.shape)}",
-            hint="give a list of images of one size",
-        )
-    return frames
-
-
 def read_bytes(medium: Medium) -> bytes:
     """Give the encoded bytes of a medium.
 
@@ -375,48 +355,6 @@ def _resample(
         raise _missing("audio", "soxr", medium) from error
     resampled: npt.NDArray[np.float32] = soxr.resample(found, had, rate)
     return resampled
-
-
-def _decode_frames(medium: Medium) -> npt.NDArray[np.uint8]:
-    """Decode the frames of an animated image (GIF, WebP, APNG)."""
-    try:
-        from PIL import ImageSequence  # noqa: PLC0415  optional
-    except ImportError as error:
-        raise _missing("images", "Pillow", medium) from error
-    frames: list[Any] = []
-    try:
-        with _open_image(medium) as image:
-            for frame in ImageSequence.Iterator(image):
-                frames.append(_convert(frame))
-                _require_frames(frames, medium)
-    except Fp8CalibError:
-        raise
-    except Exception as error:  # decoders raise anything for damaged files
-        raise DataError(
-            f"{medium.label}: not an animated image ({_BUFFER.sub('it', first_line(error))})",
-            hint="give a list of frames: video files are not decoded here",
-        ) from error
-    return _stack_frames(frames, medium)
-
-
-def _require_frames(frames: Sequence[Any], medium: Medium) -> None:
-    width, height = frames[-1].size
-    if len(frames) * width * height > MAX_FRAME_PIXELS:
-        raise DataError(
-            f"{medium.label}: {len(frames)} frames of {width} x {height} pixels are more than "
-            f"{MAX_FRAME_PIXELS} pixels",
-            hint="give fewer or smaller frames",
-        )
-
-
-def _stack_frames(frames: Sequence[Any], medium: Medium) -> npt.NDArray[np.uint8]:
-    sizes = {frame.size for frame in frames}
-    if len(sizes) != 1:
-        raise DataError(
-            f"{medium.label}: a video of {len(frames)} frames of {len(sizes)} sizes",
-            hint="give frames of one size",
-        )
-    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def _missing(extra: str, package: str, medium: Medium) -> UsageError:

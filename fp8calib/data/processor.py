@@ -1,4 +1,4 @@
-"""Turn rows with images, video or audio into token ids and tensors, by the model's own processor.
+"""Turn rows with images or audio into token ids and tensors, by the model's own processor.
 
 A row is encoded once when the data is planned, and again when it is run: the tensors of all rows
 together would need more memory than the model.
@@ -23,17 +23,16 @@ from fp8calib.data.media import (
     Modality,
     load_audio,
     load_image,
-    load_video,
 )
 from fp8calib.data.rows import Message, Row, has_chat_template
 from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line
 
-_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(?:id|index)")
+_PLACEHOLDER = re.compile(r"(image|audio)_token_(?:id|index)")
 _NO_MEDIA = frozenset({"input_ids", "attention_mask", "labels"})
 _PER_TOKEN = ("token_type_ids", "cross_attention_mask")
 """How the names of tensors [1, S, ...] end: others may have S features or samples by chance."""
 _DEFAULT_RATE = 16000
-_ARGUMENTS = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "audio"}
+_ARGUMENTS = {Modality.IMAGE: "images", Modality.AUDIO: "audio"}
 """The arguments of processors."""
 
 
@@ -94,7 +93,7 @@ class OpenRow:
 
     ids: list[int]
     media: Mapping[Modality, list[Any]]
-    """Images of Pillow; frames uint8 [T, H, W, 3]; sounds with their rate, fp32 [samples]."""
+    """Images of Pillow; sounds with their rate, fp32 [samples]."""
 
 
 class MediaEncoder:
@@ -245,12 +244,9 @@ class MediaEncoder:
         medium = part.get(part["type"])
         if not isinstance(medium, Medium):
             return deepcopy(part)
-        match medium.kind:
-            case Modality.IMAGE:
-                return {"type": "image", "image": load_image(medium)}
-            case Modality.AUDIO:
-                return {"type": "audio", "audio": load_audio(medium, self._rate)}
-        return {"type": "video", "video": load_video(medium)}
+        if medium.kind is Modality.IMAGE:
+            return {"type": "image", "image": load_image(medium)}
+        return {"type": "audio", "audio": load_audio(medium, self._rate)}
 
     @property
     def _rate(self) -> int:
@@ -292,12 +288,8 @@ def _list_special(tokenizer: Any) -> frozenset[int]:
 
 
 def _find_other(row: Row, kinds: Set[Modality]) -> Medium | None:
-    """Find the first medium of none of these kinds; frames of a video may be written as images."""
-    for medium in row.media:
-        same = {medium.kind, Modality.IMAGE} if medium.kind is Modality.VIDEO else {medium.kind}
-        if not same & kinds:
-            return medium
-    return None
+    """Find the first medium of none of these kinds."""
+    return next((medium for medium in row.media if medium.kind not in kinds), None)
 
 
 def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
@@ -331,8 +323,7 @@ def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]
 
 
 def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:
-    # An image comes last, and wins where it shares its token with the frames of a video.
-    for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}, reverse=True):
+    for name in sorted({*dir(source), *getattr(source, "attribute_map", ())}):
         if match := _PLACEHOLDER.fullmatch(name):
             value = getattr(source, name, None)
             if isinstance(value, int) and not isinstance(value, bool):

@@ -13,11 +13,13 @@ from fp8calib.data.media import (
     MARKS,
     MEDIA,
     MEDIA_COLUMNS,
+    VIDEO_COLUMNS,
     Medium,
     Modality,
     iter_media,
     parse_media,
     parse_media_part,
+    refuse_video,
 )
 from fp8calib.errors import DataError, shorten
 
@@ -41,7 +43,12 @@ MASK = "attention_mask"
 """A field of rows with `input_ids`, where 0 marks padding, which is left out."""
 CONTEXT = "input"
 """A field of rows with `instruction` and `output`: the input of the task, if any."""
-COLUMNS = frozenset({field for form in FORMS for field in form} | {MASK, CONTEXT, *MEDIA_COLUMNS})
+COLUMNS = frozenset(
+    {
+        *(field for form in FORMS for field in form),
+        *(MASK, CONTEXT, *MEDIA_COLUMNS, *VIDEO_COLUMNS),
+    }
+)
 """All fields that a row is read from."""
 
 _ROW_HINT = (
@@ -71,7 +78,7 @@ class Row:
 
     @property
     def media(self) -> tuple[Medium, ...]:
-        """The images, videos and sounds of its messages, in order."""
+        """The images and sounds of its messages, in order."""
         return tuple(iter_media(self.messages or ()))
 
 
@@ -293,8 +300,12 @@ def _find_media(
     """Find the media in columns, by their kind.
 
     Raises:
-        DataError: two columns hold media of one kind, or a value is none.
+        DataError: two columns hold media of one kind, or a value is none; or a video.
     """
+    for name in VIDEO_COLUMNS:
+        held = value.get(name)
+        if held is not None and not (isinstance(held, list | tuple) and not held):
+            raise refuse_video(f"{origin}: {name}")
     found: dict[Modality, tuple[Medium, ...]] = {}
     for name, kind in MEDIA_COLUMNS.items():
         if value.get(name) is None:

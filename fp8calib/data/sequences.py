@@ -83,7 +83,7 @@ class DataPlan:
 
     @property
     def after_media(self) -> torch.Tensor:
-        """Whether an image, video or sound stands before each scored token: bool [N]."""
+        """Whether an image or sound stands before each scored token: bool [N]."""
         found = [
             self.media[index].kinds[:-1].ne(0).cumsum(0).gt(0)[_are_scored(self.media[index].kinds)]
             if index in self.media

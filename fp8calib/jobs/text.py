@@ -98,7 +98,7 @@ def plan_text(
     if modalities and (count := _count_places(plan, source)):
         note = (
             f"{count} sequences of text hold tokens that stand for media, and no media: is their "
-            "column named image, images, video, videos, audio or audios?"
+            "column named image, images, audio or audios?"
         )
         plan = replace(plan, warnings=(*plan.warnings, note))
     return plan

@@ -305,7 +305,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def load_processor(source: ModelSource) -> Any:
-    """Load the processor of images, video and audio.
+    """Load the processor of images and audio.
 
     Raises:
         ModelError: it is missing, or cannot be loaded.

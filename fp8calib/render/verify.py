@@ -97,7 +97,7 @@ def _describe_media(report: VerifyReport) -> Iterator[Block]:
             for each in report.contexts
         ]
         columns = ["candidate", "text", "tokens", "KLD mean ± se", "ratio"]
-        yield Table(title="text after images, video and audio", columns=columns, rows=rows)
+        yield Table(title="text after images and audio", columns=columns, rows=rows)
     for found in report.media:
         yield Line(f"  {found.candidate}: {found.sentence}")
 

@@ -13,8 +13,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.media import Modality
 
 SAMPLE_BYTES = 4096
-_SEES, _HEARS = ("pillow", "torchvision"), ("soundfile", "soxr")
-_DECODERS = {Modality.IMAGE: _SEES, Modality.VIDEO: _SEES, Modality.AUDIO: _HEARS}
+_DECODERS = {Modality.IMAGE: ("pillow", "torchvision"), Modality.AUDIO: ("soundfile", "soxr")}
 _HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 

@@ -148,7 +148,7 @@ class SiteStats:
 
     @property
     def modalities(self) -> torch.Tensor | None:
-        """Tensor-wide amax of the tokens of each modality, in the order of `MODALITIES`: [4].
+        """Tensor-wide amax of the tokens of each modality, in the order of `MODALITIES`: [3].
 
         None in a run of text, and where the tokens of rows are not known.
         """

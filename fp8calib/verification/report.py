@@ -283,7 +283,7 @@ class MediaResult(_Model):
 
 
 class ContextResult(_Model):
-    """A candidate on the text after an image, video or sound, or on text without one before it."""
+    """A candidate on the text after an image or sound, or on text without one before it."""
 
     candidate: str
     after_media: bool

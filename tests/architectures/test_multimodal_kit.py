@@ -13,7 +13,6 @@ from tests.kit.multimodal import (
     draw_image,
     encode,
     make_tone,
-    make_video,
     messages,
     parametrize,
     save_multimodal,
@@ -62,9 +61,6 @@ def test_media_are_the_same_each_time() -> None:
     assert first.size == (32, 24)
     assert first.tobytes() == again.tobytes() != other.tobytes()
     assert len(first.getcolors()) > 8
-    video = make_video(1, 3, (16, 8))
-    assert (video.shape, video.dtype) == ((3, 8, 16, 3), np.uint8)
-    assert (video[1] == np.array(draw_image(2, (16, 8)))).all()
     tone = make_tone(1, 0.25, 8000)
     assert tone.shape == (2000,)
     assert tone.dtype == np.float32

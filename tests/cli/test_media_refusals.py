@@ -1,4 +1,4 @@
-"""What `calibrate` refuses of images, sounds and video: one message, a hint, nothing written."""
+"""What `calibrate` refuses of images and sounds: one message, a hint, nothing written."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     (SEES, {"input_ids": [5, 6, 7], "image": "good.png"}, "input_ids stand beside images"),
     (SEES, audio("good.wav"), "gemma3 takes no audio, only image"),
     (HEARS, image("good.png"), "qwen2_audio takes no image, only audio"),
-    (HEARS, ask({"type": "video", "video": ["good.png"]}), "takes no video, only audio"),
+    (SEES, ask({"type": "video", "video": ["good.png"]}), "videos are not read"),
     (HEARS, audio("silent.wav"), "the sound has no samples"),
     (
         HEARS,

@@ -214,7 +214,7 @@ def test_examples_and_the_template_are_shown_without_a_row_of_text(plan_of: Any)
 
 
 class Renamed(PreTrainedConfig):
-    """A config that keeps one token for images and frames under a name of its own (Molmo2's)."""
+    """A config that keeps the token for images under a name of its own (Molmo2's)."""
 
     attribute_map = {"image_token_id": "patch_id", "video_token_id": "patch_id"}  # noqa: RUF012
     patch_id: int = 7

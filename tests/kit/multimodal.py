@@ -153,13 +153,8 @@ def make_tone(seed: int, seconds: float = 0.5, rate: int = 16000) -> np.ndarray:
     return (tones * 0.25 + rng.normal(0, 0.02, len(time))).astype(np.float32)
 
 
-def make_video(seed: int, frames: int = 4, size: tuple[int, int] = (32, 32)) -> np.ndarray:
-    """Make a video of images of width and height `size`, uint8 [frames, height, width, 3]."""
-    return np.stack([np.array(draw_image(seed + i, size)) for i in range(frames)])
-
-
 def user(*parts: str | Image.Image | np.ndarray) -> list[dict[str, Any]]:
-    """Write one message of a user, of text, images, videos and audio in this order."""
+    """Write one message of a user, of text, images and audio in this order."""
     return [{"role": "user", "content": [_part(each) for each in parts]}]
 
 
@@ -168,8 +163,7 @@ def _part(value: str | Image.Image | np.ndarray) -> dict[str, Any]:
         return {"type": "text", "text": value}
     if isinstance(value, Image.Image):
         return {"type": "image", "image": value}
-    medium = "audio" if value.ndim == 1 else "video"
-    return {"type": medium, medium: value}
+    return {"type": "audio", "audio": value}
 
 
 def messages(name: str, *, seed: int = 0) -> list[list[dict[str, Any]]]:
@@ -189,7 +183,4 @@ def messages(name: str, *, seed: int = 0) -> list[list[dict[str, Any]]]:
         media.append(make_tone(seed, 0.5))
     if "audio" in kind.placeholders and kind.takes_several:
         rows.append(user(make_tone(seed + 1, 0.4), "And ", make_tone(seed + 2, 0.7), "here?"))
-    if "video" in kind.placeholders:
-        rows.append(user(make_video(seed), "What happens?"))
-        media = media if kind.frames_are_images else [*media, make_video(seed)]
     return [*rows, user(*media, "Both?")] if len(media) > 1 else rows

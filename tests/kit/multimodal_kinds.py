@@ -47,8 +47,6 @@ class Kind:
     """Whether the processor refuses a row without media."""
     takes_several: bool = True
     """Whether a row can have several media of one modality."""
-    frames_are_images: bool = False
-    """Whether a video's frames have the placeholder of an image; then no row has both."""
     starts: bool = True
     """Whether the chat template writes the token that starts a row."""
 
@@ -82,7 +80,7 @@ def _process(
 def _see(
     name: str, image: str, size: dict[str, Any], video: str | None = None, **settings: Any
 ) -> Callable[[PreTrainedTokenizerFast], ProcessorMixin]:
-    """Make a processor of text and images, and of video if it has a part for that."""
+    """Make a processor of text and images, with the part for video if it wants one."""
     parts = {"image_processor": (image, size)}
     if video is not None:
         own = {"draw_on_frames": False} if video.startswith("Ernie") else {}
@@ -142,7 +140,6 @@ def _make_qwen(
         tokens=("<|vision_start|>", "<|vision_end|>"),
         placeholders={
             "image": "<|vision_start|><|image_pad|><|vision_end|>",
-            "video": "<|vision_start|><|video_pad|><|vision_end|>",
         },
         starts=False,
         needs=("torchvision",),
@@ -172,9 +169,7 @@ def _make_glm(processor: str, part: str, text: dict[str, Any], **changes: Any) -
         tokens=tuple(_GLM_IDS.values())[2:],
         placeholders={
             "image": "<|begin_of_image|><|image|><|end_of_image|>",
-            "video": "<|begin_of_video|><|video|><|end_of_video|>",
         },
-        frames_are_images=True,
         needs=("torchvision",),
         processor=_see(processor, f"{part}ImageProcessorPil", _PATCHES, f"{part}VideoProcessor"),
     )
@@ -246,7 +241,6 @@ _OMNI_IDS = {
 _OMNI_MEDIA = {
     "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
-    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
 }
 _OMNI_PARTS = {
     "image_processor": ("Qwen2VLImageProcessorPil", _PATCHES),
@@ -270,7 +264,7 @@ _GEMMA4 = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
-_GEMMA4_MEDIA = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"}
+_GEMMA4_MEDIA = {"image": "<|image|>", "audio": "<|audio|>"}
 
 MULTIMODAL: dict[str, Kind] = {
     "llava": _make_llava(_LLAMA, vision_feature_layer=-1, image_seq_length=4),
@@ -299,7 +293,7 @@ MULTIMODAL: dict[str, Kind] = {
         },
         ids={"image_token_index": "<image>", "video_token_index": "<video>"},
         named={**_IMAGE, "video_token": "<video>"},
-        placeholders={"image": "<image>", "video": "<video>"},
+        placeholders={"image": "<image>"},
         needs=("torchvision",),
         processor=_see(
             "LlavaOnevisionProcessor",
@@ -566,8 +560,7 @@ MULTIMODAL: dict[str, Kind] = {
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-        placeholders={"image": "<IMG_CONTEXT>\n", "video": "<video>\n"},
-        frames_are_images=True,
+        placeholders={"image": "<IMG_CONTEXT>\n"},
         needs=("torchvision",),
         processor=_see(
             "InternVLProcessor",
@@ -767,7 +760,6 @@ MULTIMODAL: dict[str, Kind] = {
         },
         placeholders={
             "image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-            "video": "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>",
         },
         needs=("torchvision",),
         processor=_see(
@@ -792,7 +784,6 @@ MULTIMODAL: dict[str, Kind] = {
         tokens=("<vision>", "</vision>"),
         placeholders={
             "image": "<vision><|image_pad|></vision>",
-            "video": "<vision><|video_pad|></vision>",
         },
         needs=("torchvision",),
         processor=_see(
@@ -977,7 +968,7 @@ MULTIMODAL: dict[str, Kind] = {
         ids={"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
         named={"image_token": "]<]image[>[", "video_token": "]<]video[>["},
         tokens=("]<]start of image[>[", "]<]end of image[>["),
-        placeholders={"image": "]<]image[>[", "video": "]<]video[>["},
+        placeholders={"image": "]<]image[>["},
         needs=("torchvision",),
         processor=_see(
             "MiniMaxM3VLProcessor",
@@ -1029,7 +1020,7 @@ MULTIMODAL: dict[str, Kind] = {
         },
         ids={"image_token_id": "<|image|>", "video_token_id": "<|video|>"},
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
-        placeholders={"image": "<|image|>", "video": "<|video|>"},
+        placeholders={"image": "<|image|>"},
         needs=("torchvision", "timm"),
         processor=_see(
             "PerceptionLMProcessor",
@@ -1189,7 +1180,7 @@ MULTIMODAL: dict[str, Kind] = {
         config={"text_config": _QWEN2, "vision_config": VISION},
         ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
         named=_QWEN_TOKENS,
-        placeholders={"image": "<|image_pad|>", "video": "<|video_pad|>"},
+        placeholders={"image": "<|image_pad|>"},
         needs=("torchvision",),
         processor=_see(
             "VideoLlama3Processor",
@@ -1273,7 +1264,7 @@ MULTIMODAL: dict[str, Kind] = {
         },
         ids={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
         named={"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
-        placeholders={"image": "<|IMAGE_PAD|>", "video": "<|VIDEO_PAD|>"},
+        placeholders={"image": "<|IMAGE_PAD|>"},
         needs=("torchvision",),
         processor=_see(
             "HyperCLOVAXVisionV2Processor",

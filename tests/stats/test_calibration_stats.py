@@ -61,7 +61,7 @@ def make_stats() -> CalibrationStats:
             amax=torch.tensor([1.0, 2.0]),
             progress=torch.tensor([1.0, 1.0, 2.0, 2.0]),
             histogram=torch.tensor([0, 3, 5]),
-            modalities=torch.tensor([1.5, 2.0, 0.0, 0.0]),
+            modalities=torch.tensor([1.5, 2.0, 0.0]),
             text=torch.tensor([1.0, 1.5]),
         ),
         UP: SiteStats(

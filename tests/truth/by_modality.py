@@ -2,7 +2,7 @@
 
 The whole model runs one row of messages, and everything is kept by position. Where a position's
 input is not the plain embedding of its token, a medium filled it. Which medium, the id of the
-placeholder in the config tells; a video whose frames have an image's placeholder counts as images.
+placeholder in the config tells.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import (
     cache_utils,
 )
 
-MEDIA = ("image", "video", "audio")
+MEDIA = ("image", "audio")
 
 
 @dataclass

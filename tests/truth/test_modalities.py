@@ -104,4 +104,4 @@ def test_padded_rows_of_text_beside_rows_with_media_count_without_padding() -> N
         assert found.text is not None
         assert found.modalities is not None
         assert found.text.tolist() == pytest.approx(kept.amax(0).tolist())
-        assert found.modalities.tolist() == pytest.approx([float(kept.max()), 0, 0, 0])
+        assert found.modalities.tolist() == pytest.approx([float(kept.max()), 0, 0])
