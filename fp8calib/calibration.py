@@ -125,7 +125,6 @@ def make_header(
         versions=versions(plan.tokens_by_modality if plan else ()),
         measured_quantized=checkpoint.form,
         engine="" if engine is None else engine.describe(),
-        towers=prepared.towers,
         modality_tokens=plan.tokens_by_modality if plan else {},
     )
 
@@ -207,7 +206,6 @@ def _activations(
             recorder,
             recipe.observe,
             ignored=prepared.ignored,
-            towers=prepared.towers,
         ) as new_cache,
         _checkpoints(recorder, share.journal) as on_checked,
     ):

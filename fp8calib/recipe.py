@@ -92,7 +92,6 @@ class Observe(_Section):
     weights: bool = Field(
         default=True, strict=True, description="weights, per output and per input channel"
     )
-    towers: bool = _key(keys.TOWERS, strict=True)
     ignore: tuple[str, ...] = Field(
         default=(),
         description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
@@ -257,10 +256,7 @@ class Recipe(_Section):
     @property
     def observation_hash(self) -> str:
         """Hash of the `observe` section, which with the data determines the statistics."""
-        # Statistics of text have the hash of versions without towers.
-        left = None if self.observe.towers else {"towers"}
-        text = self.observe.model_dump_json(exclude=left)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(self.observe.model_dump_json().encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -36,10 +36,9 @@ _FIX = "quantize the model again"
 
 def map_measured(stats: CalibrationStats) -> dict[str, str]:
     """Map the weights of linears that were calibrated to their modules; of experts none."""
-    linears = (*(linear for _, linear in stats.geometry.linears()), *stats.header.towers)
     return {
         linear.checkpoint_name: linear.module
-        for linear in linears
+        for _, linear in stats.geometry.linears()
         if linear.checkpoint_name is not None and not linear.num_experts
     }
 

@@ -217,7 +217,7 @@ _TEXT_OPTIONS = [
 
 
 def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
-    known = [name for name in Observe.model_fields if name not in {"ignore", "towers"}]
+    known = [name for name in Observe.model_fields if name != "ignore"]
     if not set(names) <= set(known):
         raise UsageError(f"observe {names!r}: must be a list of {', '.join(known)}")
     return {name: name in names for name in known}

@@ -18,7 +18,6 @@ from fp8calib.results.show import (
     ModalityRow,
     Positions,
     StatsShown,
-    TowerRow,
 )
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.scales.from_amax import scale_of
@@ -49,15 +48,7 @@ def show_stats(stats: CalibrationStats) -> StatsShown:
         position_saturation=compute_position_saturation(stats),
         unfit_queries=tuple(list_unfit_queries(stats)),
         modalities=tuple(_list_modalities(stats)),
-        towers=tuple(_list_towers(stats)) if stats.header.towers else (),
     )
-
-
-def _list_towers(stats: CalibrationStats) -> Iterator[TowerRow]:
-    layers = stats.geometry.index_modules()
-    for site, found in stats.sites.items():
-        if site.module not in layers and (amax := _find_amax(found)) is not None:
-            yield TowerRow(site=str(site), amax=amax, scale=_compute_scale(amax), rows=found.count)
 
 
 def _list_modalities(stats: CalibrationStats) -> Iterator[ModalityRow]:

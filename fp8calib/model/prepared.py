@@ -9,8 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import group_by_pattern, list_paths
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
@@ -22,7 +21,6 @@ from fp8calib.model.stored_parameters import (
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.topology.linears import is_experts
 from fp8calib.model.topology.search import is_linear, is_matrix
-from fp8calib.model.topology.towers import find_towers
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
@@ -30,7 +28,6 @@ from fp8calib.stats.calibration_stats import Skipped
 _UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
 _LEFTOVER = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
 _UNCALLED = "the model does not call this linear: its input is not observed"
-_UNRUN = "no row runs this part of the tower: its input is not observed"
 _ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 
@@ -44,8 +41,6 @@ class PreparedModel:
     weights: WeightSource
     ignored: frozenset[str]
     """The modules that the recipe excludes from calibration."""
-    towers: tuple[Linear, ...] = ()
-    """The linears of towers, if they are observed."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -69,19 +64,11 @@ def prepare(
         model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
     patterns = recipe.observe.ignore if recipe else ()
-    has_towers = recipe is not None and recipe.observe.towers
-    towers = find_towers(model, weights.single_tensors) if has_towers else ()
-    if has_towers and not towers:
-        raise ModelError(
-            f"{type(model).__name__} has no tower of vision or audio", hint="leave out --towers"
-        )
-    modules = [*_module_names(geometry), *(linear.module for linear in towers)]
     return PreparedModel(
         geometry=geometry,
         unobserved=unobserved,
         weights=weights,
-        ignored=match_modules(patterns, modules),
-        towers=towers,
+        ignored=match_modules(patterns, _module_names(geometry)),
     )
 
 
@@ -157,11 +144,10 @@ def _uncalled(
     prepared: PreparedModel, observed: Collection[Site], unseen: Mapping[Site, str]
 ) -> Iterator[Skipped]:
     """List the linears that the model does not call, or an engine does not show."""
-    linears = [(linear, _UNCALLED) for _, linear in prepared.geometry.linears()]
-    for linear, why in (*linears, *((each, _UNRUN) for each in prepared.towers)):
+    for _, linear in prepared.geometry.linears():
         site = Site(linear.module, Role.INPUT)
         if linear.runner not in prepared.ignored and site not in observed:
-            yield Skipped(site=str(site), why=unseen.get(site, why))
+            yield Skipped(site=str(site), why=unseen.get(site, _UNCALLED))
 
 
 def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
@@ -202,7 +188,7 @@ def _outside(prepared: PreparedModel) -> Iterator[Skipped]:
             if child is model.get_output_embeddings():
                 why = "not run: calibration needs no logits, engines leave it as it is"
                 yield Skipped(site=name, why=why)
-            elif not prepared.towers:
+            else:
                 why = f"{type(child).__name__}: not part of the text decoder"
                 yield Skipped(site=f"{above}{name}", why=why)
         node, above = node.get_submodule(step), f"{above}{step}."

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import AttentionInterface
 
-from fp8calib.fp8.amax import channel_amax, head_amax
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.topology.towers import list_tower_modules
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import (
     ExpertsCall,
     HookedCache,
-    changed_input,
     open_hooks,
-    wrapped_lookup,
 )
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.reductions import (
     observe_expert_down,
     observe_expert_input,
     observe_heads,
-    observe_tower,
 )
 from fp8calib.recipe import Observe
 
@@ -55,7 +47,6 @@ def open_calibration_hooks(
     observe: Observe,
     *,
     ignored: Collection[str],
-    towers: Collection[Linear] = (),
     listener: InputListener | None = None,
 ) -> Iterator[Callable[[], HookedCache]]:
     """Record the tensors of `model` while the context is open.
@@ -66,7 +57,6 @@ def open_calibration_hooks(
         recorder: observes the tensors.
         observe: which tensors it observes: K and V, q, the inputs of linears.
         ignored: paths of modules that it does not observe.
-        towers: the linears of towers, which it observes with their attention; none if not.
         listener: receives the inputs of linears too, where the recorder observes them.
 
     Yields:
@@ -76,48 +66,10 @@ def open_calibration_hooks(
     config = model.config.get_text_config(decoder=True)
     attentions = geometry.owners()
     unseen = ignored if observe.kv else {each.module for each in attentions.values()}
-    with (
-        open_hooks(
-            model, geometry, hooks, query=observe.query, inputs=observe.inputs, ignored=ignored
-        ),
-        _open_tower_hooks(model, towers, recorder, ignored),
+    with open_hooks(
+        model, geometry, hooks, query=observe.query, inputs=observe.inputs, ignored=ignored
     ):
         yield lambda: HookedCache(config, attentions, unseen, hooks)
-
-
-@contextmanager
-def _open_tower_hooks(
-    model: PreTrainedModel,
-    towers: Collection[Linear],
-    recorder: Recorder,
-    ignored: Collection[str],
-) -> Iterator[None]:
-    """Record the inputs of the linears of towers, and q, k and v of their attention."""
-    if not towers:
-        yield
-        return
-    paths = {module: path for path, module in list_tower_modules(model)}
-
-    def see_input(site: Site, x: torch.Tensor) -> torch.Tensor:
-        if recorder.is_open:
-            recorder.record(site, observe_tower(recorder.batch, channel_amax(x), x))
-        return x
-
-    def attend(function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path = paths.get(module)
-        if path is not None and path not in ignored and recorder.is_open:
-            for role, x in zip((Role.Q, Role.K, Role.V), args, strict=False):
-                recorder.record(Site(path, role), observe_tower(recorder.batch, head_amax(x), x))
-        return function(module, *args, **kwargs)
-
-    with ExitStack() as stack:
-        for linear in towers:
-            if linear.module in ignored:
-                continue
-            see = partial(see_input, Site(linear.module, Role.INPUT))
-            stack.enter_context(changed_input(model.get_submodule(linear.module), see))
-        stack.enter_context(wrapped_lookup(AttentionInterface, attend))
-        yield
 
 
 class CalibrationHooks:

@@ -165,7 +165,6 @@ def open_hooks(
     query: bool,
     inputs: bool,
     ignored: Collection[str] = (),
-    towers: Collection[Linear] = (),
     attend: Attend | None = None,
 ) -> Iterator[None]:
     """Install all hooks except those on K and V (`HookedCache`) while the context is open.
@@ -177,7 +176,6 @@ def open_hooks(
         query: whether to hook q.
         inputs: whether to hook the inputs of linears and experts.
         ignored: paths of modules that get no hooks.
-        towers: linears outside the decoder whose inputs are hooked too.
         attend: runs attention where q is hooked; None leaves it to the model.
     """
     modules = dict(model.named_modules())
@@ -192,8 +190,7 @@ def open_hooks(
             # The lookup is wrapped, since transformers chooses the mask by the registered name.
             hook = _query_hook(attentions, hooks, attend)
             stack.enter_context(wrapped_lookup(AttentionInterface, hook))
-        linears = (*(linear for _, linear in geometry.linears()), *towers)
-        for linear in linears if inputs else ():
+        for _, linear in geometry.linears() if inputs else ():
             path = linear.runner
             if path in ignored:
                 continue

@@ -120,13 +120,6 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     )
 
 
-def observe_tower(batch: BatchView, amax: torch.Tensor, x: torch.Tensor) -> Reductions:
-    """Reduce a tensor of a tower, [..., C], whose rows are no tokens; `amax` is its own."""
-    rows = x.reshape(-1, x.shape[-1])
-    sampled = rows[:: batch.sampling_stride] if len(batch.input_sample) else None
-    return _complete(len(rows), lambda: rows, {"amax": amax}, sampled=sampled)
-
-
 # --- inputs of linears -------------------------------------------------------------------------
 
 

@@ -97,13 +97,6 @@ SEED = Option(
     default=0,
     help="Seed for mixing weighted data specs.",
 )
-TOWERS = Option(
-    "--towers",
-    key="observe.towers",
-    default=False,
-    help="Observe the linears and the attention of vision and audio towers too, on rows with "
-    "media.",
-)
 RULE = Option(
     "--rule",
     metavar="amax|percentile:P|mse|headroom:H|1.0|auto",

@@ -155,11 +155,10 @@ def list_unmeasured(
 ) -> list[str]:
     """Name the outermost modules that hold only linears outside the decoder layers.
 
-    Calibration measures inputs in decoder layers, and in towers if it is asked to. `others` need no
-    measurement.
+    Calibration measures inputs in decoder layers. `others` need no measurement.
     """
     layers = {prefix for layer in stats.geometry.layers for prefix in _find_prefixes(layer)}
-    measured = {linear.checkpoint_name for linear in _list_linears(stats)}
+    measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
     outside = {
         matrix.module
         for matrix in quantized
@@ -211,8 +210,8 @@ class InputScales:
         if site not in self._stats.sites:
             raise ExportError(
                 f"the stats have no data for {site}",
-                hint="`fp8calib calibrate --recipe w8a8-static` observes it, in a tower with "
-                "--towers and rows that run it; --ignore leaves it unquantized",
+                hint="`fp8calib calibrate --recipe w8a8-static` observes it; --ignore leaves it "
+                "unquantized",
             )
         measured = self._stats.sites[site]
         amax = measured.amax.max()
@@ -240,7 +239,7 @@ class _NamedInputs:
         self._stats = stats
         self._linears = {
             linear.checkpoint_name: linear
-            for linear in _list_linears(stats)
+            for _, linear in stats.geometry.linears()
             if linear.checkpoint_name is not None
         }
         self._experts = {
@@ -278,8 +277,8 @@ class _NamedInputs:
         names = list_unmeasured(self._stats, self._quantized, self._others)
         if any(name in names for name in list_paths(matrix.module)):
             return (
-                "calibrate with --recipe w8a8-static (of towers: with --towers, on rows with "
-                "media), and exclude the linears outside the layers that it measures: "
+                "calibrate with --recipe w8a8-static, and exclude the linears outside the layers "
+                "that it measures: "
                 f"{spell_options(names)}"
             )
         missing = (
@@ -293,12 +292,6 @@ class _NamedInputs:
             f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
             f"{spell_options(globs)}"
         )
-
-
-def _list_linears(stats: CalibrationStats) -> Iterator[Linear]:
-    """List the linears of the decoder layers, and of towers that were observed."""
-    yield from (linear for _, linear in stats.geometry.linears())
-    yield from stats.header.towers
 
 
 def _find_prefixes(layer: Layer) -> Iterator[str]:

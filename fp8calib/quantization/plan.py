@@ -19,7 +19,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import name_fused_path, split_expert
@@ -54,8 +54,6 @@ class PlanSettings:
     schemes: LayerSchemes
     dialect: Fp8Dialect
     ignore: tuple[str, ...] = ()
-    towers: bool = False
-    """Whether linears of towers and projectors are quantized."""
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
 
@@ -147,19 +145,11 @@ def select_linears(checkpoint: Checkpoint, settings: PlanSettings) -> Selection:
     """Choose the linears to quantize.
 
     Raises:
-        UsageError: a pattern names no linear, or divides what engines load as one weight; there is
-            no tower to quantize.
+        UsageError: a pattern names no linear, or divides what engines load as one weight.
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
         ExportError: a weight cannot be divided into blocks of MXFP8.
     """
-    selection = select(checkpoint, ignore=settings.ignore, towers=settings.towers)
-    if settings.towers:
-        without = select(checkpoint, ignore=settings.ignore)
-        if len(without.quantized) == len(selection.quantized):
-            raise UsageError(
-                "--towers: no linear of a tower or projector is left to quantize",
-                hint="leave out --towers",
-            )
+    selection = select(checkpoint, ignore=settings.ignore)
     check_layer_schemes(settings.schemes, selection)
     _refuse_partial_mx_blocks(settings.schemes, selection)
     return selection
@@ -280,7 +270,6 @@ def _make_tag(
         settings.dialect.name,
         sorted(settings.ignore),
         settings.shares_scales,
-        *(["towers"] if settings.towers else []),
         *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
         *([settings.schemes.names] if settings.schemes.by_pattern else []),
         *(

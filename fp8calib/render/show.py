@@ -15,7 +15,6 @@ from fp8calib.results.show import (
     ModalityRow,
     ScalesShown,
     StatsShown,
-    TowerRow,
 )
 
 _HINT = "tables: --all, --kv"
@@ -51,12 +50,6 @@ def _describe_stats(result: StatsShown) -> Iterator[str]:
     yield from _describe_run(result)
     yield from summarize_layers(result)
     yield from describe_modalities(result.modalities)
-    if towers := sorted(result.towers, key=lambda row: row.amax):
-        least, most = towers[0], towers[-1]
-        yield (
-            f"amax of {len(towers)} sites of towers: {least.amax:.4g} ({least.site}) to "
-            f"{most.amax:.4g} ({most.site})"
-        )
     yield from _describe_saturation(result)
     unseen = sum(not count for counts in result.experts.values() for count in counts)
     if result.experts:
@@ -75,8 +68,6 @@ def _list_everything(result: StatsShown) -> Iterator[Block]:
         yield _list_positions(result, (0, *result.position_saturation.below))
     if result.modalities:
         yield _tabulate_modalities(result.modalities)
-    if result.towers:
-        yield _make_table("towers", result.towers, TowerRow)
     for name, counts in result.experts.items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         missed = f"; never reached: {', '.join(unseen)}" if unseen else ""
@@ -154,8 +145,8 @@ def _list_positions(result: StatsShown, starts: Sequence[int]) -> Table:
 
 def _make_table(
     title: str,
-    rows: Sequence[LayerRow | LinearRow | TowerRow],
-    kind: type[LayerRow | LinearRow | TowerRow],
+    rows: Sequence[LayerRow | LinearRow],
+    kind: type[LayerRow | LinearRow],
 ) -> Table:
     columns = [name.replace("_", " ") for name in kind.model_fields]
     cells = [[_format(value) for _, value in row] for row in rows]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fp8calib.options.option import Option
-from fp8calib.options.recipe_keys import TOWERS, RecipeOptions
+from fp8calib.options.recipe_keys import RecipeOptions
 from fp8calib.options.shipped_recipes import describe_recipes
 from fp8calib.requests import shared
 
@@ -40,7 +40,6 @@ class CalibrateRequest(RecipeOptions):
             help="The kinds of sites to observe: kv, query, inputs, weights; None: the recipe's.",
         ),
     ] = None
-    towers: Annotated[bool | None, TOWERS] = None
     out: Annotated[
         str | Path | None,
         Option(

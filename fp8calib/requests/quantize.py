@@ -99,17 +99,9 @@ class QuantizeRequest:
             reads=list[str],
             help="Leave a module and its submodules unquantized: a path, a glob, or re: and a "
             "regular expression that matches the whole path; repeat for more. Heads, embeddings, "
-            "norms and routers are never quantized, towers and projectors with --towers alone.",
+            "norms, routers, towers and projectors are never quantized.",
         ),
     ] = None
-    towers: Annotated[
-        bool,
-        Option(
-            "--towers",
-            help="Quantize the linears of vision and audio towers and of projectors too. Static "
-            "inputs need statistics of calibrate --towers.",
-        ),
-    ] = False
     allow_unservable: Annotated[
         bool,
         Option(

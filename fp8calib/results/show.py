@@ -72,15 +72,6 @@ class ModalityRow(Record):
     """The amax over that of text; null where the text has none."""
 
 
-class TowerRow(_Row):
-    """The input of a tower's linear, or q, k or v of its attention."""
-
-    site: str
-    amax: float
-    scale: float | None
-    rows: int
-
-
 class StatsShown(Result):
     """Statistics: every layer and linear, and how early the final amax was reached."""
 
@@ -98,7 +89,6 @@ class StatsShown(Result):
     """The layers that need a q scale."""
     modalities: tuple[ModalityRow, ...] = ()
     """Of a run with media: each site whose tokens are known."""
-    towers: tuple[TowerRow, ...] = ()
 
     def overview(self) -> Overview:
         """Name the model and the text."""

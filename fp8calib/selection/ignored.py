@@ -73,23 +73,18 @@ class Reason:
     """The part of the path that names the tower or projector that holds the module."""
 
 
-def find_default(
-    module: str, *, rows: int, vocab_sizes: Collection[int], towers: bool = False
-) -> Reason | None:
+def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Reason | None:
     """Explain why a linear stays unquantized by default; None when it is quantized.
 
     Args:
         module: its path in the checkpoint.
         rows: of its weight; outside numbered layers, a row per word means an embedding or a head.
         vocab_sizes: all vocabulary sizes in the config.
-        towers: whether towers and projectors are quantized.
     """
     parts = module.split(".")
     outer = list(takewhile(lambda part: not part.isdecimal(), parts))
     for known, where in ((_PARTS, parts), (_OUTER_PARTS, outer)):
         for why, expression in known:
-            if towers and why in _TREES:
-                continue
             for part in where:
                 if re.fullmatch(expression, part):
                     return Reason(why, tree=part if why in _TREES else "")

@@ -58,24 +58,20 @@ class Selection:
     """Why no FP8 checkpoint of the model can be written."""
 
 
-def select(
-    checkpoint: Checkpoint, *, ignore: Collection[str] = (), towers: bool = False
-) -> Selection:
+def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
     """Choose the linears of a checkpoint that can be written in FP8 (`find_selection`).
 
     Raises:
         UsageError: a pattern names no linear.
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
     """
-    found = find_selection(checkpoint, ignore=ignore, towers=towers)
+    found = find_selection(checkpoint, ignore=ignore)
     if found.refusal is not None:
         raise found.refusal
     return found
 
 
-def find_selection(
-    checkpoint: Checkpoint, *, ignore: Collection[str] = (), towers: bool = False
-) -> Selection:
+def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
     """Choose the linears to quantize: every 2-D `*.weight`, but for defaults and `ignore`.
 
     Experts in stacks of a known layout are chosen one by one. Only headers and config.json are
@@ -84,7 +80,6 @@ def find_selection(
     Args:
         checkpoint: an unquantized checkpoint.
         ignore: the user's patterns (`match_patterns`).
-        towers: choose the linears of towers and projectors too.
 
     Raises:
         UsageError: a pattern names no linear.
@@ -100,7 +95,7 @@ def find_selection(
     )
     tied = _list_tied_heads(checkpoint, config)
     ignored = match_patterns(ignore, [*matrices, *experts, *tied])
-    find_reason = _make_reason_finder(checkpoint, config, ignored, towers=towers)
+    find_reason = _make_reason_finder(checkpoint, config, ignored)
     quantized: list[Matrix] = []
     unquantized: list[UnquantizedMatrix] = []
     unquantized_experts: list[Matrix] = []
@@ -167,8 +162,6 @@ def _make_reason_finder(
     checkpoint: Checkpoint,
     config: Mapping[str, object],
     ignored: Mapping[str, str],
-    *,
-    towers: bool,
 ) -> Callable[[str, TensorEntry, Collection[Matrix]], Reason | None]:
     """Make the function that gives the reason why a tensor stays unquantized, or None."""
     sizes = {size for size in _find_values(config, "vocab_size") if isinstance(size, int)}
@@ -181,13 +174,13 @@ def _make_reason_finder(
             return Reason(f"--ignore {ignored[module]}")
         if entry.dtype not in FLOATS:
             return Reason(f"stored in {entry.dtype}")
-        known = find_default(module, rows=entry.shape[0], vocab_sizes=sizes, towers=towers)
+        known = find_default(module, rows=entry.shape[0], vocab_sizes=sizes)
         if reason := known or _find_reason_of_experts(name, inside, ignored):
             return reason
         if module.rpartition(".")[0] in mixers and _is_linear(name, entry):
             return _MAMBA
         is_encoder = has_text_part and module.startswith(_ENCODER)
-        return _ENCODER_TOWER if is_encoder and not towers else None
+        return _ENCODER_TOWER if is_encoder else None
 
     return find
 

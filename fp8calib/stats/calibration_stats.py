@@ -27,7 +27,7 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.data.media import Modality
 from fp8calib.errors import ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import Frozen, Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.overview import Overview, WithOverview
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -77,8 +77,6 @@ class StatsHeader(Frozen):
     """How the weights of the measured model were quantized; empty for an unquantized model."""
     engine: str = ""
     """The engine that ran the text, its version and parallelism; empty for transformers."""
-    towers: tuple[Linear, ...] = ()
-    """The linears of towers, where they were to be observed."""
     modality_tokens: dict[Modality, NonNegativeInt] = Field(default_factory=dict)
     """The tokens of each modality; empty for a run of text."""
 
@@ -91,7 +89,7 @@ class StatsHeader(Frozen):
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out what older files do not have, so that their digest stays the same."""
         fields: dict[str, object] = handler(self)
-        added = ("unquantized", "measured_quantized", "engine", "towers", "modality_tokens")
+        added = ("unquantized", "measured_quantized", "engine", "modality_tokens")
         return {key: value for key, value in fields.items() if value or key not in added}
 
     @classmethod

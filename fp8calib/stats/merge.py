@@ -58,7 +58,6 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
     shards = [(name, shard) for name, _, shard in found]
     _check_indices(shards)
     _check_sequences(shards, first.header)
-    # A shard of text lacks the towers that another one has observed.
     others = [stats.header.skipped for _, stats, _ in found[1:]]
     skipped = tuple(item for item in first.header.skipped if all(item in each for each in others))
     return replace(

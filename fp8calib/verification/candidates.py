@@ -72,8 +72,6 @@ class Target:
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
-    towers: tuple[Linear, ...] = ()
-    """The linears of towers, where the text has media beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,15 +500,9 @@ def build_checkpoint(
         target.geometry,
         source,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
-        towers=target.towers,
     )
-    emulation = emulate_linears(
-        weights, target.geometry, numerics, copied=copied, towers=target.towers
-    )
+    emulation = emulate_linears(weights, target.geometry, numerics, copied=copied)
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
-    outside = {linear.weight_name for linear in target.towers}
-    if towers := sum(outside.issuperset(each.inputs) for each in weights):
-        parts[0] += f", {towers} of towers"
     kv = Candidate(name=opened.name, description="", emulation=Emulation())
     if opened.found is not None:
         kv = _build_kv(opened.name, "", opened.found.table, numerics)
@@ -540,7 +532,6 @@ def check_sites(candidate: Candidate, geometry: ModelGeometry) -> None:
     modules = {attention.module for _, attention in geometry.attentions()}
     modules |= {linear.module for _, linear in geometry.linears()}
     emulation = candidate.emulation
-    modules |= {linear.module for linear in emulation.towers}
     lacking = [site for site in emulation.quantizers if site.module not in modules]
     if lacking:
         raise ModelError(

@@ -31,7 +31,7 @@ def list_layers(
             LayerResult(
                 candidate=candidate,
                 site=str(site),
-                layer=layer_of.get(site.module),
+                layer=layer_of[site.module],
                 role=site.role.value,
                 sqnr_db=found.sqnr_db,
                 clipped=found.clipped_share,

@@ -172,8 +172,7 @@ class LayerResult(_Model):
 
     candidate: str
     site: str
-    layer: int | None
-    """None of a linear in a tower."""
+    layer: int
     role: Literal["k", "v", "q", "p", "input", "weight"]
     sqnr_db: float | None
     """None if nothing was lost, or the tensor was all zeros."""
@@ -187,11 +186,6 @@ class LayerResult(_Model):
     """None if there is only one scale, or `scale` is None."""
     scale_per: Granularity | Literal["head"] = Granularity.TENSOR
     """The elements that share one scale."""
-
-    @property
-    def place(self) -> str:
-        """Where it is, in words."""
-        return "in a tower" if self.layer is None else f"layer {self.layer}"
 
 
 class DiagnosisResult(_Model):

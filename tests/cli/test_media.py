@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from fp8calib.jobs.text import plan_texts
 from fp8calib.model.load import open_source
@@ -72,27 +71,6 @@ def test_the_hash_of_the_data_tells_of_pixels_and_that_of_its_file_does_not(
     after = succeed(*command).json
     assert after["hashes"] == before["hashes"]
     assert after["provenance"]["data_hash"] != before["provenance"]["data_hash"]
-
-
-def test_what_was_observed_of_towers_is_shown(model: Path, data: Path, tmp_path: Path) -> None:
-    """The four images have four patches each, and CLIP puts a token before them."""
-    stats = tmp_path / "out" / "stats.safetensors"
-    succeed("calibrate", model, "--data", data, *QUICK, "--towers", "--out", stats.parent)
-    with safe_open(stats, "pt") as file:
-        stored = json.loads(file.metadata()["fp8calib"])
-        names = {site: f"{site}/amax" for site in stored["counts"] if "language_model" not in site}
-        towers = {
-            site: float(file.get_tensor(stored["aliases"].get(name, name)).max())
-            for site, name in names.items()
-        }
-    shown = succeed("show", stats, "--json").json["towers"]
-    assert {row["site"]: row["amax"] for row in shown} == towers
-    assert {row["rows"] for row in shown if "fc1" in row["site"]} == {4 * 5}
-    table = succeed("show", stats, "--all").out
-    assert all(f"{site} " in table for site in towers)
-    least, most = (choose(towers, key=towers.__getitem__) for choose in (min, max))
-    ends = f"{towers[least]:.4g} ({least}) to {towers[most]:.4g} ({most})"
-    assert f"amax of {len(towers)} sites of towers: {ends}" in succeed("show", stats).out
 
 
 @pytest.mark.parametrize("place", [0, 4])

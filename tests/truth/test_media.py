@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp8calib.calibration import make_header
 from fp8calib.data.media import MODALITIES
 from fp8calib.data.sequences import DataPlan
 from fp8calib.geometry.sites import Role, Site
@@ -20,16 +22,22 @@ from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.recipe import Data
+from fp8calib.run.resume import journal
+from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.run.streaming import layer_journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.stats.calibration_stats import CalibrationStats
+from tests.cli.program import succeed
 from tests.kit.multimodal import (
     MULTIMODAL,
     build_multimodal,
+    draw_image,
     messages,
     parametrize,
     save_multimodal,
 )
-from tests.run.running import as_bytes, opened
+from tests.run.running import RECIPE, as_bytes, opened
+from tests.run.test_resume import Stopping, interrupt
 from tests.truth import by_modality
 
 _LEFT_OUT = {
@@ -166,3 +174,64 @@ def test_rows_of_text_have_the_template_of_a_processor_whose_tokenizer_has_none(
     processor.tokenizer.chat_template = None
     assert plan_of("llava", tmp_path, tokenizer=processor).fingerprint == expected
     assert processor.tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_with_media_goes_on(
+    steps: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (journal, "LONGEST_INTERVAL_S"),
+        (journal, "_WORTH_SAVING_S"),
+        (layer_journal, "_SHORTEST_INTERVAL_S"),
+        (layer_journal, "_INTERVAL_PER_COST"),
+    ):
+        monkeypatch.setattr(module, name, 0.0)
+    save_multimodal("llava", tmp_path / "model")
+    plan = plan_of("llava", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=streamed) as subject:
+
+        def go_on() -> WorkShare:
+            (tmp_path / "kept").mkdir(exist_ok=True)
+            header = make_header(subject.prepared, plan, subject.source, subject.checkpoint, RECIPE)
+            kept = journal.Journal(
+                tmp_path / "kept",
+                header,
+                plan.text.hashes,
+                shard=None,
+                batch_size=1,
+                warn=print,
+            )
+            kept.load()
+            return WorkShare(journal=kept)
+
+        options: dict[str, Any] = {"plan": plan, "batch_size": 1}
+        whole = as_bytes(subject.calibrate(**options), tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(go_on(), progress=Stopping(steps, interrupt), **options)
+        assert as_bytes(subject.calibrate(go_on(), **options), tmp_path) == whole
+
+
+def test_a_shard_of_text_merges_with_one_of_images(tmp_path: Path) -> None:
+    save_multimodal("llava", tmp_path / "model")
+    rows = [{"text": "some words that go on and on for a while"}] * 4
+    rows += [{"text": "what is <image>", "images": [{"bytes": picture(seed)}]} for seed in range(4)]
+    pd = pytest.importorskip("pyarrow")
+    table = pd.Table.from_pylist([{"images": None, **row} for row in rows])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
+    run = ("calibrate", tmp_path / "model", "--data", tmp_path / "rows.parquet", "--no-pack")
+    run = (*run, "--samples", "8", "--seq-len", "128", "--dtype", "float32", "--out")
+    succeed(*run, tmp_path / "whole")
+    for part in ("1/2", "2/2"):
+        succeed(*run, tmp_path / part[0], "--shard", part)
+    parts = [tmp_path / name / "stats.safetensors" for name in "12"]
+    succeed("merge", *parts, "--out", tmp_path / "merged.safetensors")
+    whole = (tmp_path / "whole" / "stats.safetensors").read_bytes()
+    assert (tmp_path / "merged.safetensors").read_bytes() == whole
+
+
+def picture(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    draw_image(seed).save(buffer, "PNG")
+    return buffer.getvalue()

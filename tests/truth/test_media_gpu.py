@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from fp8calib.geometry.sites import Role
-from fp8calib.recipe import Observe, Recipe
 from tests.kit.multimodal import parametrize, save_multimodal
-from tests.run import running
 from tests.run.running import as_bytes, opened
 from tests.truth.test_media import KINDS, plan_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-_WITHOUT_TOWERS = {"chameleon", "phi4_multimodal"}
-"""Their decoder holds what encodes images."""
-_TOWERS = Recipe(name="towers", observe=Observe(towers=True))
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +21,14 @@ def _exact_products() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-@parametrize([name for name in KINDS if name not in _WITHOUT_TOWERS])
+@parametrize(KINDS)
 def test_a_gpu_observes_what_the_cpu_does(name: str, tmp_path: Path) -> None:
     save_multimodal(name, tmp_path / "model")
     plan = plan_of(name, tmp_path / "model")
     found = []
     for device, streamed in (("cpu", False), ("cuda", False), ("cuda", True)):
-        with (
-            patch.object(running, "RECIPE", _TOWERS),
-            opened(tmp_path / "model", streamed=streamed, device=device) as subject,
-        ):
-            found.append(subject.calibrate(plan=plan, batch_size=2, recipe=_TOWERS))
+        with opened(tmp_path / "model", streamed=streamed, device=device) as subject:
+            found.append(subject.calibrate(plan=plan, batch_size=2))
     cpu, whole, streamed_there = found
     assert as_bytes(whole, tmp_path) == as_bytes(streamed_there, tmp_path)
     assert cpu.sites.keys() == whole.sites.keys()

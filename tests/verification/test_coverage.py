@@ -174,7 +174,7 @@ def test_a_token_without_numbers_is_the_same_in_the_checkpoint(tmp_path: Path) -
     assert "is not that of the model" not in outcome.err
 
 
-def test_what_text_never_meets_is_left_out_and_told(tmp_path: Path) -> None:
+def test_what_is_outside_the_text_decoder_is_left_out_and_told(tmp_path: Path) -> None:
     """A projector in FP8 does not keep the text decoder from being verified."""
     text, vision, _, _ = test_vision_language.MODELS["llava"]
     config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
@@ -184,7 +184,7 @@ def test_what_text_never_meets_is_left_out_and_told(tmp_path: Path) -> None:
     add_fp8(tmp_path / "q", "multi_modal_projector.linear_1.weight")
     warnings, after = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
     assert [text for text in warnings if "not compared" in text] == [
-        f"{tmp_path / 'q'}: not compared, as text does not run it: "
+        f"{tmp_path / 'q'}: not compared, as it is outside the text decoder: "
         "model.multi_modal_projector.linear_1.weight"
     ]
     assert torch.equal(before[str(tmp_path / "q")], after[str(tmp_path / "q")])

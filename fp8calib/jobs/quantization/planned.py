@@ -144,7 +144,6 @@ def resolve_request(
         schemes=schemes,
         dialect=dialect,
         ignore=tuple(request.ignore or ()),
-        towers=request.towers,
     )
 
 

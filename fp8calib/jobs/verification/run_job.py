@@ -28,7 +28,6 @@ from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
-from fp8calib.model.topology.towers import find_towers
 from fp8calib.recipe import Data
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.scales.rules import AUTO
@@ -102,8 +101,6 @@ def open_verify_job(
     opened = [tuple(_open_candidates(each, target)) for each in asked]
     plan = text if isinstance(text, DataPlan) else text(model.source)
     request = options.request
-    if plan.media:
-        target = replace(target, towers=find_towers(model.prepared.model, {}))
     asks = tell_of_server is not None and request.server is not None
     if plan.media and (asks or request.decode or options.writes_text):
         name = "--server" if asks else "--decode"

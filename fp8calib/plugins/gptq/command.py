@@ -92,10 +92,6 @@ def _check_options(request: GptqRequest) -> None:
             "--dequantize: GPTQ needs an unquantized MODEL",
             hint="use the model that this one was made from",
         )
-    if request.towers:
-        raise UsageError(
-            "--towers: GPTQ rounds the layers of the text decoder alone", hint="leave it out"
-        )
 
 
 gptq = as_function("gptq", GptqRequest, run)

@@ -97,7 +97,7 @@ def _draw_roles(
 ) -> Iterator[Figure]:
     """Draw a chart for each role."""
     for role, rows in by_role.items():
-        layers = sorted({row.layer for row in rows if row.layer is not None})
+        layers = sorted({row.layer for row in rows})
         found = {(row.candidate, row.layer): row for row in rows}
         shown = [one for one in series if any(row.candidate == one.name for row in rows)]
         lines = [
@@ -124,14 +124,14 @@ def _draw_roles(
 
 
 def _measure_at(
-    found: dict[tuple[str, int | None], LayerResult], name: str, layer: int, measure: _Measure
+    found: dict[tuple[str, int], LayerResult], name: str, layer: int, measure: _Measure
 ) -> float | None:
     row = found.get((name, layer))
     return None if row is None else measure(row)
 
 
 def _describe_layer(
-    found: dict[tuple[str, int | None], LayerResult], series: Sequence[Series], layer: int
+    found: dict[tuple[str, int], LayerResult], series: Sequence[Series], layer: int
 ) -> str:
     rows = [(one, row) for one in series if (row := found.get((one.name, layer)))]
     described = [

@@ -38,15 +38,14 @@ def _draw_maps(rows: Sequence[LayerResult], series: Sequence[Series]) -> Iterato
     """Draw the inputs and the weights of each candidate; a map without values is left out."""
     for one in series:
         for role, kind in _ROLES.items():
-            mine = [row for row in rows if row.candidate == one.name and row.role == role]
-            chosen = [row for row in mine if row.layer is not None]  # towers have no layers
+            chosen = [row for row in rows if row.candidate == one.name and row.role == role]
             if any(row.sqnr_db is not None for row in chosen):
                 title = f"{one.label}: {kind}"
                 yield Figure(title=title, chart=_draw_map(title, chosen), legend=_LEGEND)
 
 
 def _draw_map(title: str, rows: Sequence[LayerResult]) -> Element:
-    cells: dict[tuple[str, int | None], LayerResult] = {}
+    cells: dict[tuple[str, int], LayerResult] = {}
     for row in rows:
         place = (_name_projection(row), row.layer)
         cells[place] = min(
@@ -54,7 +53,7 @@ def _draw_map(title: str, rows: Sequence[LayerResult]) -> Element:
             key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db,
         )
     places = list(dict.fromkeys(place for place, _ in cells))
-    layers = sorted({layer for _, layer in cells if layer is not None})
+    layers = sorted({layer for _, layer in cells})
     made = {place: _make_cell(row) for place, row in cells.items()}
     found = [[made.get((place, layer)) for layer in layers] for place in places]
     names = [_shorten(place) for place in places]

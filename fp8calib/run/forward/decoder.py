@@ -117,16 +117,15 @@ class Decoder:
             hidden: torch.Tensor = output[0]
             return hidden
 
-    def prepare(self, batch: Batch, cache: Any = None) -> DecoderCall:
-        """Run what comes before the decoder on a row with media; without a cache, with a new one.
+    def prepare(self, batch: Batch) -> DecoderCall:
+        """Run what comes before the decoder on a row with media.
 
         Raises:
             OutOfMemoryInForward: the row is too large.
             CalibrationError: the forward pass failed.
         """
-        used = DynamicCache(config=self.config) if cache is None else cache
         with self._explained(batch):
-            return self._prepare(batch, used)
+            return self._prepare(batch, DynamicCache(config=self.config))
 
     @contextmanager
     def _explained(self, batch: Batch) -> Iterator[None]:

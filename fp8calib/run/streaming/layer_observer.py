@@ -23,7 +23,7 @@ from fp8calib.observe.calibration_hooks import InputListener, open_calibration_h
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.back_off import BackOff
-from fp8calib.run.forward.decoder import DecoderCall, OutOfMemoryInForward
+from fp8calib.run.forward.decoder import OutOfMemoryInForward
 from fp8calib.run.forward.observed_batches import BatchObserver, cut_into, nonfinite_error
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
@@ -180,7 +180,6 @@ class LayerObserver:
             self._recorder,
             self._observe,
             ignored=prepared.ignored,
-            towers=prepared.towers,
             listener=self._work,
         ) as new_cache:
             yield BatchObserver(prepared.model, self._recorder, new_cache)
@@ -200,13 +199,7 @@ class LayerObserver:
             store = stack.enter_context(streamed.open_hidden_states())
             first = 0 if journal is None else journal.load(store)
 
-            def prepare(batch: Batch) -> DecoderCall:
-                with observer.observed(batch) as cache:
-                    return observer.decoder.prepare(batch, cache)
-
-            # A run that goes on has the statistics of its towers.
-            see = None if first else prepare
-            steps = stack.enter_context(streamed.steps(observer.decoder, batches, store, see))
+            steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
             advance(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(streamed.layers(until=until)):
                 if until is None:

@@ -154,12 +154,10 @@ class StreamedModel:
         decoder: Decoder,
         batches: Sequence[Batch],
         store: HiddenStateStore,
-        prepare: Callable[[Batch], DecoderCall] | None = None,
     ) -> Iterator[LayerSteps]:
         """Let single layers run on batches; the towers run once, on the rows with media.
 
-        What they give is stored beside the hidden states. `prepare` runs what comes before the
-        decoder, instead of `Decoder.prepare`.
+        What they give is stored beside the hidden states.
 
         Raises:
             CalibrationError: a tower failed, or there is no space for what it gives.
@@ -167,7 +165,7 @@ class StreamedModel:
         with ExitStack() as stack:
             if any(batch.media is not None for batch in batches):
                 with self.placed_towers():
-                    found = store_calls(decoder, store, batches, prepare or decoder.prepare)
+                    found = store_calls(decoder, store, batches)
                 stack.callback(setattr, decoder, "find_call", decoder.find_call)
                 decoder.find_call = found
             modules = [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
@@ -265,7 +263,6 @@ def store_calls(
     decoder: Decoder,
     store: HiddenStateStore,
     batches: Sequence[Batch],
-    prepare: Callable[[Batch], DecoderCall],
     *,
     number: int = 0,
 ) -> Callable[[Batch], DecoderCall]:
@@ -275,7 +272,7 @@ def store_calls(
     """
     for batch in batches:
         if batch.media is not None:
-            store.put(("call", number, batch.first), prepare(batch))
+            store.put(("call", number, batch.first), decoder.prepare(batch))
 
     def find(batch: Batch) -> DecoderCall:
         call: DecoderCall = store.get(("call", number, batch.first), decoder.device)

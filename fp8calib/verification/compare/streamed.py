@@ -50,8 +50,6 @@ class _Lane:
     by_layer: Mapping[int, tuple[WeightChange, ...]]
     around: tuple[WeightChange, ...]
     """Changes to weights outside the layers (norms)."""
-    towers: tuple[WeightChange, ...]
-    """Changes to weights outside the decoder."""
     rows: tuple[tuple[EmbeddingRows, torch.Tensor], ...]
     """Rows of embeddings that differ in this model."""
     first: int = 0
@@ -62,7 +60,7 @@ class _Lane:
     @property
     def changes_calls(self) -> bool:
         """Whether it gives the decoder other arguments for a row with media."""
-        return bool(self.around or self.towers or self.rows or self.emulation.towers)
+        return bool(self.around or self.rows)
 
 
 class StreamedComparison:
@@ -140,21 +138,8 @@ class StreamedComparison:
     def _run_towers(
         self, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore
     ) -> Callable[[Batch], DecoderCall]:
-        def prepare(batch: Batch) -> DecoderCall:
-            lane.hooks.begin_batch(batch)
-            call = self._decoder.prepare(batch)
-            lane.hooks.end_batch()
-            return call
-
-        geometry = self.streamed.geometry.model_copy(update={"layers": ()})
-        told = lane.hooks.damage, lane.hooks.weight_scales
-        with (
-            self.streamed.placed_towers(),
-            self._changed(lane, None),
-            changed_weights(self._model, lane.towers, self._originals, *told),
-            open_emulation_hooks(self._model, geometry, lane.hooks, lane.emulation.towers),
-        ):
-            return store_calls(self._decoder, store, batches, prepare, number=lane.number)
+        with self.streamed.placed_towers(), self._changed(lane, None):
+            return store_calls(self._decoder, store, batches, number=lane.number)
 
     # --- the models -----------------------------------------------------------------------------
 
@@ -169,7 +154,6 @@ class StreamedComparison:
     def _make_lane(self, number: int, emulation: Emulation, hooks: EmulationHooks) -> _Lane:
         by_layer: dict[int, tuple[WeightChange, ...]] = {}
         around: list[WeightChange] = []
-        towers: list[WeightChange] = []
         rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
         paths = {f"{layer.module}.": layer.index for layer in self.streamed.geometry.layers}
         for change in emulation.weights:
@@ -179,17 +163,14 @@ class StreamedComparison:
                 by_layer[index] = (*by_layer.get(index, ()), change)
             elif (embedding := self.streamed.embeddings.get(name)) is not None:
                 rows.append((embedding, _read_rows(embedding, change)))
-            elif not self._model.get_parameter(name).is_meta:
+            else:
                 around.append(change)
-            else:  # a parameter without weights is not part of the decoder
-                towers.append(change)
         lane = _Lane(
             number=number,
             emulation=emulation,
             hooks=hooks,
             by_layer=by_layer,
             around=tuple(around),
-            towers=tuple(towers),
             rows=tuple(rows),
         )
         if number and not lane.changes_calls:

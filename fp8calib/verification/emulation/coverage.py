@@ -35,7 +35,7 @@ def find_checkpoint_gaps(
     checkpoint: Fp8Checkpoint,
     source: WeightSource,
 ) -> Iterator[str]:
-    """Note what a checkpoint quantizes outside the linears of decoder layers and towers.
+    """Note what a checkpoint quantizes outside the linears of decoder layers.
 
     `source` reads the checkpoint by the model's parameter names.
     """
@@ -49,7 +49,7 @@ def find_checkpoint_gaps(
         yield _explain_inputs(name, sorted(inside))
     if quantized - inside:
         beside = cut_list(sorted(quantized - inside), 1)
-        yield f"{name}: not compared, as text does not run it: {beside}"
+        yield f"{name}: not compared, as it is outside the text decoder: {beside}"
 
 
 def _explain_inputs(name: str, parameters: Sequence[str]) -> str:

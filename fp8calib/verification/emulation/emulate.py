@@ -65,8 +65,6 @@ class Emulation:
     """For K, V, q and inputs; other sites stay unquantized."""
     weights: tuple[WeightChange, ...] = ()
     reads: Reads = field(default_factory=dict)
-    towers: tuple[Linear, ...] = ()
-    """The linears outside the decoder whose inputs are quantized."""
     prompt_in_16_bits: bool = False
     """Attention of a prompt reads K, V and q as they were before the cache (`served`)."""
 
@@ -80,7 +78,6 @@ class Emulation:
             quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
             reads={module: each for module, each in self.reads.items() if module in modules},
             weights=tuple(change for change in self.weights if _belongs(change, modules)),
-            towers=tuple(linear for linear in self.towers if linear.module in modules),
         )
 
 
@@ -322,7 +319,7 @@ def emulated(
 
     with (
         changed_weights(model, emulation.weights, originals, hooks.damage, hooks.weight_scales),
-        open_emulation_hooks(model, geometry, hooks, emulation.towers),
+        open_emulation_hooks(model, geometry, hooks),
     ):
         yield run
 
@@ -331,7 +328,6 @@ def open_emulation_hooks(
     model: PreTrainedModel,
     geometry: ModelGeometry,
     hooks: EmulationHooks,
-    towers: Collection[Linear] = (),
 ) -> AbstractContextManager[None]:
     """Open the hooks of attention and of inputs of linears, where `hooks` need their tensors."""
     return open_hooks(
@@ -340,7 +336,6 @@ def open_emulation_hooks(
         hooks,
         query=hooks.attends or Role.Q in hooks.roles,
         inputs=Role.INPUT in hooks.roles,
-        towers=towers,
         attend=hooks.attend if hooks.attends else None,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import MX_BLOCK, Granularity, InputScaling
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.from_amax import SMALLEST_SCALE
 from fp8calib.verification.emulation.emulate import Emulation
@@ -36,13 +36,9 @@ def emulate_linears(
     numerics: Numerics,
     *,
     copied: Iterable[CopiedParameter] = (),
-    towers: Sequence[Linear] = (),
 ) -> Emulation:
-    """Emulate an engine that loads these weights, and tensors `copied` beside them.
-
-    `towers` are the linears outside the decoder that weights may belong to.
-    """
-    is_rounded = find_rounded(geometry, numerics, towers)
+    """Emulate an engine that loads these weights, and tensors `copied` beside them."""
+    is_rounded = find_rounded(geometry, numerics)
     changes: list[WeightChange] = []
     quantizers: dict[Site, Quantizer] = {}
     for linear in linears:
@@ -64,11 +60,7 @@ def emulate_linears(
             if quantizer is not None:
                 sites = (Site(site.module, Role.INPUT) for site in parameter.sites)
                 quantizers |= dict.fromkeys(sites, quantizer)
-    return Emulation(
-        quantizers=quantizers,
-        weights=(*changes, *copied),
-        towers=tuple(each for each in towers if Site(each.module, Role.INPUT) in quantizers),
-    )
+    return Emulation(quantizers=quantizers, weights=(*changes, *copied))
 
 
 def _quantize_inputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.errors import ModelError
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.coverage import list_embedding_and_head
 from fp8calib.verification.emulation.fake_quantize import ScaleRange
@@ -33,21 +33,19 @@ def find_stored(
     source: WeightSource,
     *,
     is_changed: Callable[[str], bool],
-    towers: Sequence[Linear] = (),
 ) -> tuple[list[Fp8Weights], list[CopiedParameter]]:
     """Find the FP8 weights of a checkpoint, and what else differs from the unquantized model.
 
     FP8 weights of the text decoder that belong to no linear of a layer are only copied. Those
-    outside the decoder are left out where `towers`, its linears there, are not given (`coverage`
-    reports both). `source` reads the checkpoint; `is_changed` tells whether the tensor of a name
-    differs from the unquantized model's.
+    outside the decoder are left out (`coverage` reports both). `source` reads the checkpoint;
+    `is_changed` tells whether the tensor of a name differs from the unquantized model's.
 
     Raises:
         ModelError: the checkpoint quantizes no linear of the model, quantizes one in part,
             lacks one, or quantizes the output head or an embedding.
     """
     found = _Matched(checkpoint, source)
-    linears = (*(linear for _, linear in geometry.linears()), *towers)
+    linears = (linear for _, linear in geometry.linears())
     parameters = find_parameters(linears, dict(source.model.named_modules()))
     stored = [parameter for parameter in parameters if found.is_stored(parameter)]
     if not stored:
@@ -55,7 +53,7 @@ def find_stored(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
-    others = found.list_others(stored, with_towers=bool(towers))
+    others = found.list_others(stored)
     found.refuse_embeddings()
     plain = StoredWeights(
         parameters=(),
@@ -108,18 +106,12 @@ class _Matched:
             )
         return not unquantized
 
-    def list_others(
-        self, stored: list[WeightParameter], *, with_towers: bool
-    ) -> dict[str, frozenset[str]]:
-        """Give the tensors of the other parameters of the text decoder, and of towers if asked."""
+    def list_others(self, stored: list[WeightParameter]) -> dict[str, frozenset[str]]:
+        """Give the tensors of the other parameters of the text decoder."""
         model = self.source.model
         names = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
-        inside = {name for name in names if is_of_decoder(name, model)}
-        found = {name: self.tensors_of(name) for name in sorted(inside)}
-        if with_towers:
-            outside = names - inside - {*list_embedding_and_head(model)}
-            found |= {name: self.source.tensor_names([name]) for name in sorted(outside)}
-        return found
+        inside = sorted(name for name in names if is_of_decoder(name, model))
+        return {name: self.tensors_of(name) for name in inside}
 
     def refuse_embeddings(self) -> None:
         names = self.source.tensor_names(list_embedding_and_head(self.source.model))

@@ -191,17 +191,15 @@ def find_parameters(
     return list(found.values())
 
 
-def find_rounded(
-    geometry: ModelGeometry, numerics: Numerics, towers: Iterable[Linear] = ()
-) -> Callable[[str], bool]:
+def find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
     """Tell of which parameters the engine makes the scales of blocks and groups powers of two.
 
-    The sizes of a parameter of no linear of the geometry or of `towers` are taken to fit.
+    The sizes of a parameter of no linear of the geometry are taken to fit.
     """
     if not numerics.group_scales_power_of_two or geometry.checkpoint_dtype == "float16":
         return lambda _name: False
     fused: dict[str, list[Linear]] = defaultdict(list)
-    for linear in (*(each for _, each in geometry.linears()), *towers):
+    for _, linear in geometry.linears():
         if not linear.num_experts:
             fused[name_fused_group(linear.module)].append(linear)
     rows_of, columns_of = numerics.power_of_two_sizes

@@ -64,18 +64,17 @@ def describe_damage(candidate: str, layers: Sequence[LayerResult], fits: Fits) -
     damaged = sorted(filter(is_damaged, fits.get(candidate, ())), key=lambda fit: -fit.loss_db)
     if damaged:
         fit = damaged[0]
-        return _describe(fit.site, f"layer {fit.layer}", fit.worst_db, fit.clipped, fit.flushed)
+        return _describe(fit.site, fit.layer, fit.worst_db, fit.clipped, fit.flushed)
     judged = {fit.site for fit in fits.get(candidate, ())}
     rows = [row for row in layers if row.candidate == candidate]
     row = next((row for row in rows if row.site not in judged and _is_destroyed(row, rows)), None)
-    return _describe(row.site, row.place, row.sqnr_db, row.clipped, row.flushed) if row else ""
+    return _describe(row.site, row.layer, row.sqnr_db, row.clipped, row.flushed) if row else ""
 
 
-def _describe(site: str, place: str, sqnr_db: float | None, clipped: float, flushed: float) -> str:
+def _describe(site: str, layer: int, sqnr_db: float | None, clipped: float, flushed: float) -> str:
     sqnr = "" if sqnr_db is None else f"an SQNR of {sqnr_db:.1f} dB, "
-    return (
-        f"{site} ({place}) is destroyed: {sqnr}{clipped:.1%} clipped, {flushed:.1%} flushed to zero"
-    )
+    lost = f"{clipped:.1%} clipped, {flushed:.1%} flushed to zero"
+    return f"{site} (layer {layer}) is destroyed: {sqnr}{lost}"
 
 
 def _is_destroyed(row: LayerResult, rows: Sequence[LayerResult]) -> bool:

@@ -170,7 +170,7 @@ def _describe_fit(fit: SiteFit, scale: float | None) -> str:
     share = fit.clipped if what == "clip" else fit.flushed
     lost = f"{_format_percent(share)} of the values{heads} {what}"
     return _describe_scale(
-        fit.site, f"layer {fit.layer}", fit.role, fit.damage.amax, scale, lost, clips=what == "clip"
+        fit.site, fit.layer, fit.role, fit.damage.amax, scale, lost, clips=what == "clip"
     )
 
 
@@ -184,18 +184,18 @@ def _describe_row(row: LayerResult) -> str:
     clips = row.clipped > row.flushed
     if not row.clipped and not row.flushed:
         scale = "" if row.scale is None else f", scale {row.scale:.3g}"
-        where = f"{row.site} ({row.place}, amax {row.amax:.3g}{scale})"
+        where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
         return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
     share = row.clipped if clips else row.flushed
     lost = f"{_format_percent(share)} of the values {'clip' if clips else 'become zero'}"
-    return _describe_scale(row.site, row.place, row.role, row.amax, row.scale, lost, clips=clips)
+    return _describe_scale(row.site, row.layer, row.role, row.amax, row.scale, lost, clips=clips)
 
 
 def _describe_scale(
-    site: str, place: str, role: str, amax: float, scale: float | None, lost: str, *, clips: bool
+    site: str, layer: int, role: str, amax: float, scale: float | None, lost: str, *, clips: bool
 ) -> str:
     shown = "" if scale is None else f", scale {scale:.3g}"
-    where = f"{site} ({place}, amax {amax:.3g}{shown})"
+    where = f"{site} (layer {layer}, amax {amax:.3g}{shown})"
     verb = "clips" if clips else "underflows"
     if role == "q" and scale == 1.0:
         return f"{where} {verb}: there is no q_scale, so the engine uses 1.0; {lost}"

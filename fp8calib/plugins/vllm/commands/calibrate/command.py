@@ -51,8 +51,6 @@ def check_engine(request: VllmCalibrateRequest, process_rank: ProcessRank) -> No
             f"vLLM starts its own processes; torchrun starts {process_rank.size} more",
             hint="use --tensor-parallel-size, or --shard I/N in each of them",
         )
-    if request.towers:
-        raise UsageError("--towers: towers are observed by transformers alone", hint="leave it out")
     check_options(request.engine_option or {})
 
 
