@@ -81,17 +81,6 @@ class DataPlan:
             for index, sequence in enumerate(self.sequences)
         ]
 
-    @property
-    def after_media(self) -> torch.Tensor:
-        """Whether an image or sound stands before each scored token: bool [N]."""
-        found = [
-            self.media[index].kinds[:-1].ne(0).cumsum(0).gt(0)[_are_scored(self.media[index].kinds)]
-            if index in self.media
-            else torch.zeros(len(sequence) - 1, dtype=torch.bool)
-            for index, sequence in enumerate(self.sequences)
-        ]
-        return torch.cat(found)
-
 
 def _are_scored(kinds: torch.Tensor) -> torch.Tensor:
     """Say of every token but the first whether it is scored: bool [N - 1].
@@ -113,8 +102,6 @@ class Batch:
     """Tokens of each sequence, without padding."""
     quarter: int
     """The quarter of the data that holds the batch, from 0."""
-    kinds: torch.Tensor | None = None
-    """int8 [B, L]: the index in `MODALITIES` of each token; None in a plan of text."""
     media: MediaRow | None = None
     """The row with media that is the only sequence; None where all is text."""
 
@@ -126,10 +113,9 @@ class Batch:
     @property
     def scored(self) -> list[torch.Tensor]:
         """The positions in each sequence whose next token is scored: int64."""
-        found = [torch.arange(length - 1) for length in self.lengths]
-        if self.kinds is None:
-            return found
-        return [index[_are_scored(self.kinds[row])[index]] for row, index in enumerate(found)]
+        if self.media is not None:
+            return [_are_scored(self.media.kinds).nonzero().flatten()]
+        return [torch.arange(length - 1) for length in self.lengths]
 
     @property
     def scored_lengths(self) -> list[int]:
@@ -297,19 +283,12 @@ def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
             ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-            media = plan.media.get(alone)
-            kinds = None
-            if plan.media:
-                kinds = torch.zeros_like(ids, dtype=torch.int8)
-                if media is not None:
-                    kinds[0] = media.kinds
             yield Batch(
                 first=indices[start],
                 input_ids=ids,
                 lengths=tuple(map(len, chosen)),
                 quarter=quarter,
-                kinds=kinds,
-                media=media,
+                media=plan.media.get(alone),
             )
 
 
@@ -333,7 +312,6 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
         first=batch.first + start,
         input_ids=batch.input_ids[start:stop, : max(lengths)],
         lengths=lengths,
-        kinds=None if batch.kinds is None else batch.kinds[start:stop, : max(lengths)],
     )
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
 
-from fp8calib.data.media import MODALITIES
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
@@ -15,14 +11,12 @@ from fp8calib.results.show import (
     HeaderShown,
     LayerRow,
     LinearRow,
-    ModalityRow,
     Positions,
     StatsShown,
 )
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.scales.from_amax import scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.modalities import find_setters
 from fp8calib.stats.positions import range_starts
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 from fp8calib.stats.statistic import SiteStats
@@ -47,29 +41,7 @@ def show_stats(stats: CalibrationStats) -> StatsShown:
         saturation=compute_saturation(stats),
         position_saturation=compute_position_saturation(stats),
         unfit_queries=tuple(list_unfit_queries(stats)),
-        modalities=tuple(_list_modalities(stats)),
     )
-
-
-def _list_modalities(stats: CalibrationStats) -> Iterator[ModalityRow]:
-    layers = stats.geometry.index_modules()
-    present = [
-        place
-        for place in range(len(MODALITIES))
-        if any(x.modalities is not None and x.modalities[place] > 0 for x in stats.sites.values())
-    ]
-    for found in find_setters(stats):
-        if found.site.module not in layers:
-            continue  # of a drafter, which has no layer of the model
-        amax = stats.sites[found.site].modalities
-        assert amax is not None  # noqa: S101 -- the site was found by it
-        yield ModalityRow(
-            site=str(found.site),
-            layer=layers[found.site.module],
-            amax={str(MODALITIES[place]): float(amax[place]) for place in present},
-            set_by=str(found.modality),
-            ratio=found.ratio if math.isfinite(found.ratio) else None,
-        )
 
 
 def _layer_row(stats: CalibrationStats, layer: Layer) -> LayerRow:

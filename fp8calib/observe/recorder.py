@@ -107,11 +107,6 @@ class Recorder:
             raise RuntimeError(msg)
         return self._batch
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a batch is being observed."""
-        return self._batch is not None
-
     def begin_batch(self, batch: BatchView) -> None:
         """Open a batch: observations belong to it until `end_batch`."""
         if batch.quarter != self._quarter:
@@ -171,7 +166,7 @@ class Recorder:
             if seen.segments:
                 groups[seen.segments[0].device][id(seen)] = seen
         for group in groups.values():
-            join_segments(self.batch, list(group.values()))
+            join_segments(list(group.values()))
 
     def _drop_sampled(self) -> None:
         self._sampled.clear()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.data.media import MODALITIES
 from fp8calib.errors import CalibrationError
 from fp8calib.fp8.amax import (
     channel_amax,
@@ -33,8 +32,8 @@ class Reductions:
     """By name, in the shapes of `SiteStats`. `positions` may be shorter: its last range is then the
     last that the batch reaches."""
     segments: tuple[torch.Tensor, ...] = ()
-    """The amax of each segment of the batch, until they are joined; empty where `tensors` has that
-    of all tokens."""
+    """The amax of each range of positions, until they are joined; empty where `tensors` has that of
+    all tokens."""
     sampled: torch.Tensor | None = None
     """The values that enter the histogram, until it is counted."""
 
@@ -55,40 +54,23 @@ def _complete(
     return Reductions(num_tokens=num_tokens, tensors=tensors, segments=segments, sampled=sampled)
 
 
-def join_segments(batch: BatchView, group: Sequence[Reductions]) -> None:
-    """Join the amax of the segments: of all tokens, by range of positions and modality, of text.
+def join_segments(group: Sequence[Reductions]) -> None:
+    """Join the amax of the ranges of positions: of all tokens, and by range.
 
     The tensors are on one device. They are joined together, in the kernels that a few take.
     """
     maxima = torch._foreach_max([part for seen in group for part in seen.segments])
-
-    def join(which: str, count: int) -> Iterable[torch.Tensor]:
-        if batch.is_first_range_of_text:  # the first element of both, without a kernel
-            return [largest.view(1) for largest in maxima]
-        values = torch.stack(maxima).view(len(group), -1)
-        index = batch.rows(which, values.device).expand_as(values)
-        return values.new_zeros(len(group), count).scatter_reduce_(1, index, values, "amax")
-
-    parts = [list(each) for each in zip(*(seen.segments for seen in group), strict=True)]
-    found = {"amax": _join_all(parts), "positions": join("segment_spans", len(batch.spans))}
-    if batch.kinds is not None:
-        found["modalities"] = join("segment_kinds", len(MODALITIES))
-        kinds = (segment.kind for segment in batch.segments)
-        if text := [part for part, kind in zip(parts, kinds, strict=True) if kind == 0]:
-            found["text"] = _join_all(text)
-    for name, tensors in found.items():
-        for seen, tensor in zip(group, tensors, strict=True):
-            seen.tensors[name] = tensor
-    for seen in group:
+    positions: Iterable[torch.Tensor] = (
+        [largest.view(1) for largest in maxima]  # without a kernel
+        if len(maxima) == len(group)
+        else torch.stack(maxima).view(len(group), -1)
+    )
+    first, *others = (list(each) for each in zip(*(seen.segments for seen in group), strict=True))
+    for each in others:
+        first = list(torch._foreach_maximum(first, each))
+    for seen, amax, by_range in zip(group, first, positions, strict=True):
+        seen.tensors |= {"amax": amax, "positions": by_range}
         seen.segments = ()
-
-
-def _join_all(parts: Sequence[list[torch.Tensor]]) -> Iterable[torch.Tensor]:
-    """Join the tensors of every list, one by one, to those of the first list."""
-    joined = parts[0]
-    for each in parts[1:]:
-        joined = list(torch._foreach_maximum(joined, each))
-    return joined
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -104,8 +86,8 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
 
     # The model may add tokens of its own.
     is_whole = counted.shape[2] == batch.spans[-1][1]
-    parts = batch.list_rows(x.device) if is_whole else [slice(None)]
-    found = [head_amax(counted[:, :, rows]) for rows in parts]
+    spans = batch.spans if is_whole else ((None, None),)
+    found = [head_amax(counted[:, :, slice(*span)]) for span in spans]
     if x.shape[1] != num_heads:
         found = [amax.reshape(num_heads, -1).amax(1) for amax in found]
     sampled = None
@@ -135,7 +117,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     segments: tuple[torch.Tensor, ...] = ()
     amax = None
     if counted is not None:
-        chosen = (counted[:, rows].transpose(0, 1) for rows in batch.list_rows(x.device))
+        chosen = (counted[:, slice(*span)].transpose(0, 1) for span in batch.spans)
         segments = tuple(map(channel_amax, chosen))
     else:
         amax = channel_amax(flat) if len(flat) else flat.new_zeros(x.shape[-1]).float()
@@ -199,7 +181,6 @@ def observe_expert_input(
                 per_row.repeat_interleave(index.shape[1], 0), experts, num_experts
             ),
             "expert_counts": expert_counts(experts, num_experts),
-            **_list_experts_media(batch, rows, per_row, None),
         },
         sampled=_sample_input(batch, hidden, rows),
     )
@@ -220,10 +201,8 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
 
     counted = rows
     if batch.kept is None:
-        tokens = order // num_routed
-        ranges = batch.rows("all_ranges", rows.device)[tokens]
+        ranges = batch.rows("all_ranges", rows.device)[order // num_routed]
     else:
-        tokens = None
         counted = pick("kept")
         experts = call.index[batch.rows("kept", rows.device)].flatten()
         ranges = batch.rows("ranges", rows.device).repeat_interleave(num_routed)
@@ -237,27 +216,9 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
             "positions": _position_amax(batch, per_row, ranges),
             "experts": segment_amax(per_block, experts, call.num_experts),
             "expert_counts": expert_counts(experts, call.num_experts),
-            **_list_experts_media(batch, counted, per_row, tokens),
         },
         sampled=pick("input_sample") if len(batch.input_sample) else None,
     )
-
-
-def _list_experts_media(
-    batch: BatchView, rows: torch.Tensor, per_row: torch.Tensor, tokens: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """Reduce rows by modality; `tokens` has the token of each row, None if they are in order."""
-    if batch.kinds is None:
-        return {}
-    if all(segment.kind == 0 for segment in batch.segments):  # padding is left out already
-        text = {"text": channel_amax(rows)}
-        return {**text, "modalities": text["text"].max().expand(1)}
-    kinds = batch.rows("kinds", rows.device)
-    kinds = kinds if tokens is None else kinds[tokens]
-    return {
-        "modalities": segment_amax(per_row, kinds, len(MODALITIES)).squeeze(1),
-        "text": channel_amax(rows.masked_fill((kinds != 0).unsqueeze(1), 0)),
-    }
 
 
 def _position_amax(batch: BatchView, per_row: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from fp8calib.blocks import Block, Line, Table
@@ -12,7 +11,6 @@ from fp8calib.requests.show import ShowRequest
 from fp8calib.results.show import (
     LayerRow,
     LinearRow,
-    ModalityRow,
     ScalesShown,
     StatsShown,
 )
@@ -49,7 +47,6 @@ def _describe_stats(result: StatsShown) -> Iterator[str]:
     """Describe the run, and what stands out, in about ten lines."""
     yield from _describe_run(result)
     yield from summarize_layers(result)
-    yield from describe_modalities(result.modalities)
     yield from _describe_saturation(result)
     unseen = sum(not count for counts in result.experts.values() for count in counts)
     if result.experts:
@@ -66,8 +63,6 @@ def _list_everything(result: StatsShown) -> Iterator[Block]:
     yield _make_table("linears", result.linears, LinearRow)
     if result.position_saturation is not None:
         yield _list_positions(result, (0, *result.position_saturation.below))
-    if result.modalities:
-        yield _tabulate_modalities(result.modalities)
     for name, counts in result.experts.items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         missed = f"; never reached: {', '.join(unseen)}" if unseen else ""
@@ -98,34 +93,6 @@ def _describe_saturation(result: StatsShown) -> Iterator[str]:
     for found in (result.saturation, result.position_saturation):
         if found is not None:
             yield found.describe()
-
-
-def describe_modalities(rows: Sequence[ModalityRow]) -> Iterator[str]:
-    """Name the K and V that media set, the largest ratio first; count the inputs."""
-    if not rows:
-        return
-    cached = [row for row in rows if row.site.endswith((".k", ".v"))]
-    for kind, of in (
-        ("K and V", cached),
-        ("inputs", [r for r in rows if r.site.endswith(".input")]),
-    ):
-        by_media = [row for row in of if row.set_by != "text"]
-        if of:
-            yield f"{kind}: {len(by_media)} of {len(of)} set by media, the rest by text"
-    ranked = sorted(
-        cached, key=lambda row: math.inf if row.ratio is None else row.ratio, reverse=True
-    )
-    largest = ranked[:_FEW_SITES]
-    for row in largest if any(row.set_by != "text" for row in cached) else ():
-        if row.set_by != "text":
-            by = "no text" if row.ratio is None else f"{row.ratio:.3g} x the text's"
-            yield f"layer {row.layer} {row.site[-1]}: set by {row.set_by} tokens, {by}"
-
-
-def _tabulate_modalities(rows: Sequence[ModalityRow]) -> Table:
-    kinds = list(rows[0].amax)
-    cells = [[row.site, *(_format(row.amax[kind]) for kind in kinds), row.set_by] for row in rows]
-    return Table(title="amax by modality", columns=["site", *kinds, "set by"], rows=cells)
 
 
 def _list_kv(result: StatsShown) -> Table:

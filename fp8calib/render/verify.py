@@ -37,7 +37,6 @@ def describe(result: VerifyResult, request: VerifyRequest) -> Iterator[Block]:
     if (caches := cache_table(result)) is not None:
         yield Line()
         yield caches
-    yield from _describe_media(result)
     yield from _describe_server(result)
     yield from _list_sites(result)
     if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
@@ -80,26 +79,6 @@ def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
         for pair in list_shown_pairs(report):
             if pair.candidate == candidate.name:
                 yield Line(f"    against {pair.base}: {describe_pair(pair)}")
-
-
-def _describe_media(report: VerifyReport) -> Iterator[Block]:
-    """Describe whether the scales need media, and the text after them apart."""
-    if report.contexts:
-        yield Line()
-        rows = [
-            [
-                each.candidate,
-                "after media" if each.after_media else "without media before",
-                f"{each.tokens:,}",
-                format_mean_kld(each.kld_mean, each.kld_se),
-                f"{each.ppl_ratio:.4f}",
-            ]
-            for each in report.contexts
-        ]
-        columns = ["candidate", "text", "tokens", "KLD mean ± se", "ratio"]
-        yield Table(title="text after images and audio", columns=columns, rows=rows)
-    for found in report.media:
-        yield Line(f"  {found.candidate}: {found.sentence}")
 
 
 def _describe_server(report: VerifyReport) -> Iterator[Block]:

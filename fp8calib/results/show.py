@@ -60,18 +60,6 @@ class HeaderShown(StatsHeader):
     geometry: ModelGeometry = Field(exclude=True)
 
 
-class ModalityRow(Record):
-    """What the tokens of each modality give at a site, and which of them sets its amax."""
-
-    site: str
-    layer: int
-    amax: Mapping[str, float]
-    """By modality."""
-    set_by: str
-    ratio: float | None
-    """The amax over that of text; null where the text has none."""
-
-
 class StatsShown(Result):
     """Statistics: every layer and linear, and how early the final amax was reached."""
 
@@ -87,8 +75,6 @@ class StatsShown(Result):
     position_saturation: PositionSaturation | None
     unfit_queries: tuple[int, ...]
     """The layers that need a q scale."""
-    modalities: tuple[ModalityRow, ...] = ()
-    """Of a run with media: each site whose tokens are known."""
 
     def overview(self) -> Overview:
         """Name the model and the text."""

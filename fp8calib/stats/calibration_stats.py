@@ -315,9 +315,6 @@ def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> Sit
         if not STATISTICS[name].is_valid(tensor):
             what = "counts" if STATISTICS[name].is_count else "magnitudes"
             raise ValueError(f"{text}/{name} holds values that are not {what}, or too few or many")
-    amax, of_text = found["amax"], found.get("text", found["amax"])
-    if of_text.shape != amax.shape or bool((of_text > amax).any()):
-        raise ValueError(f"{text}/text is no part of {text}/amax")
     return SiteStats(count=count, tensors=found)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.data.media import MODALITIES
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.positions import NUM_RANGES
@@ -81,8 +80,6 @@ STATISTICS = {
         Statistic(name="progress"),
         Statistic(name="positions", length=NUM_RANGES),
         Statistic(name="histogram", is_count=True),
-        Statistic(name="modalities", length=len(MODALITIES)),
-        Statistic(name="text"),
     )
 }
 """By name, in the order that stats files store them."""
@@ -145,19 +142,6 @@ class SiteStats:
         0 in ranges that no sequence reached; None where the positions of rows are not known.
         """
         return self.tensors.get("positions")
-
-    @property
-    def modalities(self) -> torch.Tensor | None:
-        """Tensor-wide amax of the tokens of each modality, in the order of `MODALITIES`: [3].
-
-        None in a run of text, and where the tokens of rows are not known.
-        """
-        return self.tensors.get("modalities")
-
-    @property
-    def text(self) -> torch.Tensor | None:
-        """The amax of the tokens that are text, in the shape of `amax`; None as `modalities`."""
-        return self.tensors.get("text")
 
     @property
     def histogram(self) -> torch.Tensor | None:

@@ -261,32 +261,6 @@ class RuleResult(_Model):
     """Its divergence minus that of the first rule of the list; None for that one."""
 
 
-class MediaResult(_Model):
-    """A candidate calibrated on media, against itself with the scales of the text alone.
-
-    On the text after media.
-    """
-
-    candidate: str
-    kld_mean: float
-    """With the scales of the text alone."""
-    kld_se: float | None
-    difference: PairedResult
-    """The divergence with the scales of the text alone minus that of the candidate."""
-    sentence: str
-
-
-class ContextResult(_Model):
-    """A candidate on the text after an image or sound, or on text without one before it."""
-
-    candidate: str
-    after_media: bool
-    tokens: int
-    kld_mean: float
-    kld_se: float | None
-    ppl_ratio: float
-
-
 class SiteRuleResult(_Model):
     """The rule of what shares a scale, quantized alone: K or V of a layer, or both of latents."""
 
@@ -510,10 +484,6 @@ class VerifyReport(WithOverview, _Model):
     rules: tuple[RuleResult, ...] = ()
     rule_choice: RuleChoiceResult | None = None
     """With `--rules auto`."""
-    media: tuple[MediaResult, ...] = ()
-    """Whether media matter to the scales: each candidate with statistics of rows with media."""
-    contexts: tuple[ContextResult, ...] = ()
-    """In text with media: each candidate after them, and before."""
     decoding: tuple[DecodeResult, ...] = ()
     """With `--decode`: each candidate with a KV cache."""
     server: ServerResult | None = None
@@ -608,20 +578,6 @@ def describe_pair(paired: PairedResult) -> str:
     if has_few and paired.answer is PairedAnswer.CANNOT_TELL:
         told = "differs by less than so few sequences can tell"
     return f"{told} (KLD {format_difference(paired)}{tell_more(paired)})"
-
-
-def describe_media(paired: PairedResult) -> str:
-    """Say whether scales need media, by the scales of the text alone against those of both."""
-    advice = {
-        PairedAnswer.WORSE: "calibrate on rows with media",
-        PairedAnswer.BETTER: "the text alone gives better scales here",
-        PairedAnswer.NO_DIFFERENCE: "media are not needed to calibrate",
-        PairedAnswer.CANNOT_TELL: "whether media are needed cannot be told",
-    }
-    return (
-        f"after media, with the scales of its text alone, it {describe_pair(paired)}: "
-        f"{advice[paired.answer]}"
-    )
 
 
 def tell_more(paired: PairedResult) -> str:

@@ -21,14 +21,13 @@ from fp8calib.verification.compare.comparison import Comparison, ComparisonResul
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
     average,
-    bounded_exp,
     compute_ppl,
     list_figures,
     summarize,
     summarize_positions,
 )
 from fp8calib.verification.compare.text_runs import TextRuns
-from fp8calib.verification.compare.token_scores import TokenScores, select_lengths
+from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import (
     PER_HEAD,
@@ -59,17 +58,14 @@ from fp8calib.verification.report import (
     SCALE_ONE,
     SERVER,
     CandidateResult,
-    ContextResult,
     KvNeed,
     LayerResult,
-    MediaResult,
     NoiseResult,
     PairedResult,
     ReferenceResult,
     RuleResult,
     Verdict,
     VerifyReport,
-    describe_media,
 )
 from fp8calib.verification.rule_choice import (
     RuleSearch,
@@ -111,8 +107,6 @@ class VerificationRequest:
     """Scale rules to rank, by name; all from the same statistics."""
     rules_of: str = ""
     """The candidate that the rules are applied to."""
-    text_scaled: Mapping[str, Candidate] = field(default_factory=dict)
-    """The candidates calibrated on media, by name, with the scales of the text alone."""
     per_head: Mapping[Site, Quantizer] = field(default_factory=dict)
     """Those of the per-head scales of `diagnosis_of`, where they are known."""
     diagnosis_of: str = ""
@@ -291,17 +285,12 @@ def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
     candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
     faults = {name: fault.emulation for name, fault in request.faults.items()}
     rules = {_rule_key(name): c.emulation for name, c in request.rules.items()}
-    text = {_text_key(name): c.emulation for name, c in request.text_scaled.items()}
     served = list_decode_emulations(request.candidates) if request.scores_decoding else {}
-    return candidates | faults | rules | text | served
+    return candidates | faults | rules | served
 
 
 def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
-
-
-def _text_key(name: str) -> str:
-    return f"\0text:{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,8 +436,6 @@ def _build_report(
         ),
         diagnosis_of=request.diagnosis_of,
         rules=_rank_rules(request, compared, lengths),
-        media=() if broken else tuple(_compare_text_scales(request, compared, plan)),
-        contexts=tuple(_split_contexts(request.candidates, compared, plan)) if plan.media else (),
         decoding=compare_decoding(request.candidates, compared, lengths)
         if request.scores_decoding
         else (),
@@ -583,55 +570,6 @@ def _list_layer_rows(
         scales = {site: ScaleRange.of_quantizer(each) for site, each in quantizers.items()}
         scales |= compared.weight_scales[candidate.name]
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
-
-
-def _compare_text_scales(
-    request: VerificationRequest, compared: ComparisonResult, plan: DataPlan
-) -> Iterator[MediaResult]:
-    """Compare the scales of text alone with those of text and media, on the text after media.
-
-    Other text would hide what they cost there.
-    """
-    is_after = plan.after_media
-    lengths = select_lengths(is_after, plan.lengths)
-    for name in request.text_scaled if lengths else ():
-        klds = {
-            _OF_TEXT: compared.candidates[_text_key(name)].klds[is_after],
-            name: compared.candidates[name].klds[is_after],
-        }
-        pair = compare_paired(_OF_TEXT, name, klds, lengths)
-        kld_mean, kld_se = average(klds[_OF_TEXT], lengths)
-        yield MediaResult(
-            candidate=name,
-            kld_mean=kld_mean,
-            kld_se=kld_se,
-            difference=pair,
-            sentence=describe_media(pair),
-        )
-
-
-_OF_TEXT = "scales of the text alone"
-
-
-def _split_contexts(
-    candidates: Sequence[Candidate], compared: ComparisonResult, plan: DataPlan
-) -> Iterator[ContextResult]:
-    """Split the scored tokens into those after media and those without media before them."""
-    is_after = plan.after_media
-    for after, chosen in ((True, is_after), (False, ~is_after)):
-        kept = select_lengths(chosen, plan.lengths)
-        for candidate in candidates if kept else ():
-            scores = compared.candidates[candidate.name]
-            losses = (compared.reference.logprobs - scores.logprobs)[chosen].double()
-            kld_mean, kld_se = average(scores.klds[chosen], kept)
-            yield ContextResult(
-                candidate=candidate.name,
-                after_media=after,
-                tokens=len(losses),
-                kld_mean=kld_mean,
-                kld_se=kld_se,
-                ppl_ratio=bounded_exp(float(losses.mean())),
-            )
 
 
 def _rank_rules(

@@ -61,8 +61,6 @@ def make_stats() -> CalibrationStats:
             amax=torch.tensor([1.0, 2.0]),
             progress=torch.tensor([1.0, 1.0, 2.0, 2.0]),
             histogram=torch.tensor([0, 3, 5]),
-            modalities=torch.tensor([1.5, 2.0, 0.0]),
-            text=torch.tensor([1.0, 1.5]),
         ),
         UP: SiteStats(
             count=8, amax=torch.tensor([4.0, 3.0, 2.0]), expert_counts=torch.tensor([8, 0])
@@ -107,7 +105,7 @@ def test_saving_again_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
 def test_equal_tensors_are_stored_once(path: Path) -> None:
     stored = set(load_file(path))
     assert (f"{K}/amax" in stored) != (f"{WEIGHT}/amax" in stored)
-    assert len(stored) == 1 + 10 - 1
+    assert len(stored) == 1 + 8 - 1
 
 
 def test_nothing_of_the_run_is_in_the_file(path: Path) -> None:
@@ -135,7 +133,6 @@ def damage(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]
 
 
 PROGRESS, HISTOGRAM = f"{K}/progress", f"{K}/histogram"
-MODALITIES, TEXT = f"{K}/modalities", f"{K}/text"
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
@@ -155,9 +152,7 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
             "histogram holds values that are not counts",
         ),
         (lambda t, _: t.update({HISTOGRAM: torch.ones(3)}), "not counts"),
-        (lambda t, _: t.update({MODALITIES: torch.ones(5)}), "modalities holds .* too few or many"),
-        (lambda t, _: t.update({TEXT: torch.ones(1)}), "text is no part of"),
-        (lambda t, _: t.update({TEXT: torch.tensor([1.0, 2.5])}), "text is no part of"),
+        (lambda t, _: t.update({f"{K}/positions": torch.ones(5)}), "positions .* too few or many"),
         (lambda _, h: h["header"]["modality_tokens"].update(smell=1), "header.modality_tokens"),
         (lambda _, h: h["header"]["modality_tokens"].update(image=-1), "header.modality_tokens"),
         (lambda t, _: t.pop(f"{UP}/amax"), "amax' is missing"),

@@ -33,7 +33,7 @@ MEDIA = ("image", "audio")
 
 @dataclass
 class Seen:
-    """What one row is to the text decoder, by position and by modality."""
+    """What one row is to the text decoder, by position."""
 
     layers: str
     """The name of the list of the decoder's layers."""
@@ -61,20 +61,18 @@ class Seen:
         names, counts = np.unique(self.modality, return_counts=True)
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
-    def head_amax(self, layer: int, modality: str) -> tuple[np.ndarray, np.ndarray]:
-        """Largest magnitude of a layer's K and V, [heads] each, in one modality."""
-        where = torch.from_numpy(self.modality == modality)
+    def head_amax(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Largest magnitude of a layer's K and V, [heads] each."""
         keys, values = zip(*self.kv[layer], strict=True)
         return tuple(
-            np.stack([x[0, :, where].abs().amax((1, 2)).numpy() for x in each]).max(0)
+            np.stack([x[0].abs().amax((1, 2)).numpy() for x in each]).max(0)
             for each in (keys, values)
         )
 
-    def channel_amax(self, linear: str, modality: str) -> np.ndarray:
-        """Largest magnitude of a linear's input, [channels], in one modality."""
-        where = torch.from_numpy(self.modality == modality)
+    def channel_amax(self, linear: str) -> np.ndarray:
+        """Largest magnitude of a linear's input, [channels]."""
         return np.stack(
-            [x[..., where, :].abs().reshape(-1, x.shape[-1]).amax(0) for x in self.inputs[linear]]
+            [x.abs().reshape(-1, x.shape[-1]).amax(0) for x in self.inputs[linear]]
         ).max(0)
 
 

@@ -28,7 +28,6 @@ from fp8calib.scales.rules import AMAX, AUTO, ONE, PER_HEAD, Rule, RuleKind, par
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
-from fp8calib.stats.modalities import keep_text
 from fp8calib.verification.candidates import (
     Candidate,
     OpenedCandidate,
@@ -78,11 +77,6 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of and not is_auto else {},
         rules_of=rules_of.name if rules_of else "",
-        text_scaled={
-            name: each
-            for name, each in (_build_text_scaled(job, model) if len(groups) == 1 else ())
-            if any(candidate.name == name for candidate in candidates)
-        },
         rule_search=_build_search(job, rules_of) if rules_of and is_auto else None,
         per_head=_build_per_head(job, first),
         diagnosis_of=first.name if first else "",
@@ -361,23 +355,6 @@ def _build_search(job: VerifyJob, opened: OpenedCandidate) -> RuleSearch:
 
     options = {name: quantize(name) for name in list_searched(job.options)}
     return RuleSearch(candidate=opened.name, options=options, numerics=numerics)
-
-
-def _build_text_scaled(job: VerifyJob, model: LoadedModel) -> Iterator[tuple[str, Candidate]]:
-    """Build the candidates calibrated on media again, with the scales of the text alone.
-
-    Text without media does not tell whether scales need them.
-    """
-    if not job.plan.media:
-        return
-    for opened in job.opened:
-        text = None if opened.stats is None else keep_text(opened.stats)
-        if text is not None:
-            found = _build_candidate(job, replace(opened, stats=text), model)
-            yield (
-                opened.name,
-                leave_cache(found, job.options.plain_caches, job.target.geometry),
-            )
 
 
 def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:

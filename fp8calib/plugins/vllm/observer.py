@@ -85,8 +85,8 @@ class Observer:
             return _collect(vars(self)["_fp8calib"])
 
 
-Expected = tuple[int, int, int, int, Sequence[int] | None]
-"""Of a sequence: global index, quarter, length, checksum of the ids, modality of each token."""
+Expected = tuple[int, int, int, int]
+"""Of a sequence: global index, quarter, length, checksum of the ids."""
 
 
 def checksum(ids: torch.Tensor) -> int:
@@ -309,7 +309,7 @@ class _Observation:
         if not self.expected:
             self.faults.append(f"a step of {length} tokens that nobody asked for")
             return
-        first, quarter, expected, digest, modalities = self.expected.popleft()
+        first, quarter, expected, digest = self.expected.popleft()
         ids = kwargs.get("input_ids")
         if length != expected or int(positions[0]):
             self.faults.append(
@@ -321,9 +321,7 @@ class _Observation:
         if ids is not None and not self._is_drafter and checksum(ids) != digest:
             self.faults.append(f"sequence {first}: the engine ran other tokens")
             return
-        kinds = None if modalities is None else torch.tensor([modalities], dtype=torch.int8)
-        view = view_batch((1, length), (length,), first, quarter, kinds=kinds)
-        self.recorder.begin_batch(view)
+        self.recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
         self._has_batch = True
 
     def _end(self) -> None:

@@ -34,9 +34,7 @@ class BatchObserver:
     def observed(self, batch: Batch) -> Iterator[HookedCache]:
         """Observe a batch that is run with the given cache; an exception discards it."""
         rows, columns = batch.input_ids.shape
-        view = view_batch(
-            (rows, columns), batch.lengths, batch.first, batch.quarter, kinds=batch.kinds
-        )
+        view = view_batch((rows, columns), batch.lengths, batch.first, batch.quarter)
         self.recorder.begin_batch(view)
         yield self._new_cache()
         self.recorder.end_batch()
