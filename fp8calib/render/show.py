@@ -18,7 +18,6 @@ from fp8calib.results.show import (
 _HINT = "tables: --all, --kv"
 _KV_SUFFIXES = ("k_scale", "v_scale", "q_scale", "kv_scale", "kv_cache_scaling_factor")
 _KV_AND_Q = (".k", ".v", ".q")
-_FEW_SITES = 3
 
 
 def describe(result: StatsShown | ScalesShown, request: ShowRequest) -> Iterator[Block]:

@@ -188,9 +188,9 @@ def test_a_shard_of_text_merges_with_one_of_images(tmp_path: Path) -> None:
     for part in ("1/2", "2/2"):
         succeed(*run, tmp_path / part[0], "--shard", part)
     parts = [tmp_path / name / "stats.safetensors" for name in "12"]
-    succeed("merge", *parts, "--out", tmp_path / "merged.safetensors")
+    succeed("export", *parts, "--out", tmp_path / "joined")
     whole = (tmp_path / "whole" / "stats.safetensors").read_bytes()
-    assert (tmp_path / "merged.safetensors").read_bytes() == whole
+    assert (tmp_path / "joined" / "stats.safetensors").read_bytes() == whole
 
 
 def picture(seed: int) -> bytes:
