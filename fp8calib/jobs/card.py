@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.hashes import hash_files
 from fp8calib.checkpoint.json_files import is_result, load_json_object
 from fp8calib.checkpoint.overlay import CARD_NAME
 from fp8calib.dialects.registry import find_dialect
@@ -59,7 +60,7 @@ def add_card(job: CardJob, result: ResultT, path: str = ".") -> ResultT:
 def write_card(job: CardJob, scheme: str, path: str = ".") -> str:
     """Write the card of a checkpoint, and give its name. The same run gives the same bytes.
 
-    Reports of `verify --json` in the output folder are shown, where they are of this checkpoint.
+    Reports of `verify --json` in the output folder are shown, where they measured the same bytes.
 
     Args:
         job: the run.
@@ -75,7 +76,7 @@ def write_card(job: CardJob, scheme: str, path: str = ".") -> str:
         f"# {name}\n\n`{scheme}` of {base}, made with fp8calib.",
         _quote("Made by", [spell_command()]),
         _quote("Served by", commands),
-        "\n".join(_list_figures(job.target, name)),
+        "\n".join(_list_figures(job.target, job.written / path)),
     )
     text = "\n\n".join(filter(None, parts))
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
@@ -119,14 +120,14 @@ def _read_front_matter(job: CardJob) -> Iterator[tuple[str, Any]]:
             yield key, found[key]
 
 
-def _list_figures(reports: Path, name: str) -> Iterator[str]:
-    """Describe the candidates of this name in the reports of a folder."""
+def _list_figures(reports: Path, folder: Path) -> Iterator[str]:
+    """Describe a checkpoint as those of the reports do that measured the same bytes."""
     for path in sorted(filter(is_result, reports.glob("*.json"))):
         try:
             report = VerifyResult.from_json(load_json_object(path))
         except ValidationError:  # of another command
             continue
-        rows = [each for each in report.candidates if Path(each.name).name == name]
+        rows = [each for each in report.candidates if _is_measured(report, each.name, folder)]
         if rows:
             data = ", ".join(map(cut_path, report.data))
             yield (
@@ -139,3 +140,9 @@ def _list_figures(reports: Path, name: str) -> Iterator[str]:
                 f"ratio {format_ratio(each.ppl_ratio, each.ppl_ratio_se)}, top-1 "
                 f"{format_share(each.top1_agreement)}"
             )
+
+
+def _is_measured(report: VerifyResult, name: str, folder: Path) -> bool:
+    known = () if report.hashes is None else report.hashes.scales.get(name, ())
+    paths = [folder / each.name for each in known]
+    return bool(known) and all(map(Path.is_file, paths)) and hash_files(paths, {}) == known

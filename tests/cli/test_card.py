@@ -184,6 +184,8 @@ def test_figures_of_verify_in_the_output_folder_are_shown(
         f"\n\n* {row['verdict']}: KLD {format_mean_kld(row['kld_mean'], row['kld_se'])}, " in text
     )
     assert text.count("\n* ") == 1  # scale 1.0 is not the folder
+    succeed("quantize", carded, "--scheme", "fp8-dynamic", "--out", out, "--force")
+    assert "\n* " not in read(out).text  # of which nothing was measured
     (out / "other.json").write_text(json.dumps({"schema_version": 1}))
     kept.unlink()
     succeed(*command, "--force")
