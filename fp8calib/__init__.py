@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fp8calib.results.quantize import QuantizeResult
     from fp8calib.results.run_plan import RunPlan
     from fp8calib.results.verify import VerifyResult
+    from fp8calib.verification.emulated_model import emulate
 
 __version__ = "0.3.0"
 
@@ -48,6 +49,7 @@ _PLACES = {
     "CheckResult": "results.check",
     "CalibrationStats": "jobs.stats",
     "CalibrateResult": "results.calibrate",
+    "emulate": "verification.emulated_model",
     "ExportResult": "results.export",
     "ExtractResult": "results.extract_kv_scales",
     "load_stats": "jobs.stats",
@@ -79,6 +81,7 @@ __all__ = [
     "VerifyResult",
     "calibrate",
     "check",
+    "emulate",
     "export",
     "extract_kv_scales",
     "load_stats",

@@ -1,11 +1,11 @@
-"""Hooks on K and V for generation: the model's own cache stores what the hooks return.
+"""Hooks on K and V where the caller runs the model: its own cache stores what the hooks return.
 
 `HookedCache` stores nothing, so it serves one forward pass only. Generation reads its cache again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,41 +17,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_text_decoder, name_cache_argument
 from fp8calib.observe.hooks import TensorHooks, find_attention
 
-
-@contextmanager
-def open_cache_hooks(
-    model: PreTrainedModel, geometry: ModelGeometry, hooks: TensorHooks
-) -> Iterator[None]:
-    """Install hooks on K and V before they enter the cache that `model` is called with.
-
-    No other model may run in this process while the context is open.
-    """
-    with _hooked_updates(geometry, hooks), _always_cached(model):
-        yield
-
-
-@contextmanager
-def _hooked_updates(geometry: ModelGeometry, hooks: TensorHooks) -> Iterator[None]:
-    attentions = geometry.owners()
-    original = Cache.update
-
-    def update(
-        self: Any,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        attention = find_attention(attentions, layer_idx, key_states, value_states)
-        key, value = hooks.on_kv(attention, key_states, value_states)
-        return original(self, key, value, layer_idx, *args, **kwargs)
-
-    Cache.update = update
-    try:
-        yield
-    finally:
-        Cache.update = original
+_Update = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
@@ -59,24 +25,84 @@ class _UnrequestedCache(DynamicCache):  # type: ignore[misc]  # transformers is 
 
 
 @contextmanager
-def _always_cached(model: PreTrainedModel) -> Iterator[None]:
-    """Give every call of the decoder a cache: without one, K and V would bypass the hooks."""
+def open_cache_hooks(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    hooks: TensorHooks,
+    *,
+    begin: Callable[[torch.Tensor | None], None],
+    end: Callable[[], None],
+) -> Iterator[None]:
+    """Install hooks on K and V before they enter the cache that `model` is called with.
+
+    Every call of the decoder gets a cache: without one, K and V would bypass the hooks. Only the
+    caches of these calls change, so that other models in the process run as before.
+
+    Args:
+        model: the model.
+        geometry: its geometry.
+        hooks: receive K and V.
+        begin: called before each pass through the decoder with the tokens that count, bool [B, S];
+            None where all do, or where it is not known.
+        end: called after each pass.
+    """
     decoder: nn.Module = find_text_decoder(model)[1]
     argument = name_cache_argument(decoder)
     config = model.config.get_text_config(decoder=True)
+    attentions = geometry.owners()
+    originals: list[tuple[Cache, type[Cache]]] = []
+    is_open = True
+
+    def change(cache: Any, update: _Update, layer: int, states: Any, options: Any) -> Any:
+        key, value = states
+        if is_open:  # a copy of a cache may outlive the context
+            attention = find_attention(attentions, layer, key, value)
+            key, value = hooks.on_kv(attention, key, value)
+        return update(cache, key, value, layer, *options[0], **options[1])
 
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = kwargs.get(argument)
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
         if cache is None:
             is_requested = kwargs.get("use_cache") is not False
             cache = (DynamicCache if is_requested else _UnrequestedCache)(config=config)
-        return args, {**kwargs, argument: cache, "use_cache": True}
+            kwargs = {**kwargs, argument: cache}
+        if getattr(cache, "hooked_by", None) is not originals:
+            kind = getattr(cache, "unhooked_class", type(cache))
+            originals.append((cache, kind))
+            cache.__class__ = _make_hooked(kind, change, originals)
+        begin(_find_counted(args, kwargs))
+        return args, {**kwargs, "use_cache": True}
 
     def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        end()
         if isinstance(getattr(output, argument, None), _UnrequestedCache):
             setattr(output, argument, None)
 
     with ExitStack() as stack:
         stack.callback(decoder.register_forward_pre_hook(supply, with_kwargs=True).remove)
         stack.callback(decoder.register_forward_hook(withhold).remove)
-        yield
+        try:
+            yield
+        finally:
+            is_open = False
+            for cache, kind in originals:
+                cache.__class__ = kind
+
+
+def _make_hooked(kind: type[Cache], change: Callable[..., Any], owner: object) -> type[Cache]:
+    """Make the class of a hooked cache: one of its own, since copies of a cache keep its class."""
+
+    def update(self: Any, key: Any, value: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return change(self, kind.update, layer_idx, (key, value), (args, kwargs))
+
+    members = {"update": update, "hooked_by": owner, "unhooked_class": kind}
+    return type(kind.__name__, (kind,), members)
+
+
+def _find_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Find which tokens of a call are no padding; its mask covers the cached tokens too."""
+    tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    mask = kwargs.get("attention_mask")
+    if tokens is None or not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
+        return None
+    return None if bool(mask.all()) else mask.bool()

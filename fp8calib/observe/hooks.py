@@ -253,19 +253,30 @@ def _query_hook(
     return run
 
 
+_OPEN_HOOKS: dict[Any, tuple[Any, list[Callable[..., Any]]]] = {}
+"""By interface: its own look-up, and the open hooks, which may be closed in any order."""
+
+
 @contextmanager
 def wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
     """Call `hook` instead of the functions of an interface; it receives the function first."""
-    original = interface.get_interface
+    original, hooks = _OPEN_HOOKS.setdefault(interface, (interface.get_interface, []))
 
     def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(hook, original(self, name, default))
+        function: Callable[..., Any] = original(self, name, default)
+        for each in hooks:
+            function = partial(each, function)
+        return function
 
     interface.get_interface = get_interface
+    hooks.append(hook)
     try:
         yield
     finally:
-        interface.get_interface = original
+        hooks.remove(hook)
+        if not hooks:
+            interface.get_interface = original
+            del _OPEN_HOOKS[interface]
 
 
 def _experts_hook(

@@ -28,6 +28,7 @@ from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, CacheType
 from fp8calib.kv_types.sizes import count_cache_bytes, count_layer_bytes
+from fp8calib.model.live_model import LiveCheckpoint
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import InputScales
@@ -219,8 +220,12 @@ def _check_origin(name: str, origin: CalibrationOrigin | None, target: Target) -
 
 
 def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
-    """Tell whether a quantized model was made from the calibrated one."""
-    if origin is None or not origin.unquantized or not target.checkpoint.form:
+    """Tell whether a quantized model, or one in memory, was made from the calibrated one.
+
+    One in memory may have another config and dtype than its files.
+    """
+    is_made = bool(target.checkpoint.form) or isinstance(target.checkpoint, LiveCheckpoint)
+    if origin is None or not origin.unquantized or not is_made:
         return False
     return not compare_with_base(origin.unquantized, target.checkpoint).difference
 

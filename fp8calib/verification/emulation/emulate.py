@@ -124,7 +124,10 @@ class EmulationHooks:
 
     def begin_batch(self, batch: Batch) -> None:
         """Open a batch: its padding is not measured."""
-        mask = batch.mask
+        self.begin_call(batch.mask)
+
+    def begin_call(self, mask: torch.Tensor | None) -> None:
+        """Open a forward pass; `mask` is False at padding, bool [B, S]."""
         self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
         self._prompt = mask
         self._inputs.clear()
