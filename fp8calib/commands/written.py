@@ -17,7 +17,7 @@ from fp8calib.results.check import EngineResult
 from fp8calib.results.written import WrittenCheck
 
 _NO_OVERLAY = ("tgi",)
-"""Formats whose folders no engine of `check` loads: TGI alone reads them."""
+"""Formats whose folders no engine of `check` loads."""
 
 
 def check_formats(

@@ -74,8 +74,6 @@ class ParsedScales:
     """fp32 [tp], or [1, heads] per head; layers that read another layer's cache may be missing."""
     tp: int = 1
     per_head: bool = False
-    joint: frozenset[Site] = frozenset()
-    """K and V of layers where the file stores one number for both."""
     fmt: Fp8Format | None = None
     """The format that the file names; None if it names none."""
     origin: CalibrationOrigin | None = None

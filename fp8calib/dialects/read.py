@@ -74,11 +74,7 @@ def read_scales(
         raise _no_scales(files)
     parsed, shared = fill_shared(geometry, dialect.read(files, geometry))
     scales = {
-        site: Scale(
-            values=parsed.values[site],
-            source=shared.get(site, ScaleSource.OBSERVED),
-            is_joint=site in parsed.joint,
-        )
+        site: Scale(values=parsed.values[site], source=shared.get(site, ScaleSource.OBSERVED))
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
         if (site := attention.site(role)) in parsed.values

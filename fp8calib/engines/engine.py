@@ -49,8 +49,6 @@ class Launch:
     """Turns the FP8 KV cache on."""
     ranks_flag: str
     """Sets the tensor-parallel degree; a number follows."""
-    scales_flag: str = ""
-    """Names a JSON file of scales; a path follows. Empty where the engine reads none."""
 
     def spell(
         self,
@@ -58,22 +56,19 @@ class Launch:
         *,
         has_kv: bool = True,
         cache_type: str = "",
-        scales: str = "",
         tp: int = 1,
     ) -> str:
         """Give the whole command line, quoted for a shell.
 
         Args:
-            model: a checkpoint folder, or the model that `scales` is for.
+            model: a checkpoint folder.
             has_kv: whether the KV cache is quantized.
             cache_type: to what; empty for FP8.
-            scales: a JSON file of scales; empty where the checkpoint holds them.
             tp: the number of ranks.
         """
         parts = [self.command, shlex.quote(model)]
         flag, _, fp8 = self.kv_flag.partition(" ")
         parts += [f"{flag} {cache_type or fp8}".strip()] if has_kv else []
-        parts += [self.scales_flag, shlex.quote(scales)] if scales else []
         parts += [self.ranks_flag, str(tp)] if tp > 1 else []
         return " ".join(parts)
 
@@ -111,8 +106,6 @@ class Engine:
     """What to know of the rules: that another version was asked for, or what was not read."""
     is_default: bool = False
     """`check` asks it where no --engine is given."""
-    is_brief: bool = False
-    """Commands that write files only say whether it serves them, in one line for all such."""
     loads_like: str = ""
     """The key of the engine whose loader this one runs; empty where it has its own."""
     launch: Launch | None = None
@@ -135,12 +128,8 @@ class Engine:
     no_folder: str = ""
     """Why no replay says what it does with a checkpoint folder."""
     replay_json: ReplayJson | None = None
-    find_cache_type: Callable[[Path], str] | None = None
-    """Gives the type of the KV cache that a JSON file is for; None where there is one type."""
     no_json: str = ""
     """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
-    tensor_file_condition: str = ""
-    """When it reads a file of scale tensors that is copied into a model's folder; empty: never."""
     make_reader: MakeReader | None = None
     """How it reads the config; None where it does so as compressed-tensors and ModelOpt do."""
     judges_weights: bool = False

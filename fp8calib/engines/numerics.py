@@ -36,17 +36,12 @@ class Numerics:
     kv_unsaturated: frozenset[str] = frozenset()
     """Formats to which the cache write does not saturate: a value above the largest one becomes
     infinity where the format has one, else NaN."""
-    kv_saturates_unscaled: bool = True
-    """K and V saturate with a scale of exactly 1.0 too; if not, they become NaN."""
     kv_scales_e5m2: bool = True
     """An e5m2 cache uses scales; if not, they are refused or replaced by 1.0."""
     kv_per_head: bool = True
     """Per-head scales are used; if not, the engine refuses them."""
     kv_heads_share_largest: bool = False
     """Per-head scales are read, but the largest of a layer serves all its heads."""
-    kv_joint_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """By model type, and under "" for all others: the dtype to which a scale is rounded that the
-    file stores for k and v together. Without an entry it is not rounded."""
     kv_rounded_dialects: frozenset[str] = frozenset()
     """The dialects whose scales, q's too, are rounded to the dtype that the model is served in."""
     kv_plain_types: tuple[str, ...] = ()
@@ -79,10 +74,6 @@ class Numerics:
     prompt_reads_cache: bool = True
     """Attention of a prompt reads the K and V of its own tokens from the cache, and computes with
     them, q and probabilities, as that of a decoding step does; if not, all are in 16 bits."""
-    static_inputs_ignored: bool = False
-    """Static input scales are ignored: such inputs are quantized per token."""
-    inputs_always_quantized: bool = False
-    """Inputs that a scheme leaves in 16 bits (w8a16) are quantized per token."""
     mx_inputs_always_quantized: bool = False
     """Inputs of MXFP8 weights are quantized even if a scheme leaves them in 16 bits (mxfp8-a16)."""
     gpu: str = ""
@@ -132,13 +123,9 @@ class Numerics:
         """Spell the option that leaves the KV cache of layers unquantized; empty without layers."""
         return " ".join([self.kv_skip_flag, *map(str, layers)]) if layers else ""
 
-    def find_joint_dtype(self, model_type: str) -> str:
-        """Name the dtype to which a scale for k and v together is rounded; empty if to none."""
-        return self.kv_joint_dtypes.get(model_type, self.kv_joint_dtypes.get("", ""))
-
 
 SMALLEST_TOKEN_SCALE = 1 / (E4M3FN.max * 512)
-"""The lower bound of a per-token scale in the kernels of vLLM and in those that TGI uses."""
+"""The lower bound of a per-token scale in the kernels of vLLM."""
 SMALLEST_GROUP_SCALE = 1e-10 / E4M3FN.max
 """The lower bound of a group's scale in vLLM and SGLang: 1e-10 bounds the amax."""
 FLASH_ATTENTION_3 = (

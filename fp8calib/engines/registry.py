@@ -7,17 +7,9 @@ from dataclasses import replace
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.facts.release import parse_version
 from fp8calib.engines.numerics import Numerics
-from fp8calib.engines.read_engines import (
-    ATOM,
-    LMDEPLOY,
-    TENSORRT_LLM,
-    VLLM_GAUDI,
-    VLLM_TPU,
-)
+from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.sglang.engine import SGLANG
-from fp8calib.engines.tgi.engine import TGI
 from fp8calib.engines.transformers.engine import TRANSFORMERS
-from fp8calib.engines.vllm.before_0_7 import VLLM_BEFORE_0_7
 from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
 from fp8calib.errors import UsageError, suggest
@@ -33,6 +25,7 @@ REFERENCE = Engine(
     cache_types=tuple(dict.fromkeys([*VLLM.cache_types, *SGLANG.cache_types, _QUANTIZED_CACHE])),
     no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
 )
+_ONLY_READ_HINT = "docs/check.md lists such engines"
 ENGINES: dict[str, Engine] = {}
 """By key."""
 
@@ -48,11 +41,7 @@ def register_engine(engine: Engine) -> None:
     ENGINES[engine.key] = engine
 
 
-for _engine in (
-    *(REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7),
-    *(TENSORRT_LLM, VLLM_TPU, VLLM_GAUDI, LMDEPLOY, ATOM),
-    *load_engines(),
-):
+for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TRANSFORMERS, *load_engines()):
     register_engine(_engine)
 
 
@@ -113,6 +102,8 @@ def find_replayed(name: str) -> Engine:
 
 def _find(name: str, known: list[str]) -> Engine:
     key, _, version = name.partition("==")
+    if key in ONLY_READ:
+        raise UsageError(f"--engine {name}: only read: {ONLY_READ[key].text}", hint=_ONLY_READ_HINT)
     if key not in ENGINES:
         raise _refuse(name, "unknown engine", known)
     releases = (ENGINES[key], *ENGINES[key].releases)

@@ -150,7 +150,7 @@ class WeightReplay:
     def _compare(self, engine: Engine) -> Iterator[Finding]:
         """Compare what the config and the model's class mean with what is stored."""
         rules = engine.name_rules or NameRules()
-        opened = self._open(rules.opened)
+        opened = self._open(Opened.INDEXED)
         if not self._has_old_blocks:
             try:
                 reader = self._make_reader(engine)
@@ -187,8 +187,7 @@ class WeightReplay:
         doubts = [each for each in found if each.status is Status.UNKNOWN]
         wrong = [each for status in _WORST for each in found if each.status is status]
         certain = [each for each in wrong if not (doubts and each.is_silent)]
-        opened = (engine.name_rules or NameRules()).opened
-        if (values := self._open(opened).wrong or self._unlike_stats) is not None:
+        if (values := self._open(Opened.INDEXED).wrong or self._unlike_stats) is not None:
             certain.append(values)
         if certain:
             report = report.model_copy(update={"weights": certain[0].judge()})

@@ -47,8 +47,6 @@ class Scale:
     source: ScaleSource
     is_substitute: bool = False
     """Whether no value was computed from the site's own statistics."""
-    is_joint: bool = False
-    """Whether a file stores it for k and v together."""
 
     @property
     def why_not_observed(self) -> str:

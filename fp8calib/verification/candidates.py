@@ -446,7 +446,7 @@ def build_scheme(
         target.geometry,
         WeightSource(model, target.checkpoint),
         fmt=fmt,
-        scale_input=_find_input_scales(scheme, stats, numerics, fmt),
+        scale_input=_find_input_scales(scheme, stats, fmt),
     )
     emulation = emulate_linears(planned.weights, target.geometry, numerics)
     rounding = _describe_rounding(emulation.quantizers, numerics)
@@ -479,10 +479,10 @@ def _note_unmultiplied(name: str, checkpoint: Fp8Checkpoint, numerics: Numerics)
 
 
 def _find_input_scales(
-    scheme: Scheme, stats: CalibrationStats | None, numerics: Numerics, fmt: Fp8Format
+    scheme: Scheme, stats: CalibrationStats | None, fmt: Fp8Format
 ) -> Callable[[Linear], torch.Tensor] | None:
-    """Find what gives the static scales of inputs; None where the engine uses none."""
-    if not scheme.has_static_inputs or numerics.static_inputs_ignored:
+    """Find what gives the static scales of inputs; None where the scheme has none."""
+    if not scheme.has_static_inputs:
         return None
     if stats is None:
         raise UsageError(

@@ -375,7 +375,7 @@ def test_experts_latents_and_linear_attention_are_planned(family: str, tmp_path:
     assert verified["kld_mean"] == pytest.approx(found["kld_mean"], rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["vllm", *in_minutes("sglang", "atom")])
+@pytest.mark.parametrize("engine", ["vllm", *in_minutes("sglang")])
 def test_any_two_schemes_that_are_choices_load_together(
     planted: tuple[Path, Path], tmp_path: Path, engine: str
 ) -> None:

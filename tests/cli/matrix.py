@@ -18,6 +18,7 @@ from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_written
+from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.registry import ENGINES
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
@@ -32,7 +33,7 @@ MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
 NUM_KV_HEADS = 2
 WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
-ASKED = ("vllm", "sglang", "tgi", "transformers")
+ASKED = ("vllm", "sglang", "transformers")
 ENGINE_TITLES = {key: ENGINES[key].release for key in ASKED}
 STATS = "`stats.safetensors`"
 STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time, path or host"
@@ -278,6 +279,16 @@ def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
     """Make the table of conversions."""
     rows = [[_quote(name), *(str(cell) for cell in row.values())] for name, row in cells.items()]
     return _show_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
+
+
+def show_only_read() -> str:
+    """Make the table of engines whose source was read once."""
+    titles = ["engine", "KV scales", "FP8 weights", "source"]
+    rows = [
+        [f"`{key}`: {each.title} {each.version}", each.kv_scales, each.weights, each.source]
+        for key, each in ONLY_READ.items()
+    ]
+    return _show_table(titles, rows)
 
 
 def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]]) -> str:

@@ -17,7 +17,7 @@ from tests.cli.program import Outcome, fail, run, succeed
 from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
 from tests.kit.checkpoints import change_config, change_tensors
 
-ENGINES = ("vllm", "sglang", "tgi", "transformers")
+ENGINES = ("vllm", "sglang", "transformers")
 ALL = ("--engine", ",".join(ENGINES))
 DEFAULTS = ("vllm", "sglang")
 
@@ -41,12 +41,11 @@ def overlay(calibrated: tuple[Path, Outcome], tmp_path: Path) -> Path:
     return Path(shutil.copytree(calibrated[0] / "kv-overlay", tmp_path / "overlay"))
 
 
-# docs/formats.md: which engine is served by which of our forms, for the tiny llama. TGI's loader
-# of weights knows no group in the format `dense`, which kv-overlay names.
+# docs/formats.md: which engine is served by which of our forms, for the tiny llama.
 EXPORTS = {
-    "kv-overlay": {"vllm", "sglang", "tgi", "transformers"},
+    "kv-overlay": {"vllm", "sglang", "transformers"},
     "kv-overlay-head": {"vllm", "transformers"},
-    "tgi": {"tgi"},
+    "tgi": set(),
     "kv_scales.safetensors": set(),
     "kv_cache_scales.tp1.json": set(),
     "rfc.tp1.json": set(),
@@ -190,7 +189,6 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert set(report) == {"schema_version", "ok", "passed", "engines"}
     assert tuple(report["engines"]) == DEFAULTS
     assert "FlashAttention 3" in outcome.err
-    assert succeed("check", calibrated[0] / "tgi", "--engine", "tgi").out.endswith(": ok\n")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_a_checkpoint_that_asks_for_kv_scales_and_has_none_is_not_ok(
     if tensor:
         save_file({tensor: torch.tensor(0.5)}, folder / "scales.safetensors")
 
-    check(8, folder, "--engine", "tgi")
+    check(8, folder, "--engine", "sglang")
 
 
 def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
@@ -432,9 +430,9 @@ def test_the_model_may_be_a_hub_id(calibrated: tuple[Path, Outcome], hub: Path) 
     """Also if only its configs are in the cache."""
     command = (calibrated[0] / "kv_cache_scales.tp1.json", "--model", "org/tiny")
 
-    assert check(0, *command, "--engine", "vllm-0.6")["ok"]
+    assert statuses(check(8, *command, "--engine", "vllm"), "vllm") == {"dropped"}
     (hub / "model.safetensors").unlink()
-    assert check(0, *command, "--engine", "vllm-0.6")["ok"]
+    assert statuses(check(8, *command, "--engine", "vllm"), "vllm") == {"dropped"}
 
 
 @pytest.mark.usefixtures("hub")

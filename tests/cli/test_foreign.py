@@ -24,23 +24,22 @@ from tests.dialects.foreign import (
 from tests.kit.checkpoints import change_tensors
 
 USED, DROPPED, DEFAULTED, REFUSED = "used", "dropped", "defaulted", "refused"
-ENGINES = ("vllm", "sglang", "tgi", "transformers")
+ENGINES = ("vllm", "sglang", "transformers")
 
-CHECKED: Mapping[str, tuple[str, str, str, str]] = {
-    "llmcompressor-fp8-static-kv": (USED, USED, USED, USED),
-    "llmcompressor-fp8-dynamic": (DEFAULTED, DEFAULTED, DEFAULTED, DEFAULTED),
+CHECKED: Mapping[str, tuple[str, str, str]] = {
+    "llmcompressor-fp8-static-kv": (USED, USED, USED),
+    "llmcompressor-fp8-dynamic": (DEFAULTED, DEFAULTED, DEFAULTED),
     # a scheme without scales is no better than no scheme
-    "llmcompressor-gpt2-kv": (DEFAULTED, DEFAULTED, DEFAULTED, DEFAULTED),
-    # no config_groups, nothing ignored: TGI finds no target
-    "llmcompressor-kv": (USED, USED, REFUSED, USED),
-    "llmcompressor-kv-head": (USED, DROPPED, REFUSED, USED),
-    "modelopt-fp8-kv": (USED, USED, DROPPED, DROPPED),
+    "llmcompressor-gpt2-kv": (DEFAULTED, DEFAULTED, DEFAULTED),
+    "llmcompressor-kv": (USED, USED, USED),
+    "llmcompressor-kv-head": (USED, DROPPED, USED),
+    "modelopt-fp8-kv": (USED, USED, DROPPED),
     # quant_algo is null
-    "modelopt-kv": (REFUSED, REFUSED, DROPPED, DROPPED),
+    "modelopt-kv": (REFUSED, REFUSED, DROPPED),
     # transformers wants the quark package
-    "quark-fp8-kv": (USED, USED, DROPPED, REFUSED),
+    "quark-fp8-kv": (USED, USED, REFUSED),
     # transformers knows other names for scales of weights
-    "quark-autofp8-kv": (USED, USED, USED, REFUSED),
+    "quark-autofp8-kv": (USED, USED, REFUSED),
 }
 """What each engine does with k and v: FORMATS of the engines, sections 1.ii to 1.vii."""
 

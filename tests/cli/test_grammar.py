@@ -53,7 +53,7 @@ def test_the_version_is_printed() -> None:
             ["verify", "x", "--gate", "kv", "--samples", "1", "--gate", "kv", "--samples", "2"],
             ["--gate", "--samples"],
         ),
-        (["check", "x", "--engine", "vllm", "--engine", "tgi", "--json", "--json"], []),
+        (["check", "x", "--engine", "vllm", "--engine", "sglang", "--json", "--json"], []),
     ],
 )
 def test_an_option_of_which_only_the_last_counts_is_told(

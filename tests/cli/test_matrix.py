@@ -29,6 +29,7 @@ from tests.cli.matrix import (
     show_engines,
     show_formats,
     show_fp8_dialects,
+    show_only_read,
     write_all,
 )
 from tests.dialects.foreign import find_geometry
@@ -92,6 +93,10 @@ def test_the_page_lists_every_format_that_is_written() -> None:
 
 def test_the_page_lists_every_fp8_dialect() -> None:
     _compare_page("quantize.md", "FP8 dialects", show_fp8_dialects())
+
+
+def test_the_page_lists_the_engines_that_were_only_read() -> None:
+    _compare_page("check.md", "engines only read", show_only_read())
 
 
 def test_the_page_says_what_conversions_lose(cells: Cells) -> None:

@@ -213,42 +213,6 @@ def test_scales_per_head_are_told(verify: Any, files: Path) -> None:
         assert (row["smallest_scale"], row["scale"]) == (float(scales.min()), float(scales.max()))
 
 
-def test_engines_are_compared_on_the_same_tokens(
-    verify: Any, model: Path, held_out: Path, tmp_path: Path
-) -> None:
-    """The figures of each engine are those of a run of its own; TGI quantizes inputs of w8a16."""
-    alone = {
-        engine: verify("--scheme", "w8a16", "--engine", engine).json["candidates"][0]
-        for engine in ("vllm", "tgi")
-    }
-    page = tmp_path / "page.html"
-    options = ("--scheme", "w8a16", "--engine", "vllm", "--engine", "tgi", "--report", page)
-    report = verify(*options).json
-    found = {one["name"]: one for one in report["candidates"]}
-    assert list(found) == ["w8a16 in vllm", "w8a16 in tgi"]
-    for engine, expected in alone.items():
-        one = found[f"w8a16 in {engine}"]
-        assert (one["subject"], one["engines"]) == ("w8a16", [engine])
-        assert one["kld_mean"] == expected["kld_mean"]
-        assert one["verdict"] == expected["verdict"]
-    first, second = report["comparisons"]
-    assert (first["candidate"], first["base"]) == ("w8a16 in vllm", "w8a16 in tgi")
-    difference = alone["tgi"]["kld_mean"] - alone["vllm"]["kld_mean"]
-    assert second["difference"] == pytest.approx(difference, rel=1e-6)
-    assert first["difference"] == -second["difference"]
-    assert second["se"] > 0
-    headline = report["decision"]["headline"]
-    assert "w8a16: against vllm, tgi " in headline
-    assert report["decision"]["remedy"] == "none"
-    assert report["next"] == ""
-    outcome = succeed("verify", model, "--data", held_out, *QUICK, *options[:6])
-    assert re.search(r"against w8a16 in vllm: is (better|worse) \(KLD ", outcome.out)
-    assert outcome.out.startswith(headline)
-    text = html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))
-    assert "Candidates in pairs" in text
-    assert headline[1:] in text
-
-
 def test_scales_are_compared_with_each_other_and_by_engine(verify: Any, files: Path) -> None:
     names = [str(files / name) for name in ("kv-overlay", "kv-overlay-head")]
     options = [part for name in names for part in ("--scales", name)]
@@ -280,7 +244,7 @@ def test_engines_of_one_arithmetic_are_computed_once(verify: Any) -> None:
 def test_what_is_about_one_engine_is_refused_beside_several(
     refuse: Any, files: Path, option: tuple[str, ...]
 ) -> None:
-    engines = ("--engine", "vllm", "--engine", "tgi")
+    engines = ("--engine", "vllm", "--engine", "sglang")
     message = refuse(2, "--scales", files, *engines, *option)
     assert f"{option[0]} is about one engine, and --engine names several" in message
 
@@ -888,20 +852,27 @@ def test_a_model_that_the_engine_may_not_load_is_a_warning(
         assert all("whether vLLM 0.33.0 loads it is unknown (weights: " in text for text in told)
 
 
-@pytest.mark.parametrize(("engine", "is_loaded"), [("tgi", False), ("vllm", True)])
+@pytest.mark.parametrize(
+    ("engine", "scheme", "form", "is_loaded"),
+    [
+        ("sglang", "fp8-dynamic", "modelopt", False),
+        ("sglang", "fp8-block", "compressed-tensors", True),
+        ("vllm", "fp8-block", "compressed-tensors", True),
+    ],
+)
 def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
-    tmp_path: Path, held_out: Path, engine: str, is_loaded: bool
+    tmp_path: Path, held_out: Path, engine: str, scheme: str, form: str, is_loaded: bool
 ) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
     zoo.save("llama", tmp_path / "m", **sizes, num_key_value_heads=2, head_dim=64)
     save_tokenizer(tmp_path / "m")
     out = tmp_path / "q"
-    succeed("quantize", tmp_path / "m", "--scheme", "fp8-block", "--out", out)
+    succeed("quantize", tmp_path / "m", "--scheme", scheme, "--format", form, "--out", out)
     command = ("verify", tmp_path / "m", "--data", held_out, *QUICK, "--scales", out)
     report = succeed(*command, "--engine", engine, "--json").json
     told = [text for text in report["warnings"] if "cannot load it" in text]
     assert bool(told) is not is_loaded
-    assert all(text.startswith(f"{out}: TGI ") for text in told)
+    assert all(text.startswith(f"{out}: SGLang ") for text in told)
     rounding = "; vllm rounds the scales of blocks and groups up to powers of two"
     assert report["candidates"][0]["description"].endswith(rounding) is (engine == "vllm")
 

@@ -66,7 +66,6 @@ def test_the_ranks_of_a_folder_become_the_elements_of_a_scale(
     assert (found.table.tp, found.table.per_head, found.has_weights) == (2, False, False)
     assert _values(found) == [[0.5, 0.25], [0.5, 0.25], [2.0, 4.0], [2.0, 4.0]]
     assert found.notes == ("one scale per layer is used for both k and v",)
-    assert all(scale.is_joint for scale in found.table.scales.values())
 
 
 def test_ten_ranks_are_in_the_order_of_numbers(tmp_path: Path) -> None:

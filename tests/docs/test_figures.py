@@ -118,7 +118,7 @@ def test_engines_differ_as_the_results_say(scheme: str) -> None:
     printed = succeed(*words, *more).out
     kld, *others = ENGINE_ROWS[scheme]
     check_shown(kld, printed, before=r"^\S+ in vllm +\w+ +")
-    for engine, told in zip(("sglang", "tgi"), others, strict=True):
+    for engine, told in zip(("sglang",), others, strict=True):
         check_shown(told, printed, before=rf"^.* against vllm, .*?\b{engine} [a-z ]*")
 
 

@@ -28,7 +28,7 @@ from tests.engines.check_handmade import (
 PAIR = ("k_scale", "v_scale")
 OUTPUTS = ("k_proj.output_scale", "v_proj.output_scale")
 HYV3 = ("k_cache.scale", "v_cache.scale")
-ENGINES = ("vllm", "sglang", "tgi", "transformers")
+ENGINES = ("vllm", "sglang", "transformers")
 
 
 def _problem(problems: tuple[str, ...], word: str) -> str:
@@ -41,7 +41,6 @@ def _problem(problems: tuple[str, ...], word: str) -> str:
     [
         ("vllm", "is loaded (2, such as model.layers.0.self_attn.q_scale of"),
         ("sglang", "does not read it"),
-        ("tgi", "does not load it"),
     ],
 )
 def test_a_scale_of_q_is_told_and_decides_nothing(tmp_path: Path, engine: str, said: str) -> None:
@@ -117,10 +116,9 @@ def test_hunyuans_names_are_known(tmp_path: Path) -> None:
 
     assert statuses(vllm) == both("used")
     assert "q.scale" in _problem(vllm.problems, "q_scale is loaded")
-    for engine in ("sglang", "tgi"):
-        report = ask(engine, folder)
-        assert statuses(report) == both("dropped")
-        assert all(layer.k.fix and layer.v.fix for layer in report.layers)
+    report = ask("sglang", folder)
+    assert statuses(report) == both("dropped")
+    assert all(layer.k.fix and layer.v.fix for layer in report.layers)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

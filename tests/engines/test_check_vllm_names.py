@@ -334,7 +334,7 @@ def test_scales_of_latents_are_no_scales_of_expanded_heads(
     assert (statuses(report), values(report)) == ([(status, status)], [(number, number)])
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "tgi"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("tp", "starts"), [(1, True), (2, True), (4, True), (3, False), (8, False)]
 )

@@ -101,11 +101,10 @@ def test_whole_blocks_and_whole_groups_are_served(tmp_path: Path, form: str, sch
     folder = make(tmp_path, form, scheme, **WHOLE)
     refused = {
         engine
-        for engine in ("vllm", "sglang", "tgi", "transformers")
+        for engine in ("vllm", "sglang", "transformers")
         if explain_refusal(ask(folder, engine))
     }
     assert refused == {
-        ("compressed-tensors", "fp8-block"): {"tgi"},
         ("modelopt", "fp8-dynamic"): {"sglang"},
         ("autofp8", "fp8-static"): {"transformers"},
     }.get((form, scheme), set())
@@ -181,7 +180,7 @@ def test_sglang_wants_the_last_part_of_autofp8_whole_too() -> None:
         weights = QuantizedWeights(dialect=dialect, config={}, linears=linears, unquantized=())
         found = [
             engine
-            for engine in ("vllm", "sglang", "tgi")
+            for engine in ("vllm", "sglang")
             if list_block_findings(engine, weights, EMPTY, 1)
         ]
         assert found == engines
@@ -207,7 +206,6 @@ def test_ranks_have_to_fill_blocks_too(
         why = explain(ask(folder, engine, tp))
         assert bool(why) is bool(part)
         assert part in why
-    assert bool(ask(folder, "tgi", tp).unknown) is (tp > 1)
 
 
 def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:
@@ -420,7 +418,7 @@ def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
     """250 channels between 4 ranks; transformers has none."""
     sizes = {**WHOLE, "intermediate_size": 250}
     folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **sizes)
-    for engine in ("vllm", "sglang", "tgi"):
+    for engine in ("vllm", "sglang"):
         assert not explain_refusal(ask(folder, engine, 2))
         assert "does not divide the 250 channels" in explain_refusal(ask(folder, engine, 4))
     assert not explain_refusal(ask(folder, "transformers", 4))
@@ -475,9 +473,7 @@ def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: st
     opened = open_folder(tmp_path / "model")
     geometry = read_geometry(tmp_path / "model", opened.config)
 
-    engines = check_folder(
-        opened, geometry, [*list_defaults(), "vllm==0.32", "vllm-gaudi"], 1
-    ).engines
+    engines = check_folder(opened, geometry, [*list_defaults(), "vllm==0.32"], 1).engines
 
     assert {key: report.weights for key, report in engines.items() if report.weights} == {}
 

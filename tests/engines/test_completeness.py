@@ -23,16 +23,10 @@ from tests import zoo
 from tests.kit.checkpoints import Tensors, change_config, change_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu", "vllm-tpu", "vllm-gaudi")
-ENGINES = (
-    *LOADERS_OF_VLLM,
-    *("sglang", "tgi", "transformers", "tensorrt-llm", "lmdeploy", "atom"),
-)
-OTHERS = {
-    **dict.fromkeys(("sglang", "transformers"), "misread"),
-    **dict.fromkeys(("tgi", "tensorrt-llm", "lmdeploy", "atom"), "unknown"),
-}
-"""SGLang and transformers start with parameters that no tensor fills; the rest is not judged."""
+LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu")
+ENGINES = (*LOADERS_OF_VLLM, "sglang", "transformers")
+OTHERS = dict.fromkeys(("sglang", "transformers"), "misread")
+"""They start with parameters that no tensor fills."""
 LAYER = "model.layers.1."
 Change = Callable[[Tensors], Tensors]
 
@@ -152,11 +146,7 @@ def test_in_a_quantized_checkpoint_vllm_does_not_compare(
     part, quantization = "1.input_layernorm.weight", {"quant_method": "fp8"}
     folder = damage(saved("llama"), tmp_path / "x", part, quantization_config=quantization)
 
-    assert judge(folder, "vllm", "sglang", "tgi") == {
-        "vllm": "misread",
-        "sglang": "misread",
-        "tgi": "unknown",
-    }
+    assert judge(folder, "vllm", "sglang") == {"vllm": "misread", "sglang": "misread"}
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -217,7 +207,7 @@ def shard(source: Path, folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_a_file_that_the_index_does_not_name_is_opened_by_few(
+def test_a_file_that_the_index_does_not_name_is_opened_by_none(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     weight_map = shard(saved("llama"), tmp_path / "x")
@@ -225,17 +215,16 @@ def test_a_file_that_the_index_does_not_name_is_opened_by_few(
     (tmp_path / "x" / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
     reports = ask(tmp_path / "x")
 
-    served = {key for key, each in reports.items() if tell(each) == "ok"}
-    assert served == {"tgi", "tensorrt-llm"}
+    assert not [key for key, each in reports.items() if tell(each) == "ok"]
     why = "does not name model-2.safetensors"
-    assert all(any(why in each for each in reports[key].problems) for key in served)
+    assert all(any(why in each for each in report.problems) for report in reports.values())
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_tensor_in_two_files_is_misread_where_both_are_opened(
     saved: Callable[[str], Path], tmp_path: Path, is_sharded: bool
 ) -> None:
-    """Beside `model.safetensors` transformers and LMDeploy open no other file."""
+    """Beside `model.safetensors` transformers opens no other file."""
     source, folder = saved("llama"), tmp_path / "x"
     name = "model.norm.weight"
     other = load_file(source / SINGLE)[name] * 3
@@ -248,8 +237,8 @@ def test_a_tensor_in_two_files_is_misread_where_both_are_opened(
 
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()[name]
     assert torch.equal(loaded, other) is is_sharded
-    found = judge(folder, "vllm", "sglang", "tgi", "transformers", "lmdeploy")
-    single = {"transformers", "lmdeploy"} if not is_sharded else set()
+    found = judge(folder, "vllm", "sglang", "transformers")
+    single = {"transformers"} if not is_sharded else set()
     assert {key for key, each in found.items() if each == "misread"} == found.keys() - single
 
 
@@ -292,11 +281,11 @@ def test_a_copy_of_the_weights_under_other_names_is_no_problem(
     shard(saved("llama"), tmp_path / "x")
     save_file({"layers.0.wq.weight": torch.ones(2, 2)}, tmp_path / "x" / "consolidated.safetensors")
 
-    reports = ask(tmp_path / "x", "vllm", "sglang", "tgi", "transformers")
+    reports = ask(tmp_path / "x", "vllm", "sglang", "transformers")
     opened = "vLLM opens consolidated.safetensors and no other file"
     assert not any(each.weights or each.problems for each in reports.values())
     assert any(opened in why for why in reports["vllm"].unknown)
-    assert {engine for engine, each in reports.items() if each.unknown} == {"vllm", "tgi"}
+    assert {engine for engine, each in reports.items() if each.unknown} == {"vllm"}
 
 
 def _fuse(tensors: Tensors) -> Tensors:
@@ -422,10 +411,10 @@ def test_a_weight_in_another_format_is_not_missing(
     codes = torch.ones(48, 4).to(kind)
     change_tensors(folder, {f"{UP}.weight": None, f"{UP}.{form}": codes})
 
-    assert judge(folder, "lmdeploy", "atom") == {"lmdeploy": "ok", "atom": "ok"}
+    assert judge(folder, "vllm", "sglang") == {"vllm": "ok", "sglang": "ok"}
 
 
-@pytest.mark.parametrize("engine", ["tensorrt-llm", "lmdeploy", "atom"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_fp8_codes_without_a_config_are_served_nowhere(
     saved: Callable[[str], Path], tmp_path: Path, engine: str
 ) -> None:

@@ -21,7 +21,7 @@ def _differences(numerics: Numerics) -> set[str]:
 
 
 def test_the_engines_are_those_the_command_line_promises() -> None:
-    assert list(NUMERICS) == ["reference", "vllm", "vllm-cpu", "sglang", "tgi"]
+    assert list(NUMERICS) == ["reference", "vllm", "vllm-cpu", "sglang"]
     assert all(find_emulated(name)[1].name == name for name in NUMERICS)
 
 
@@ -29,7 +29,7 @@ def test_an_unknown_engine_is_a_usage_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="--engine vlm: unknown engine") as caught:
         find_emulated("vlm")
 
-    known = "reference, vllm, vllm-cpu, sglang, tgi"
+    known = "reference, vllm, vllm-cpu, sglang"
     assert caught.value.hint == f"did you mean vllm? known engines: {known}"
 
 
@@ -38,7 +38,7 @@ def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_th
     assert PLAIN.kv_unsaturated == frozenset()
     assert (PLAIN.smallest_dynamic_scale, PLAIN.smallest_group_scale) == (0.0, 0.0)
     is_on = {name for name in SETTINGS if getattr(PLAIN, name) is True}
-    kept = {"kv_saturates_unscaled", "kv_scales_e5m2", "kv_per_head", "kv_scales_latents"}
+    kept = {"kv_scales_e5m2", "kv_per_head", "kv_scales_latents"}
     assert is_on == {*kept, "prompt_reads_cache"}
 
 
@@ -63,8 +63,6 @@ def test_every_source_names_a_version_and_a_file(name: str) -> None:
             "vLLM",
             "vllm-project/vllm",
             "SGLang",
-            "TGI",
-            "danieldk/marlin-kernels",
             "Dao-AILab/flash-attention",
             "sgl-project/sgl-flash-attn",
         }
@@ -81,14 +79,12 @@ def test_the_smallest_scales_are_the_numbers_of_the_engines() -> None:
         "vllm": 1 / 229376,
         "vllm-cpu": 1 / 229376,
         "sglang": 0.0,
-        "tgi": 1 / 229376,
     }
     assert per_group == {
         "reference": 0.0,
         "vllm": 1e-10 / 448,
         "vllm-cpu": 0.0,
         "sglang": 1e-10 / 448,
-        "tgi": 0.0,
     }
 
 

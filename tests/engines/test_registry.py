@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
+from fp8calib.engines.only_read import ONLY_READ
 from fp8calib.engines.registry import (
     ENGINES,
     find_emulated,
@@ -29,17 +31,14 @@ from tests.engines.check_handmade import (
 )
 
 
-def test_check_asks_two_engines_by_default_and_ten_more_by_name() -> None:
+def test_check_asks_two_engines_by_default_and_three_more_by_name() -> None:
     assert list_defaults() == ["vllm", "sglang"]
-    of_vllm = {"vllm-cpu", "vllm-0.6", "vllm-tpu", "vllm-gaudi"}
-    assert set(list_replayed()) - set(list_defaults()) == {
-        *of_vllm,
-        *("tgi", "transformers", "tensorrt-llm", "lmdeploy", "atom", "lightllm"),
-    }
+    others = set(list_replayed()) - set(list_defaults())
+    assert others == {"vllm-cpu", "transformers", "lightllm"}
 
 
 def test_verify_emulates_those_whose_arithmetic_was_read() -> None:
-    assert list_emulated() == ["reference", "vllm", "vllm-cpu", "sglang", "tgi"]
+    assert list_emulated() == ["reference", "vllm", "vllm-cpu", "sglang"]
 
 
 def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
@@ -54,7 +53,7 @@ def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
     ("key", "why"),
     [
         ("transformers", "keeps no FP8 cache"),
-        ("vllm-0.6", "the arithmetic of these releases has not been read"),
+        ("lightllm", "its arithmetic has not been read"),
         ("vlm", "unknown engine"),
     ],
 )
@@ -62,7 +61,7 @@ def test_verify_says_by_name_why_it_cannot_emulate_an_engine(key: str, why: str)
     with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
         find_emulated(key)
     meant = "did you mean vllm? " if key == "vlm" else ""
-    assert caught.value.hint == f"{meant}known engines: reference, vllm, vllm-cpu, sglang, tgi"
+    assert caught.value.hint == f"{meant}known engines: reference, vllm, vllm-cpu, sglang"
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,16 @@ def test_check_says_by_name_why_it_cannot_ask_an_engine(key: str, why: str) -> N
     assert caught.value.hint == f"{meant}known engines: {', '.join(list_replayed())}"
 
 
-def test_old_vllm_is_asked_of_json_files_alone(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
-    with pytest.raises(UsageError, match="only its reading of a JSON file of scales is replayed"):
-        ask("vllm-0.6", folder)
+@pytest.mark.parametrize("key", ONLY_READ)
+def test_what_was_only_read_is_told_where_an_engine_is_asked(key: str) -> None:
+    assert key not in ENGINES
+    for find, name in itertools.product((find_replayed, find_emulated), (key, f"{key}==1.0")):
+        with pytest.raises(UsageError) as caught:
+            find(name)
+        read = ONLY_READ[key]
+        assert caught.value.message == f"--engine {name}: only read: {read.text}"
+        assert read.kv_scales in read.text
+        assert read.weights in read.text
 
 
 @pytest.mark.parametrize("quantization", [PER_TENSOR, PER_HEAD, FP8, None])

@@ -189,7 +189,7 @@ def test_engines_find_the_scheme_of_each_weight_that_they_load(
     geometry = read_geometry(folder.path, folder.config)
     tensors = {name: entry for held in folder.tensors.values() for name, entry in held.items()}
     groups = list(list_groups(tensors, geometry))
-    for engine in ("vllm", "sglang", "tgi"):
+    for engine in ("vllm", "sglang"):
         make_reader = ENGINES[engine].make_reader
         assert make_reader is not None
         loader = make_reader(folder, geometry)

@@ -339,7 +339,7 @@ def test_commands_read_it_and_add_kv_scales(
     succeed("calibrate", out, *text, "--out", tmp_path / "measured")
     stats = tmp_path / "measured" / "stats.safetensors"
     graft = ("--format", "kv-overlay", "--model", out, "--out", tmp_path / "graft")
-    assert "serve with TGI" not in succeed("export", stats, *graft).out  # which has not been read
+    succeed("export", stats, *graft)
     config = json.loads((tmp_path / "graft" / "kv-overlay" / "config.json").read_text())
     key, value = KV_KEYS[form]
     assert value in config["quantization_config"][key]

@@ -115,10 +115,9 @@ def write_by_tool(form: str, base: Path, data: Path, out: Path) -> None:
 def test_check_says_used_and_transformers_gives_the_same_logits(
     written: Written, tmp_path: Path, form: str
 ) -> None:
-    """TGI loads no FP4. transformers rounds K and V where a config says so: this is removed."""
+    """Transformers rounds K and V where a config says so: this is removed."""
     child, overlay = written(form)
-    engines = ("vllm", "sglang") if "fp4" in form else ("vllm", "sglang", "tgi")
-    for engine in engines:
+    for engine in ("vllm", "sglang"):
         assert statuses(overlay, engine) == {"used"}, engine
     if form.startswith(NOT_IN_TRANSFORMERS):
         return

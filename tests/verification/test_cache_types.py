@@ -238,7 +238,6 @@ def test_all_leaves_out_what_does_not_fit(model: PreTrainedModel) -> None:
         ("vllm==0.30", "ultraquant_4bit", "has no such type"),
         ("vllm", "octave_k3v4", "not emulated"),
         ("vllm", "nvfp4_ds_mla", "latents in blocks of 16"),
-        ("tgi", "nvfp4", "is not known"),
     ],
 )
 def test_types_that_are_not_emulated_are_refused(
@@ -342,7 +341,7 @@ def test_memory_is_a_number_above_0(memory: float, model: PreTrainedModel) -> No
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [("vllm", "fp8"), ("sglang", "fp8_e4m3"), ("tgi", "fp8_e4m3fn"), ("reference", "fp8")],
+    [("vllm", "fp8"), ("sglang", "fp8_e4m3"), ("reference", "fp8")],
 )
 def test_fp8_has_the_name_that_the_engine_gives_it(
     engine: str, name: str, model: PreTrainedModel

@@ -70,8 +70,7 @@ def make_table(
         for _, attention in subject.geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
     ]
-    is_joint = settings.get("is_joint", False)
-    scale = Scale(values=values, source=ScaleSource.OBSERVED, is_joint=is_joint)
+    scale = Scale(values=values, source=ScaleSource.OBSERVED)
     return ScaleTable(
         geometry=subject.geometry,
         fmt=settings.get("fmt", E4M3FN),
@@ -133,21 +132,6 @@ def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
     assert torch.equal(found[Role.Q].fake(x).values, cast(x, 1.0))
 
 
-def test_the_tgi_cache_multiplies_by_the_reciprocal(wide: Subject) -> None:
-    found = quantizers(wide, find_emulated("tgi")[1])
-    assert torch.equal(found[Role.V].fake(X).values, by_reciprocal(X, THIRD))
-    assert Role.Q not in found
-
-
-def test_tgi_rounds_one_scale_for_k_and_v_to_the_dtype_it_serves_llama_in(wide: Subject) -> None:
-    rounded = float(torch.tensor(THIRD).to(torch.float16))
-    assert rounded != float(torch.tensor(THIRD))
-    joint = quantizers(wide, find_emulated("tgi")[1], is_joint=True)
-    others = quantizers(wide, find_emulated("tgi")[1])
-    assert float(joint[Role.K].scale) == rounded  # type: ignore[arg-type]
-    assert float(others[Role.K].scale) == pytest.approx(THIRD)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
 @pytest.mark.parametrize("dialect", ["autofp8", "modelopt", "quark"])
 def test_vllm_rounds_scales_that_are_not_compressed_tensors(
@@ -199,10 +183,9 @@ def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(wide: Subject
     assert torch.equal(own.fake(X).values, expected)
 
 
-@pytest.mark.parametrize("engine", ["sglang", "tgi"])
-def test_scales_per_head_are_refused_by(engine: str, wide: Subject) -> None:
-    with pytest.raises(VerificationError, match=f"per head, and {engine} loads one per tensor"):
-        quantizers(wide, find_emulated(engine)[1], ((0.01, 0.07),), per_head=True)
+def test_scales_per_head_are_refused_by_sglang(wide: Subject) -> None:
+    with pytest.raises(VerificationError, match="per head, and sglang loads one per tensor"):
+        quantizers(wide, find_emulated("sglang")[1], ((0.01, 0.07),), per_head=True)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +195,6 @@ def test_scales_per_head_are_refused_by(engine: str, wide: Subject) -> None:
         ("vllm", "modelopt", 1.0),
         ("sglang", "kv-scales", 1.0),
         ("reference", "", THIRD),
-        ("tgi", "", THIRD),
     ],
 )
 def test_scales_of_latent_attention_reach(
@@ -224,7 +206,7 @@ def test_scales_of_latent_attention_reach(
         assert float(quantizer.scale) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu", "tgi"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
 def test_an_e5m2_cache_has_no_scales_in(engine: str, wide: Subject) -> None:
     with pytest.raises(VerificationError, match=f"{engine} uses no scales with an e5m2 KV cache"):
         quantizers(wide, find_emulated(engine)[1], fmt=E5M2)
@@ -239,8 +221,6 @@ def test_an_e5m2_cache_has_no_scales_in(engine: str, wide: Subject) -> None:
 @pytest.mark.parametrize(
     ("engine", "values", "fmt", "saturates"),
     [
-        ("tgi", (1.0,), E4M3FN, False),
-        ("tgi", (0.5,), E4M3FN, True),
         ("vllm", (1.0,), E4M3FN, True),
         ("sglang", (1.0,), E4M3FN, True),
         ("sglang", (0.5,), E4M3FNUZ, False),
@@ -307,22 +287,18 @@ def test_powers_of_two_are_exact_over_the_whole_range() -> None:
     assert quantizer.scale_for(above).flatten().tolist() == [2.0 ** (n + 1) for n in exponents]
 
 
-def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
-    wide: Subject, tmp_path: Path
-) -> None:
+def test_static_scales_are_multiplied_by_their_reciprocal(wide: Subject, tmp_path: Path) -> None:
     wide.model.save_pretrained(tmp_path)
     _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
     static = {
         engine: scheme_of(wide, "fp8-static", find_emulated(engine)[1], stats).quantizers[Q_INPUT]
-        for engine in ("reference", "vllm", "tgi")
+        for engine in ("reference", "vllm")
     }
     scale = float(stats.sites[Q_INPUT].amax.max()) / 448
     x = near_ties(scale)
     assert torch.equal(static["vllm"].fake(x).values, by_reciprocal(x, scale))
     assert torch.equal(static["reference"].fake(x).values, cast(x, torch.tensor(scale)))
     assert not torch.equal(by_reciprocal(x, scale), cast(x, torch.tensor(scale)))
-    assert static["tgi"].scale is Granularity.TOKEN
-    scheme_of(wide, "fp8-static", find_emulated("tgi")[1])  # needs no statistics: it takes none
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -403,10 +379,11 @@ def test_experts_down_projections_do_not_go_through_fp16(tmp_path: Path) -> None
             weight.copy_(values.expand_as(weight))
             weight[:, -1, -1] = 448.0
             weight.mul_(2.0**-20)
-    numerics = replace(PLAIN, weights_through_float16=True, static_inputs_ignored=True)
+    numerics = replace(PLAIN, weights_through_float16=True)
     held, once = {}, {}
     with opened(model, tmp_path / "m") as subject:
-        emulation = scheme_of(subject, "fp8-static", numerics)
+        stats = run_calibration(tmp_path / "m", make_plan(draw([20, 20])))[1]
+        emulation = scheme_of(subject, "fp8-static", numerics, stats)
         for name in ("gate_up_proj", "down_proj"):
             path = f"model.layers.0.mlp.experts.{name}"
             once[name] = cast(subject.model.get_parameter(path).detach(), 2.0**-20)
@@ -424,10 +401,11 @@ def test_what_fp16_flushes_is_lost_where_weights_go_through_it(tmp_path: Path) -
         weight.copy_(torch.logspace(-9, 8.8, weight.numel(), base=2.0).reshape(weight.shape))
         weight[-1, -1] = 448.0
         weight.mul_(2.0**-20)
-    numerics = replace(PLAIN, weights_through_float16=True, static_inputs_ignored=True)
+    numerics = replace(PLAIN, weights_through_float16=True)
     name = "model.layers.0.self_attn.o_proj.weight"
     with opened(model, tmp_path / "m") as subject:
-        found = weight_held(subject, scheme_of(subject, "fp8-static", numerics), name)
+        stats = run_calibration(tmp_path / "m", make_plan(draw([20, 20])))[1]
+        found = weight_held(subject, scheme_of(subject, "fp8-static", numerics, stats), name)
     once = cast(weight.detach(), 2.0**-20)
     expected = cast(once.half().float(), 2.0**-20)
     assert torch.equal(found, expected)

@@ -109,7 +109,7 @@ def test_engines_without_such_a_cache_are_named(exported: Path) -> None:
     assert report.ok
     for key, words in {"vllm": "used as they are", "sglang": "multiplied by 6 on sm_100"}.items():
         assert any(words in each for each in report.engines[key].problems)
-    for key in ("vllm-cpu", "tgi", "transformers"):
+    for key in ("vllm-cpu", "transformers"):
         engine = fp8calib.check(exported, engine=key).engines[key]
         assert not engine.ok
         assert all("this engine has no such KV cache" in each.k.why for each in engine.layers)

@@ -26,7 +26,6 @@ from fp8calib.verification.emulation.weights import (
     WeightParameter,
 )
 from tests import zoo
-from tests.cli.program import succeed
 from tests.kit.checkpoints import change_config
 from tests.verification.by_hand import (
     Subject,
@@ -36,7 +35,6 @@ from tests.verification.by_hand import (
     ceil_log2,
     emulate,
     emulate_checkpoint,
-    emulate_scheme,
     make_batch,
     opened,
     plain_forward,
@@ -206,22 +204,6 @@ def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
     (found,) = emulate(wide, stored(wide, folder, find_emulated("reference")[1]), BATCH)
     assert torch.equal(found, plain_forward(expected, BATCH))
     assert not torch.equal(found, plain_forward(wide.model, BATCH))
-
-
-def test_tgi_quantizes_the_inputs_of_w8a16_like_those_of_fp8_dynamic(
-    wide: Subject, tmp_path: Path
-) -> None:
-    wide.model.save_pretrained(tmp_path / "m")
-    tgi, plain = find_emulated("tgi")[1], find_emulated("reference")[1]
-    outputs, inputs = [], []
-    for name in ("w8a16", "fp8-dynamic"):
-        succeed("quantize", tmp_path / "m", "--scheme", name, "--out", tmp_path / name)
-        (found,) = emulate(wide, stored(wide, tmp_path / name, tgi), BATCH)
-        outputs.append(found)
-        inputs.append(emulate_scheme(wide, find_scheme(name), tgi).quantizers)
-    assert torch.equal(*outputs)
-    assert inputs[0] == inputs[1] != {}
-    assert not stored(wide, tmp_path / "w8a16", plain).quantizers
 
 
 def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:

@@ -79,11 +79,10 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     bad_queries = _find_bad_queries([item for _, item in scales])
     if bad_queries:
         scales = [item for item in scales if Role.Q not in item[1].name.roles]
-    values, joint = _merge(place, scales)
+    values = _merge(place, scales)
     _check_complete(place, geometry, values)
     return ParsedScales(
         values=values,
-        joint=joint,
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, config, [item.file for _, item in scales]),
         origin=find_origin(place, [item.file for _, item in scales]),
@@ -169,10 +168,8 @@ def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
     return [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
 
 
-def _merge(
-    place: Path, scales: Sequence[tuple[Attention, _Stored]]
-) -> tuple[dict[Site, torch.Tensor], frozenset[Site]]:
-    """Merge the spellings of each scale; list the sites that have only `kv_scale`."""
+def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:
+    """Merge the spellings of each scale."""
     merged: dict[Site, _Stored] = {}
     singles: dict[Site, _Stored] = {}
     for attention, stored in scales:
@@ -183,10 +180,9 @@ def _merge(
                 fault = f"two scales for {attention.site(role)}: {other} and {stored}"
                 raise refusal(place, fault, hint="keep the one that was calibrated")
     values = {site: stored.values for site, stored in merged.items()}
-    own = {site.module for site in values if site.role in KV_ROLES}
     for module in dict.fromkeys(site.module for site in singles):
         _fill_from_single(place, module, singles[Site(module, Role.K)], values)
-    return values, frozenset(site for site in singles if site.module not in own)
+    return values
 
 
 def _fill_from_single(

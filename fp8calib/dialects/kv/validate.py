@@ -97,7 +97,6 @@ def join_ranks(
     }
     return ParsedScales(
         values=values,
-        joint=frozenset(values),
         tp=len(ranks),
         fmt=fmt,
         origin=origin,

@@ -216,8 +216,6 @@ def _make_engine(release: Release) -> Engine:
         view=_view,
         replay_folder=partial(_replay_folder, release),
         no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
-        tensor_file_condition="it is read only inside a model folder without "
-        "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
         make_reader=partial(_make_reader, release),
         weight_rules=_WEIGHT_RULES

@@ -1,8 +1,8 @@
 """Blocks of FP8 weights that engines split when they fuse projections or shard them over ranks.
 
-A block of 128 x 128 weights has one scale. vLLM, SGLang and TGI load q, k and v, or gate and up,
-into one weight, and give each rank a slice of its rows or columns. Where a slice ends inside a
-block they stop, or give rows the scale of another block.
+A block of 128 x 128 weights has one scale. vLLM and SGLang load q, k and v, or gate and up, into
+one weight, and give each rank a slice of its rows or columns. Where a slice ends inside a block
+they stop, or give rows the scale of another block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 from fp8calib.geometry.module_paths import name_fused_group
 from fp8calib.geometry.tensor_parallel import rank_range
 
-_ENGINES = ("vllm", "sglang", "tgi")
+_ENGINES = ("vllm", "sglang")
 """vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py (validate_fp8_block_shape); SGLang
-0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape); TGI db931fc
-layers/fp8.py (get_multi_weights_col, w8a8_block_fp8_matmul)."""
+0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape)."""
 _MIN_FINER_BLOCK = 32
 """vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)."""
 _DIALECTS = ("compressed-tensors", "autofp8", "quark", "modelopt", "mxfp8")
-"""The dialects whose block scales engines load in this way; TGI only `autofp8`."""
+"""The dialects whose block scales engines load in this way."""
 _SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
 """The groups that SGLang fuses in every model; it fuses others only in some."""
 _ROW_EXPERTS = ("down_proj", "w2")
@@ -87,13 +86,9 @@ def list_block_findings(
         tp: the number of ranks.
         repeats_scales: it repeats the scales of `autofp8` experts for smaller blocks.
     """
-    is_read = weights.dialect == "autofp8" or engine != "tgi"
-    if weights.dialect not in _DIALECTS or engine not in _ENGINES or not is_read:
+    if weights.dialect not in _DIALECTS or engine not in _ENGINES:
         return []
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
-    if engine == "tgi" and tp > 1:
-        why = "how it shares blocks out over ranks is not judged"
-        return [Finding(status=Status.UNKNOWN, why=why)] if blocks else []
     found = list(_find_linears(blocks, geometry))
     if tp > 1 and (why := next(filter(None, (_explain_split(*each, tp) for each in found)), "")):
         return [_refuse(why, _RANKS_FIX)]
@@ -104,7 +99,7 @@ def list_block_findings(
     ]
     judged = (_judge(engine, each, weights.dialect) for each in fused)
     split = next(filter(None, judged), None)
-    experts = () if engine == "tgi" else _judge_experts(weights, tp, repeats_scales)
+    experts = _judge_experts(weights, tp, repeats_scales)
     return [*experts, *([] if split is None else [split])]
 
 
@@ -115,9 +110,6 @@ def _refuse(why: str, fix: str) -> Finding:
 def _judge(engine: str, fused: _FusedWeight, dialect: str) -> Finding | None:
     if engine == "sglang" and fused.group not in _SGLANG_FUSED:
         return None
-    if engine == "tgi" and fused.is_stored_fused:
-        why = f"{fused.members[0].module} joins projections, for which it reads no blocks"
-        return _refuse(why, _FIX)
     split = fused.find_split_block(checks_last=engine == "sglang" and dialect == "autofp8")
     if split is None:
         return None

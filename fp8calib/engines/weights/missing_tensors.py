@@ -25,7 +25,7 @@ from fp8calib.engines.status import Status
 from fp8calib.engines.weights.expected import PLAIN_DTYPES, Shape
 from fp8calib.engines.weights.finding import CUT, Finding, join_alike
 from fp8calib.engines.weights.stored import LAYER, count_experts
-from fp8calib.engines.weights.weight_rule import SKIPPED_WORDS, NameRules, Opened
+from fp8calib.engines.weights.weight_rule import NameRules, Opened
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
@@ -61,9 +61,7 @@ def list_opened_files(folder: ScaleFolder, opened: Opened) -> tuple[str, ...]:
     """
     weight_map = folder.indexed
     named = set(folder.files) if weight_map is None else set(weight_map.values())
-    if opened is Opened.ALL:
-        named = {each for each in folder.files if not any(word in each for word in SKIPPED_WORDS)}
-    elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.files:
+    if opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.files:
         named = {SINGLE_FILE_NAME}
     return tuple(file for file in folder.files if file in named)
 

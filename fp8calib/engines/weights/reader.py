@@ -69,16 +69,12 @@ class LinearReader:
         folder: the checkpoint. Paths of the text part of a multimodal model are compared in all
             spellings, which engines map to their own.
         section: the config that the engine uses; empty where there is none.
-        joins_experts: whether the engine joins the experts of a layer.
     """
 
     formats: Collection[str] = FORMATS
     """The formats of compressed-tensors for which the engine has schemes of FP8 weights."""
 
-    def __init__(
-        self, folder: ScaleFolder, section: Section, *, joins_experts: bool = True
-    ) -> None:
-        self._joins_experts = joins_experts
+    def __init__(self, folder: ScaleFolder, section: Section) -> None:
         self._is_wrapped = any(isinstance(folder.config.get(key), dict) for key in _TEXT_KEYS)
         nested = section.get("quantization")
         self._is_nested = isinstance(nested, dict)
@@ -108,9 +104,9 @@ class LinearReader:
     def require_judged(self, folder: ScaleFolder) -> None:
         """Raise `Unjudged` where more than the stored linears tells what the engine does."""
 
-    def joins(self, group: LinearGroup) -> bool:
+    def joins(self, group: LinearGroup) -> bool:  # noqa: ARG002 -- overridden
         """Tell whether the engine joins a group; otherwise each linear is a group of its own."""
-        return self._joins_experts or group.kind is not GroupKind.EXPERTS
+        return True
 
     def creates(self, group: LinearGroup) -> bool:
         """Tell whether the engine creates a group by the config, whatever is stored."""
@@ -359,14 +355,14 @@ class LinearReader:
         return scheme
 
 
-def make_plain_reader(folder: ScaleFolder, *, joins_experts: bool = True) -> LinearReader:
+def make_plain_reader(folder: ScaleFolder) -> LinearReader:
     """Make the reader of an engine without rules of its own: it takes the config as it is meant.
 
     Raises:
         Refusal: the config is no object.
     """
     section = find_quantization(folder, keys=CONFIG_KEYS) or {}
-    return LinearReader(folder, section, joins_experts=joins_experts)
+    return LinearReader(folder, section)
 
 
 def require_mx(release: Release, form: str, group: LinearGroup, error: str) -> None:

@@ -38,31 +38,17 @@ class WeightRule:
     fix: str = ""
 
 
-MX_UNREAD = WeightRule(
-    schemes=("mxfp8", "mxfp8-a16"),
-    status=Status.UNKNOWN,
-    why="what it does with MXFP8 has not been read",
-    source="",
-)
-
-
-SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
-"""TGI leaves out the files with one of these in their names (`utils/hub.py`, db931fc)."""
-
-
 class Opened(StrEnum):
     """The files of a folder that an engine opens."""
 
     INDEXED = "those that the index names, or all without one"
     SINGLE = "model.safetensors, or those that the index names"
-    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRules:
     """What of the tensors beside linears an engine treats in its own way, by model type."""
 
-    opened: Opened = Opened.INDEXED
     bare_types: tuple[str, ...] = ()
     """Types whose tensors it also finds without the first part of their names."""
     skipped_experts: tuple[str, ...] = ()

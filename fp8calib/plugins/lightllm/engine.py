@@ -25,15 +25,6 @@ _NO_QUERY = "later commits need q_calibration beside scales per head: export wit
 _UNREAD = "which models LightLLM serves with an FP8 cache was not read"
 
 
-def find_kv_type(path: Path) -> str:
-    """Give the value of `--llm_kv_type` that a file is for; empty where it is none of LightLLM."""
-    try:
-        kind = load_json_object(path).get("quant_type")
-    except ModelError:
-        return ""
-    return {PER_HEAD: "fp8kv_sph", PER_TENSOR: "fp8kv_spt"}.get(str(kind), "")
-
-
 def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder) -> EngineReport:  # noqa: ARG001
     """Replay `_load_and_check_config` for the type of cache that the file is for.
 
@@ -124,16 +115,13 @@ ENGINE = Engine(
     key="lightllm",
     title="LightLLM",
     version="88b2fc6",
-    is_brief=True,
     launch=Launch(
         command="python -m lightllm.server.api_server --model_dir",
         kv_flag="--llm_kv_type fp8kv_spt",
         ranks_flag="--tp",
-        scales_flag="--kv_quant_calibration_config_path",
     ),
     no_numerics="its arithmetic has not been read",
     replay_json=_replay_json,
     no_folder="it takes KV scales from a file alone: name the kv_cache_calib.json that "
     "`export --format lightllm` writes",
-    find_cache_type=find_kv_type,
 )

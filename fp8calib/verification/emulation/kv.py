@@ -206,13 +206,9 @@ def _kv_scale_values(
 ) -> torch.Tensor:
     if attention.kind == "latent" and takes_latents_unscaled(table, numerics):
         return torch.tensor(1.0)
-    scale = table.scales[attention.site(role)]
-    values = scale.values
+    values = table.scales[attention.site(role)].values
     if table.per_head:
         return values.max() if numerics.kv_heads_share_largest else values.reshape(-1, 1, 1)
-    dtype = numerics.find_joint_dtype(table.geometry.model_type)
-    if scale.is_joint and dtype:
-        values = values.to(getattr(torch, dtype)).float()
     return _per_head(values, attention.num_kv_heads)
 
 
@@ -228,15 +224,13 @@ def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, numerics: Numerics) -> Quantizer:
-    is_one = bool((values == 1).all())
-    saturates = numerics.kv_saturates_unscaled or not is_one
     return Quantizer(
         fmt=fmt,
         scale=values,
         rounding=numerics.kv_rounding,
         by_reciprocal=numerics.kv_by_reciprocal,
         in_model_dtype=numerics.kv_in_model_dtype,
-        saturates=saturates and fmt.name not in numerics.kv_unsaturated,
+        saturates=fmt.name not in numerics.kv_unsaturated,
     )
 
 

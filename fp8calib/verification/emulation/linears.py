@@ -66,7 +66,7 @@ def emulate_linears(
 def _quantize_inputs(
     activation: Activation, fmt: Fp8Format, numerics: Numerics, *, is_rounded: bool
 ) -> Quantizer | None:
-    """Quantize inputs as the engine does; by token if it ignores static scales."""
+    """Quantize inputs as the engine does."""
     kind = activation.kind
     if ("mxfp8" if activation.is_mx else "fp8") in numerics.unmultiplied:
         return None
@@ -74,9 +74,9 @@ def _quantize_inputs(
         is_quantized = kind is InputScaling.GROUP or numerics.mx_inputs_always_quantized
         mx = Quantizer(fmt=fmt, scale=Granularity.GROUP, block=MX_BLOCK, power_of_two=True)
         return mx if is_quantized else None
-    if kind is InputScaling.NONE and not numerics.inputs_always_quantized:
+    if kind is InputScaling.NONE:
         return None
-    if kind is InputScaling.STATIC and not numerics.static_inputs_ignored:
+    if kind is InputScaling.STATIC:
         assert activation.scale is not None  # noqa: S101 -- refused where it is missing
         return Quantizer(
             fmt=fmt,
