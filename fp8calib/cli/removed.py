@@ -25,6 +25,7 @@ REMOVED: dict[str, str] = {
     "check --engine-python": "`fp8calib vllm check PATH --python PATH`",
     "check --live": "`fp8calib vllm audit PATH --url URL`",
     "export --vision-scales": "vLLM saves its own by `--mm-encoder-fp8-scale-save-path`",
+    "verify --gpu": "`plan --gpu` plans for a GPU; `verify` names the GPUs of each cache type",
     "check --run": "`fp8calib vllm check PATH` asks vLLM's own loader",
     "quantize --push": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",
     "quantize --upload": "`hf upload ORG/NAME DIR` of huggingface_hub sends a folder to the Hub",

@@ -137,7 +137,7 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
             "architecture": job.target.geometry.architecture,
             "layers": len(job.target.geometry.layers),
             "weights_size_bytes": job.checkpoint.total_size_bytes,
-            "engine": ", ".join(each.options.engine.key for each in (job, *job.others)),
+            "engine": job.options.engine.key,
             "candidates": names,
             "dtype": job.dtype,
             "dtype_why": job.dtype_why,

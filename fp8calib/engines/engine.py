@@ -156,10 +156,10 @@ class Engine:
         return tuple(dict.fromkeys(each.backend for each in sorted(found, key=lambda e: e.rank)))
 
     def list_generations(
-        self, cache_type: str, gpu: Gpu | None, head_sizes: Collection[int] = ()
+        self, cache_type: str, head_sizes: Collection[int] = ()
     ) -> tuple[str, ...]:
         """List the generations of GPUs with such a backend, oldest first."""
-        found = {each.generation for each in self._list_storage(cache_type, gpu, head_sizes)}
+        found = {each.generation for each in self._list_storage(cache_type, None, head_sizes)}
         return tuple(each for each in GENERATIONS if each in found)
 
     def _list_storage(
@@ -185,7 +185,7 @@ class Engine:
         if self.list_backends(cache_type, gpu):
             sizes = " or ".join(map(str, sorted(head_sizes)))
             return f"{self.release} does not store it for heads of {sizes} on {gpu.title}"
-        others = join_generations(self.list_generations(cache_type, None))
+        others = join_generations(self.list_generations(cache_type))
         where = f", but on {others}" if others else ""
         return f"{self.release} does not store it on {gpu.title}{where}"
 
@@ -197,8 +197,7 @@ class Engine:
 
     def emulate_on(self, gpu: Gpu, numerics: Numerics) -> Numerics:
         """Give the arithmetic of a release on a GPU."""
-        unmultiplied = self.list_unmultiplied(gpu)
-        return replace(numerics, gpu=gpu.title, unmultiplied=unmultiplied)
+        return replace(numerics, unmultiplied=self.list_unmultiplied(gpu))
 
     def explain_unmultiplied(self, scheme: Scheme, gpu: Gpu) -> str:
         """Say why a GPU does not run the inputs of a scheme as they are stored; empty where so."""

@@ -76,10 +76,8 @@ class Numerics:
     them, q and probabilities, as that of a decoding step does; if not, all are in 16 bits."""
     mx_inputs_always_quantized: bool = False
     """Inputs of MXFP8 weights are quantized even if a scheme leaves them in 16 bits (mxfp8-a16)."""
-    gpu: str = ""
-    """The GPU that serves; empty where it may be any."""
     unmultiplied: frozenset[str] = frozenset()
-    """`fp8` and `mxfp8`: weights whose inputs this GPU leaves in 16 bits, whatever is asked."""
+    """`fp8` and `mxfp8`: weights whose inputs the GPU leaves in 16 bits, whatever is asked."""
     input_by_reciprocal: bool = False
     """Static activations are multiplied by 1 / scale (fp32) rather than divided."""
     token_by_reciprocal: bool = False

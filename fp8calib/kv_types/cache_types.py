@@ -58,8 +58,6 @@ class CacheType:
     """Whether the codes were compared with the engine's kernel, bit for bit."""
     note: str = ""
     """What the emulation leaves out."""
-    noted_generations: frozenset[str] = frozenset()
-    """The generations of GPUs that `note` is about; empty: all."""
 
     def explain_misfit(self, head_size: int) -> str:
         """Say why heads of a size cannot be stored; empty where they can."""
@@ -120,7 +118,6 @@ def _make_nvfp4(name: str, description: str, store: Callable[..., torch.Tensor])
         head_multiple=fp4.NVFP4_BLOCK,
         has_global_scales=True,
         note="on B200 q is rounded to E4M3 too, in vLLM also what attention gives: left out",
-        noted_generations=frozenset({"sm_100", "sm_103"}),
     )
 
 

@@ -158,23 +158,10 @@ def decoding_table(results: Sequence[DecodeResult]) -> Table:
 
 
 def list_shown_pairs(report: VerifyReport) -> Iterator[PairedResult]:
-    """List the comparisons to show: with scale 1.0 or else the best of its kind, and by engine.
-
-    Of two engines, the one that was named later is compared with the other.
-    """
-    places = {one.name: place for place, one in enumerate(report.candidates)}
+    """List the comparisons to show: with scale 1.0 or else the best of its kind."""
     klds = {one.name: one.kld_mean or 0.0 for one in report.candidates}
-    engines = {one.name: one.engines for one in report.candidates}
     for pair in report.comparisons:
-        if engines[pair.candidate] != engines[pair.base]:
-            if places[pair.base] < places[pair.candidate]:
-                yield pair
-            continue
-        bases = {
-            each.base
-            for each in report.comparisons
-            if each.candidate == pair.candidate and engines[each.base] == engines[pair.base]
-        }
+        bases = {each.base for each in report.comparisons if each.candidate == pair.candidate}
         best = min(bases, key=lambda name: klds[name])
         if pair.base == (SCALE_ONE if SCALE_ONE in bases else best):
             yield pair
@@ -208,9 +195,8 @@ def cache_table(report: VerifyReport) -> Table | None:
     }
     if not has_memory:
         del columns["tokens that fit"]
-    place = f" on {report.gpu}" if report.gpu else ""
     return Table(
-        title=f"KV caches in {report.engine_version}{place}",
+        title=f"KV caches in {report.engine_version}",
         columns=list(columns),
         rows=list(zip(*columns.values(), strict=True)),
         words=(0, *range(list(columns).index("scales"), len(columns))),

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import find_replayed, list_replayed
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.options.option import Option
@@ -70,7 +71,16 @@ class PlanRequest:
             f"{', '.join(list_replayed())}. The first one whose arithmetic is known is emulated.",
         ),
     ] = ("vllm",)
-    gpu: shared.GpuOption = None
+    gpu: Annotated[
+        str | None,
+        Option(
+            "--gpu",
+            metavar="NAME",
+            check=find_gpu,
+            help="The GPU that serves: nothing is chosen that the engines do not serve on it. "
+            f"Known: {', '.join(GPUS)}.",
+        ),
+    ] = None
     scheme: Annotated[
         str | Sequence[str] | None,
         Option(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, require_path
 from fp8calib.dialects.registry import list_format_names
-from fp8calib.engines.facts.gpus import GPUS, find_gpu
 from fp8calib.engines.registry import list_cache_types
 from fp8calib.errors import UsageError, suggest
 from fp8calib.options.option import Option
@@ -194,16 +193,6 @@ MemoryOption = Annotated[
         parser=read_gib,
         help="Memory limit of the process (24 is 24 GiB, 500M is 500 MiB); a model that needs more "
         "is streamed layer by layer. Default: what is available on the machine.",
-    ),
-]
-GpuOption = Annotated[
-    str | None,
-    Option(
-        "--gpu",
-        metavar="NAME",
-        check=find_gpu,
-        help="The GPU that serves: nothing else is compared or recommended than what the engine "
-        f"serves on it. Known: {', '.join(GPUS)}.",
     ),
 ]
 

@@ -27,11 +27,6 @@ def _check_rule(name: str) -> None:
         parse_rule(name)
 
 
-def _check_engines(names: str) -> None:
-    for name in _split(names):
-        find_emulated(name)
-
-
 def _check_cache_type(name: str) -> None:
     shared.check_cache_type(name, "all")
 
@@ -76,16 +71,14 @@ class VerifyRequest:
     _: KW_ONLY
     text_column: Annotated[str | None, TEXT_COLUMN] = None
     engine: Annotated[
-        str | Sequence[str],
+        str,
         Option(
             "--engine",
             metavar="NAME[==VERSION]",
-            reads=list[str],
-            check=_check_engines,
-            help=f"Engine to emulate: {', '.join(list_emulated())}; repeat to compare engines. "
-            "Default: vllm.",
+            check=find_emulated,
+            help=f"Engine to emulate: {', '.join(list_emulated())}.",
         ),
-    ] = ("vllm",)
+    ] = "vllm"
     scheme: Annotated[
         str | None,
         Option(
@@ -139,7 +132,6 @@ class VerifyRequest:
             "told for each type.",
         ),
     ] = None
-    gpu: shared.GpuOption = None
     decode: Annotated[
         bool,
         Option(

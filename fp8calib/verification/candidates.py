@@ -19,11 +19,10 @@ from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.registry import find_dialect
-from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, cut_list, format_ranges, name_ranges
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
-from fp8calib.fp8.schemes import MX_BLOCK, InputScaling, Scheme
+from fp8calib.fp8.schemes import MX_BLOCK, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.kv_types.cache_types import CACHE_TYPES, E5M2_CACHE, CacheType
@@ -109,10 +108,6 @@ class Candidate:
     """The quantizers of the KV cache with scales that fit every tensor (`fit_kv`)."""
     notes: tuple[str, ...] = ()
     """Notes on what the emulation does not cover."""
-    subject: str = ""
-    """What is compared: the name without the engine."""
-    engines: tuple[str, ...] = ()
-    """The engines that compute it so."""
     kv_cache: KvCacheResult | None = None
     """None where only weights and inputs are quantized."""
     prompt_in_16_bits: bool = False
@@ -322,16 +317,15 @@ def build_cache(
     table: ScaleTable | None = None,
     *,
     factor: float = 1.0,
-    gpu: Gpu | None = None,
 ) -> Candidate:
     """Build a candidate whose KV cache has a type of `EMULATED`, which fits the model.
 
     `table` has the calibrated scales; None: 1.0. Those of a type with global scales are multiplied
-    by `factor`, as the engine does. `gpu` is the one that serves; None for any.
+    by `factor`, as the engine does.
     """
     if dtype in CACHE_TYPES:
         cache_type = CACHE_TYPES[dtype]
-        return _build_own_type(name, cache_type, geometry, table, factor=factor, gpu=gpu)
+        return _build_own_type(name, cache_type, geometry, table, factor=factor)
     fmt = E5M2 if dtype == E5M2_CACHE else E4M3FN
     if table is None:
         plain = build_unscaled(name, geometry, fmt, numerics)
@@ -351,10 +345,8 @@ def _build_own_type(
     table: ScaleTable | None,
     *,
     factor: float,
-    gpu: Gpu | None,
 ) -> Candidate:
-    is_noted = gpu is None or gpu.generation in cache_type.noted_generations
-    scales, notes = "", [cache_type.note] if is_noted or not cache_type.noted_generations else []
+    scales, notes = "", [cache_type.note]
     if cache_type.has_global_scales:
         scales = ", global scales 1.0" if table is None else ", calibrated global scales"
     if table is not None and factor != 1:
@@ -461,21 +453,11 @@ def build_scheme(
 def _note_mx_inputs(name: str, emulation: Emulation, numerics: Numerics) -> Iterator[str]:
     inputs = (each for site, each in emulation.quantizers.items() if site.role is Role.INPUT)
     is_mx = any(each.power_of_two and each.block == MX_BLOCK for each in inputs)
-    if is_mx and numerics.mx_inputs_always_quantized and not numerics.gpu:
+    if is_mx and numerics.mx_inputs_always_quantized:
         yield (
             f"{name}: inputs of MXFP8 are quantized as on Blackwell and gfx95x; on other GPUs "
-            f"{numerics.name} leaves them in 16 bits: name yours with --gpu"
+            f"{numerics.name} leaves them in 16 bits"
         )
-
-
-def _note_unmultiplied(name: str, checkpoint: Fp8Checkpoint, numerics: Numerics) -> Iterator[str]:
-    """Say which inputs that a checkpoint quantizes stay in 16 bits on the GPU that serves."""
-    inputs = (checkpoint.activation(each) for each in checkpoint.quantized)
-    kinds = {
-        "mxfp8" if each.is_mx else "fp8" for each in inputs if each.kind is not InputScaling.NONE
-    }
-    for kind in sorted(kinds & numerics.unmultiplied):
-        yield f"{name}: {numerics.gpu} has no {kind}: {numerics.name} leaves its inputs in 16 bits"
 
 
 def _find_input_scales(
@@ -521,7 +503,6 @@ def build_checkpoint(
         notes=(
             *([opened.kv_note] if opened.kv_note else []),
             *_note_mx_inputs(opened.name, emulation, numerics),
-            *_note_unmultiplied(opened.name, checkpoint, numerics),
             *kv.notes,
             *find_checkpoint_gaps(opened.name, emulation.weights, checkpoint, source),
         ),

@@ -131,10 +131,6 @@ class CandidateResult(_Model):
     """One candidate beside the unquantized model."""
 
     name: str
-    subject: str = ""
-    """What is compared: the name without the engine."""
-    engines: tuple[str, ...] = ()
-    """The engines that compute it so: several where their arithmetic is the same."""
     description: str
     """What is quantized, in words."""
     ppl: float
@@ -452,8 +448,6 @@ class VerifyReport(WithOverview, _Model):
     model: str
     engine: str
     engine_version: str
-    gpu: str = ""
-    """The GPU that serves, with its generation; empty for any."""
     dtype: str
     device: str
     data: tuple[str, ...]

@@ -458,10 +458,7 @@ def _pair_candidates(
     compared: ComparisonResult,
     lengths: Sequence[int],
 ) -> tuple[PairedResult, ...]:
-    """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights.
-
-    Of several engines, two candidates are compared that differ in the engine, or in the rest.
-    """
+    """Compare each with each: KV scales and scale 1.0, and candidates with FP8 weights."""
     klds = {name: scores.klds for name, scores in compared.candidates.items()}
     cached = [one for one in results if has_kv_only(one.name, layers)]
     weights = [one for one in results if one not in cached]
@@ -471,7 +468,6 @@ def _pair_candidates(
         for one in kind
         for base in kind
         if one is not base and one.name != SCALE_ONE
-        if one.engines == base.engines or one.subject == base.subject
     )
 
 
@@ -520,11 +516,9 @@ def _make_result(
     )
     overflowing = _find_overflow(candidate, compared)
     if overflowing:
-        verdict, why = Verdict.FAIL, f"{_name_engine(candidate, request)} turns {overflowing}"
+        verdict, why = Verdict.FAIL, f"{request.numerics.name} turns {overflowing}"
     return CandidateResult(
         name=candidate.name,
-        subject=candidate.subject,
-        engines=candidate.engines,
         description=candidate.description,
         **list_figures(summary),
         verdict=verdict,
@@ -543,13 +537,9 @@ def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) 
         if missed:
             yield (
                 f"{candidate.name}: {cut_list(missed, 1)}: quantized by "
-                f"{_name_engine(candidate, request)} but not emulated: the model computes it "
+                f"{request.numerics.name} but not emulated: the model computes it "
                 "without a hook"
             )
-
-
-def _name_engine(candidate: Candidate, request: VerificationRequest) -> str:
-    return " = ".join(candidate.engines) or request.numerics.name
 
 
 def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:

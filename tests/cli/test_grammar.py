@@ -186,7 +186,7 @@ def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str
     [
         ("calibrate m --tp 1 2", "repeat the option: --tp 1 --tp 2"),
         ("verify m --data a b", "repeat the option: --data a --data b"),
-        ("verify m --engine vllm tgi sglang", "repeat the option: --engine vllm --engine tgi"),
+        ("check m --engine vllm vllm-cpu", "repeat the option: --engine vllm --engine vllm-cpu"),
         ("check m --tp 1 2", "--tp takes one value"),
         ("check m n", "see --help"),
         ("verify m --sensitivity n", "see --help"),

@@ -100,28 +100,6 @@ def read_rows(title: str) -> dict[str, list[str]]:
     return {scheme.strip("`"): cells for scheme, *cells in rows}
 
 
-ENGINE_ROWS = read_rows("scheme | KLD, vLLM")
-
-
-@takes_minutes
-@pytest.mark.parametrize("scheme", ENGINE_ROWS)
-@pytest.mark.usefixtures("place")
-def test_engines_differ_as_the_results_say(scheme: str) -> None:
-    (command,) = list_runs(RESULTS)
-    assert "w8a16" in command.words
-    more: tuple[str, ...] = ()
-    if scheme == "fp8-static":
-        (calibrate,) = (each for each in list_runs(README) if each.words[1] == "calibrate")
-        succeed(*calibrate.words[1:])
-        more = ("--scales", CALIBRATION)
-    words = (scheme if word == "w8a16" else word for word in command.words[1:])
-    printed = succeed(*words, *more).out
-    kld, *others = ENGINE_ROWS[scheme]
-    check_shown(kld, printed, before=r"^\S+ in vllm +\w+ +")
-    for engine, told in zip(("sglang",), others, strict=True):
-        check_shown(told, printed, before=rf"^.* against vllm, .*?\b{engine} [a-z ]*")
-
-
 @takes_minutes
 def test_schemes_cost_what_the_results_say() -> None:
     module = ("-m", "scripts.benchmarks.quality", "--model", str(MODEL), "--peers-python", "none")

@@ -528,56 +528,6 @@ def test_of_fp8_weights_the_smallest_loss_that_passes_is_recommended() -> None:
     assert weights(failed, refused=("c",)).remedy is Remedy.NONE
 
 
-@pytest.mark.parametrize(
-    ("answer", "difference", "more", "expected"),
-    [
-        (PairedAnswer.BETTER, -0.006, {}, "is better (KLD -0.0060 ± 0.0005)"),
-        (PairedAnswer.WORSE, 0.006, {}, "is worse (KLD +0.0060 ± 0.0005)"),
-        (PairedAnswer.NO_DIFFERENCE, 0.0, {"se": 0.0}, "has the same KLD in every sequence"),
-        (PairedAnswer.NO_DIFFERENCE, 1e-4, {}, "makes no difference (KLD +0.0001 ± 0.0005)"),
-        (
-            PairedAnswer.CANNOT_TELL,
-            0.0001,
-            {"tokens_to_tell": 8160},
-            "differs by less than this text can tell (KLD +0.0001 ± 0.0005; about 8,200 tokens "
-            "would)",
-        ),
-        (
-            PairedAnswer.CANNOT_TELL,
-            -0.003,
-            {},
-            "differs by less than so few sequences can tell (KLD -0.0030 ± 0.0005)",
-        ),
-    ],
-)
-def test_an_engine_is_compared_with_the_first(
-    answer: PairedAnswer, difference: float, more: dict[str, Any], expected: str
-) -> None:
-    """No engine is recommended, whatever the answer is."""
-    found = settle(
-        Basis(
-            candidates=[
-                candidate("w8a16 in vllm", 0.02, subject="w8a16", engines=("vllm", "vllm==0.31")),
-                candidate("w8a16 in tgi", 0.02, Verdict.FAIL, subject="w8a16", engines=("tgi",)),
-            ],
-            layers=[row(name, "weight") for name in ("w8a16 in vllm", "w8a16 in tgi")],
-            fits={},
-            kv=None,
-            paired={
-                ("w8a16 in tgi", "w8a16 in vllm"): pair(
-                    "w8a16 in tgi", "w8a16 in vllm", difference, answer, **more
-                )
-            },
-            refused=("w8a16 in vllm",),
-        )
-    )
-    assert found.headline == (
-        f"Same arithmetic: vllm = vllm==0.31. w8a16: against vllm, tgi {expected}. vllm cannot "
-        "use w8a16. w8a16 in tgi: fail."
-    )
-    assert found.remedy is Remedy.NONE
-
-
 def test_weights_that_are_not_what_they_were_are_named() -> None:
     bad = row("mine", "weight", sqnr_db=12.0, scale=None)
     found = settle(Basis(candidates=[candidate("mine", 0.1)], layers=[bad], fits={}, kv=None))

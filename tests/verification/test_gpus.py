@@ -1,4 +1,4 @@
-"""What `--gpu` leaves of the types of the KV cache and of the schemes."""
+"""What a GPU serves of the types of the KV cache and of the schemes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from transformers import PreTrainedModel
 import fp8calib
 from fp8calib.engines.facts.gpus import GENERATIONS, GPUS, find_gpu, join_generations
 from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.sites import Role
 from fp8calib.render.verify_tables import cache_table
 from tests import zoo
+from tests.verification.by_hand import emulate_scheme, opened
 
 TEXT = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(5))
 
@@ -100,8 +103,6 @@ def test_table_has_the_figures_and_the_gpus_of_each_type(model: PreTrainedModel)
     for one in report.candidates:
         assert found[one.name]["top-1"] == f"{one.top1_agreement:.2%}"
         assert found[one.name]["ratio ± se"].startswith(f"{one.ppl_ratio:.4f} ± ")
-    report = fp8calib.verify(model, **asked, kv_cache_dtype=["nvfp4"], gpu="b200")
-    assert [one.kv_cache.gpus for one in report.candidates if one.kv_cache] == [("sm_100",)] * 2
 
 
 def test_every_generation_serves_fp8() -> None:
@@ -118,9 +119,6 @@ def test_heads_that_no_backend_was_asked_about_have_none() -> None:
     report = fp8calib.verify(model, **asked)
     assert all(one.kv_cache and not one.kv_cache.backends for one in report.candidates)
     assert len(report.candidates) > 3
-    report = fp8calib.verify(model, **asked, gpu="h100")
-    assert [one.name for one in report.candidates] == ["scale-1.0"]
-    assert "whether vLLM 0.33.0 stores heads of 24 was not asked" in " ".join(report.warnings)
 
 
 @pytest.mark.parametrize(
@@ -139,57 +137,27 @@ def test_large_and_odd_heads_are_stored_by_these_backends(
     assert record.list_backends("fp8", GPUS[gpu], {size}) == backends
 
 
-def test_all_are_the_types_that_the_gpu_serves(model: PreTrainedModel) -> None:
-    report = fp8calib.verify(
-        model, data=TEXT, seq_len=32, engine="vllm==0.33", kv_cache_dtype=["all"], gpu="h100"
-    )
-    named = {one.name: one.kv_cache for one in report.candidates}
-    assert "int8_per_token_head" in named
-    assert not {"nvfp4", "nvfp4_4over6", "ultraquant_4bit"} & set(named)
-    assert report.gpu == "H100 (sm_90)"
-    left = " ".join(report.warnings)
-    assert "nvfp4 is left out: vLLM 0.33.0 does not store it for heads of 64 on H100" in left
-    assert "nvfp4_4over6 is left out: vLLM 0.33.0 does not store it on H100 (sm_90), but " in left
-    unscaled = named["scale-1.0"]
-    assert unscaled is not None
-    assert unscaled.backends == ("flash_attn", "flashinfer", "triton_attn")
-
-
 @pytest.mark.parametrize(
-    ("asked", "part"),
+    ("cache_type", "gpu", "size", "part"),
     [
-        ({"engine": "sglang"}, "what SGLang .* serves on it is not known"),
-        ({"engine": ["vllm", "vllm==0.31"]}, "--gpu is about one engine"),
-        ({"gpu": "a100", "scheme": "fp8-dynamic"}, "leaves inputs in 16 bits on A100"),
-        ({"gpu": "h100", "scheme": "mxfp8"}, "which has no mxfp8"),
+        ("fp8", "h100", 24, "whether vLLM 0.33.0 stores heads of 24 was not asked"),
+        ("nvfp4", "h100", 64, "vLLM 0.33.0 does not store it for heads of 64 on H100 (sm_90)"),
+        ("nvfp4_4over6", "h100", 64, "vLLM 0.33.0 does not store it on H100 (sm_90), but "),
+        ("int8_per_token_head", "h100", 64, ""),
     ],
 )
-def test_what_a_gpu_does_not_run_is_refused(
-    asked: dict[str, object], part: str, model: PreTrainedModel
+def test_why_a_gpu_does_not_serve_a_type_is_told(
+    cache_type: str, gpu: str, size: int, part: str
 ) -> None:
-    with pytest.raises(UsageError, match=part):
-        fp8calib.verify(model, data=TEXT, seq_len=32, **{"gpu": "h100", **asked})  # type: ignore[arg-type]
+    told = find_emulated("vllm==0.33")[0].explain_unserved(cache_type, GPUS[gpu], {size})
+    assert bool(told) is bool(part)
+    assert part in told
 
 
-@pytest.mark.parametrize(("gpu", "is_noted"), [(None, True), ("b200", True), ("h100", False)])
-def test_what_a_gpu_rounds_beside_the_cache_is_named_for_it_alone(
-    gpu: str | None, is_noted: bool
-) -> None:
-    model = zoo.build("llama", head_dim=128)
-    report = fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4"], gpu=gpu)
-    assert any("on B200 q is rounded" in text for text in report.warnings) is is_noted
-
-
-def test_named_type_that_the_gpu_does_not_serve_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ModelError, match=r"nvfp4_4over6: vLLM .* does not store it on H100"):
-        fp8calib.verify(model, data=TEXT, seq_len=32, kv_cache_dtype=["nvfp4_4over6"], gpu="h100")
-
-
-def test_range_of_mi300x_is_named(model: PreTrainedModel) -> None:
-    report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="mi300x")
-    assert any("stores FP8 as e4m3fnuz" in text for text in report.warnings)
-    report = fp8calib.verify(model, data=TEXT, seq_len=32, gpu="mi300x", fp8_dtype="e4m3fnuz")
-    assert not any("stores FP8 as" in text for text in report.warnings)
+def test_plan_refuses_a_gpu_of_which_nothing_is_known(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m")
+    with pytest.raises(UsageError, match=r"what SGLang .* serves on it is not known"):
+        fp8calib.plan(tmp_path / "m", data=TEXT, engine="sglang", gpu="h100", max_bytes="90%")
 
 
 @pytest.mark.parametrize(
@@ -201,24 +169,15 @@ def test_range_of_mi300x_is_named(model: PreTrainedModel) -> None:
         ("fp8-dynamic", "h100", False),
     ],
 )
-def test_inputs_of_a_checkpoint_are_quantized_where_the_gpu_multiplies_them(
+def test_inputs_are_quantized_where_the_gpu_multiplies_them(
     scheme: str, gpu: str, is_plain: bool, tmp_path: Path
 ) -> None:
-    zoo.save("llama", tmp_path / "m", hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)
-    fp8calib.quantize(tmp_path / "m", scheme=scheme, out=tmp_path / "out")
-
-    def measure(**asked: object) -> tuple[float, str]:
-        asked = {"data": TEXT, "seq_len": 32, **asked}
-        report = fp8calib.verify(tmp_path / "m", **asked)  # type: ignore[arg-type]
-        return report.candidates[0].kld_mean, " ".join(report.warnings)
-
-    found, told = measure(scales=tmp_path / "out", gpu=gpu)
-    alone = {"mxfp8": "mxfp8-a16", "fp8-dynamic": "w8a16"}[scheme]
-    plain, _ = measure(scheme=alone, engine="reference")
-    quantized, _ = measure(scheme=scheme, engine="vllm")
-    assert plain != quantized
-    assert found == (plain if is_plain else quantized)
-    assert ("leaves its inputs in 16 bits" in told) is is_plain
-    assert "on other GPUs" not in told
-    if scheme == "mxfp8":
-        assert measure(scheme=alone, gpu=gpu)[0] == found
+    engine, numerics = find_emulated("vllm")
+    told = engine.explain_unmultiplied(SCHEMES[scheme], GPUS[gpu])
+    assert ("leaves inputs in 16 bits on" in told) is is_plain
+    numerics = engine.emulate_on(GPUS[gpu], numerics)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    with opened(zoo.build("llama", **sizes), tmp_path / "m") as subject:
+        found = emulate_scheme(subject, SCHEMES[scheme], numerics).quantizers
+    inputs = [site for site in found if site.role is Role.INPUT]
+    assert bool(inputs) is not is_plain

@@ -58,11 +58,6 @@ class Gpu:
         """Its name in sentences."""
         return f"{self.name.upper()} ({self.generation})"
 
-    @property
-    def stores_fnuz(self) -> bool:
-        """Whether its E4M3 has no infinities and one NaN, and half the range."""
-        return self.generation == "gfx942"
-
 
 GPUS = {
     name: Gpu(name=name, generation=generation)

@@ -268,7 +268,6 @@ class GroupMaker:
         return build_cache(
             *(name, name, opened.target.geometry, numerics, table),
             factor=opened.emulated.scale_factor,
-            gpu=opened.gpu,
         ).emulation
 
 

@@ -18,7 +18,7 @@ from fp8calib.jobs.models import RunModel
 from fp8calib.jobs.planning.budget import check_budget
 from fp8calib.jobs.recipe_options import open_recipe
 from fp8calib.jobs.text import plan_texts
-from fp8calib.jobs.verification.options import choose_cache_types, require_known
+from fp8calib.jobs.verification.options import choose_cache_types
 from fp8calib.kv_types.cache_types import CACHE_TYPES, FP8_CACHES
 from fp8calib.kv_types.sizes import explain_misfit
 from fp8calib.recipe import Recipe
@@ -83,7 +83,7 @@ def open_plan(request: PlanRequest) -> Iterator[OpenedPlan]:
     """
     for engine in _list_engines(request):
         if request.gpu is not None:
-            require_known(find_gpu(request.gpu), engine)
+            _require_known(find_gpu(request.gpu), engine)
         _name_type(request, engine)
     check_budget(request)
     if request.samples < 2:
@@ -154,6 +154,19 @@ def _name_type(request: PlanRequest, engine: Engine) -> Sequence[str]:
     if request.kv_cache_dtype in FP8_CACHES:
         return ()
     return choose_cache_types([request.kv_cache_dtype], engine)
+
+
+def _require_known(gpu: Gpu, engine: Engine) -> None:
+    """Refuse a GPU of which nothing is known in an engine.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not engine.storage:
+        raise UsageError(
+            f"--gpu {gpu.name}: what {engine.release} serves on it is not known",
+            hint="use --engine vllm, or leave out --gpu",
+        )
 
 
 def _list_names(request: PlanRequest) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.gpus import Gpu
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
@@ -36,8 +35,6 @@ class VerifyOptions:
     """Paths as given, or statistics in memory."""
     engine: Engine
     numerics: Numerics
-    others: tuple[tuple[Engine, Numerics], ...] = ()
-    """The engines that are compared with it."""
     scheme: Scheme | None
     rules: tuple[Rule, ...]
     """`auto` is alone."""
@@ -48,8 +45,6 @@ class VerifyOptions:
     """Types of the KV cache to compare, beside FP8 with scales."""
     plain_caches: Collection[int] = ()
     """The layers whose KV cache stays in 16 bits."""
-    gpu: Gpu | None = None
-    """The one that serves; None: any."""
     kv_memory: float | None = None
     """Bytes for the KV cache."""
     gate: Gate | None
@@ -76,8 +71,6 @@ class VerifyJob(RunModel):
     options: VerifyOptions
     target: Target
     opened: tuple[OpenedCandidate, ...]
-    others: tuple[VerifyJob, ...] = ()
-    """The same for each engine that is compared with that of the options."""
     plan: DataPlan
     server: AskServer | None = None
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None

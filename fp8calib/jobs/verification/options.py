@@ -9,11 +9,10 @@ from pathlib import Path
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.engine import Engine
-from fp8calib.engines.facts.gpus import Gpu, find_gpu
 from fp8calib.engines.registry import REFERENCE, find_emulated, list_offering
 from fp8calib.errors import UsageError, join_or, suggest
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
-from fp8calib.fp8.schemes import Scheme, find_scheme
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.kv_types.cache_types import (
     CACHE_TYPES,
@@ -46,16 +45,10 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
     _check_server_options(request)
     scales = list_scales(request.scales)
-    (engine, numerics), *others = map(find_emulated, list_engines(request))
+    engine, numerics = find_emulated(request.engine)
     cache_types = choose_cache_types(request.kv_cache_dtype or (), engine)
     paths = [str(i) for i in scales if not isinstance(i, CalibrationStats)]
     _check_candidate_names(paths, reserved={*_RESERVED_NAMES, *cache_types})
-    if others:
-        _require_one_engine(request)
-    scheme = None if request.scheme is None else find_scheme(request.scheme)
-    gpu = _choose_gpu(request, engine, scheme)
-    if gpu is not None:
-        numerics = engine.emulate_on(gpu, numerics)
     outputs = list_output_files(request)
     kv_memory = None if request.kv_memory is None else request.kv_memory * 2**30
     if kv_memory is not None and not 0 < kv_memory < math.inf:
@@ -65,30 +58,15 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
         scales=tuple(i if isinstance(i, CalibrationStats) else str(i) for i in scales),
         engine=engine,
         numerics=numerics,
-        others=tuple(others),
-        scheme=scheme,
+        scheme=None if request.scheme is None else find_scheme(request.scheme),
         rules=_parse_rules(request.rules or ()),
         fmt=_find_format(request.fp8_dtype),
         cache_types=cache_types,
         plain_caches=_list_plain_caches(request, engine),
-        gpu=gpu,
         kv_memory=kv_memory,
         gate=None if request.gate is None else load_gate(request.gate),
         scratch=outputs[0].absolute().parent if outputs else Path.cwd(),
     )
-
-
-def list_engines(request: VerifyRequest) -> list[str]:
-    """List the engines to emulate, each once.
-
-    Raises:
-        UsageError: there is none.
-    """
-    named = [request.engine] if isinstance(request.engine, str) else request.engine
-    if not named:
-        raise UsageError("--engine: no name given", hint="leave it out to emulate vllm")
-    parts = (part.strip() for name in named for part in name.split(","))
-    return list(dict.fromkeys(parts))
 
 
 def choose_cache_types(names: Sequence[str], engine: Engine) -> tuple[str, ...]:
@@ -146,57 +124,6 @@ def _list_plain_caches(request: VerifyRequest, engine: Engine) -> Collection[int
     return layers
 
 
-def require_known(gpu: Gpu, engine: Engine) -> None:
-    """Refuse a GPU of which nothing is known in an engine.
-
-    Raises:
-        UsageError: naming it.
-    """
-    if not engine.storage:
-        raise UsageError(
-            f"--gpu {gpu.name}: what {engine.release} serves on it is not known",
-            hint="use --engine vllm, or leave out --gpu",
-        )
-
-
-def _choose_gpu(request: VerifyRequest, engine: Engine, scheme: Scheme | None) -> Gpu | None:
-    """Find the GPU that serves, and refuse a scheme that it does not run.
-
-    Raises:
-        UsageError: naming one of the two.
-    """
-    if request.gpu is None:
-        return None
-    gpu = find_gpu(request.gpu)
-    require_known(gpu, engine)
-    if scheme is not None and (why := engine.explain_unmultiplied(scheme, gpu)):
-        unquantized = "mxfp8-a16" if scheme.is_mx else "w8a16"
-        hint = f"use --scheme {unquantized}, or leave out --gpu"
-        raise UsageError(f"--scheme {scheme.name}: {why}", hint=hint)
-    return gpu
-
-
-def _require_one_engine(request: VerifyRequest) -> None:
-    """Refuse several engines beside what is about one.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    of_one_engine = {
-        "--rules": request.rules,
-        "--sensitivity": request.sensitivity,
-        "--server": request.server,
-        "--kv-cache-dtype": request.kv_cache_dtype,
-        SKIP_LAYERS: request.kv_cache_dtype_skip_layers,
-        "--gpu": request.gpu,
-    }
-    if found := [option for option, value in of_one_engine.items() if value]:
-        raise UsageError(
-            f"{found[0]} is about one engine, and --engine names several",
-            hint=f"leave out {found[0]}, or name one engine",
-        )
-
-
 def list_output_files(request: VerifyRequest) -> list[Path]:
     """List the files to write: those of --dump and --report."""
     files = (request.dump, request.report)
@@ -248,7 +175,6 @@ def _check_server_options(request: VerifyRequest) -> None:
         "--rules": request.rules,
         "--kv-cache-dtype": request.kv_cache_dtype,
         SKIP_LAYERS: request.kv_cache_dtype_skip_layers,
-        "--gpu": request.gpu,
         "--dry-run": request.dry_run,
         "--sampled": request.sampled,
     }

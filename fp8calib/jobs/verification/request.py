@@ -62,18 +62,18 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         UsageError: options that contradict each other.
         ModelError: a candidate cannot be emulated.
     """
-    groups, asked = _group_engines(job), job.options.request
-    candidates = tuple(_list_candidates(groups, model))
+    asked, engine = job.options.request, job.options.engine
+    candidates = tuple(_leave_caches(job, each) for each in _list_candidates(job, model))
     for candidate in candidates:
         check_sites(candidate, job.target.geometry)
     rules_of = _find_rules_stats(job)
     is_auto = AUTO in job.options.rules
-    first = _first_with_kv(job) if len(groups) == 1 else None
+    first = _first_with_kv(job)
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
         numerics=job.options.numerics,
-        engine=", ".join(each.options.engine.key for each in (job, *job.others)),
-        engine_version=", ".join(each.options.engine.release for each in (job, *job.others)),
+        engine=engine.key,
+        engine_version=engine.release,
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of and not is_auto else {},
         rules_of=rules_of.name if rules_of else "",
@@ -88,12 +88,10 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         sensitivity_of=candidates[0] if asked.sensitivity else None,
         measures_noise=job.options.measures_noise,
         scores_decoding=asked.decode,
-        refused=tuple(
-            _name_in(name, group[0], groups) for group in groups for name in group[0].refused
-        ),
+        refused=tuple(job.refused),
         warnings=(
             *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
-            *(*_list_gpu_notes(job), *_note_tiles(job), *notes),
+            *(*_note_tiles(job), *notes),
         ),
     )
 
@@ -103,18 +101,14 @@ def _list_left_types(job: VerifyJob) -> Iterator[str]:
     if not job.options.has_all_types:
         return
     for name in job.options.engine.cache_types:
-        why = _explain_unserved(job, name) if name in EMULATED else explain_not_emulated(name)
+        why = _explain_misfit(job, name) if name in EMULATED else explain_not_emulated(name)
         if why:
             yield f"the cache type {name} is left out: {why}"
 
 
-def _explain_unserved(job: VerifyJob, name: str) -> str:
-    """Say why a cache type does not fit the model, or is not served on the GPU; else empty."""
-    geometry, gpu = job.target.geometry, job.options.gpu
-    misfit = explain_misfit(CACHE_TYPES[name], geometry) if name in CACHE_TYPES else ""
-    if misfit or gpu is None or _has_latents(job):
-        return misfit
-    return job.options.engine.explain_unserved(name, gpu, _list_head_sizes(job))
+def _explain_misfit(job: VerifyJob, name: str) -> str:
+    """Say why a cache type does not fit the model; empty where it does."""
+    return explain_misfit(CACHE_TYPES[name], job.target.geometry) if name in CACHE_TYPES else ""
 
 
 def _list_head_sizes(job: VerifyJob) -> set[int]:
@@ -123,15 +117,6 @@ def _list_head_sizes(job: VerifyJob) -> set[int]:
 
 def _has_latents(job: VerifyJob) -> bool:
     return any(attention.kind == "latent" for _, attention in job.target.geometry.attentions())
-
-
-def _list_gpu_notes(job: VerifyJob) -> Iterator[str]:
-    """Say what the GPU stores otherwise than it is emulated, or may not store."""
-    gpu, fmt = job.options.gpu, job.options.fmt
-    if gpu is not None and _has_latents(job):
-        yield f"which backends store latents on {gpu.title} was not read: all types are compared"
-    if gpu is not None and gpu.stores_fnuz and fmt is E4M3FN:
-        yield f"{gpu.title} stores FP8 as e4m3fnuz, with half the range: --fp8-dtype e4m3fnuz"
 
 
 def _note_tiles(job: VerifyJob) -> Iterator[str]:
@@ -145,43 +130,6 @@ def _note_tiles(job: VerifyJob) -> Iterator[str]:
             f"of {SCALE_ONE} and of files are not used there; --engine reference --kv-cache-dtype "
             f"{LATENT_TILES} emulates it"
         )
-
-
-def _group_engines(job: VerifyJob) -> list[list[VerifyJob]]:
-    """Group the jobs of all engines by their arithmetic, in the order of the engines."""
-    groups: list[list[VerifyJob]] = []
-    for each in (job, *job.others):
-        numerics = each.options.numerics
-        same = next((g for g in groups if g[0].options.numerics == numerics), None)
-        if same is None:
-            groups.append([each])
-        else:
-            same.append(each)
-    return groups
-
-
-def _name_in(name: str, job: VerifyJob, groups: Sequence[object]) -> str:
-    """Name a candidate: with its engine where several compute it."""
-    return f"{name} in {job.options.engine.key}" if len(groups) > 1 else name
-
-
-def _list_candidates(
-    groups: Sequence[Sequence[VerifyJob]], model: LoadedModel
-) -> Iterator[Candidate]:
-    """List the candidates of each arithmetic.
-
-    Where several are compared, scale 1.0 is one only if nothing else is.
-    """
-    for group in groups:
-        found = list(_list_of_engine(group[0], model))
-        asked = [each for each in found if each.name != SCALE_ONE]
-        for candidate in asked if asked and len(groups) > 1 else found:
-            yield replace(
-                _leave_caches(group[0], candidate),
-                name=_name_in(candidate.name, group[0], groups),
-                subject=candidate.name,
-                engines=tuple(each.options.engine.key for each in group),
-            )
 
 
 def _leave_caches(job: VerifyJob, candidate: Candidate) -> Candidate:
@@ -198,7 +146,7 @@ def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult |
     if cache is None:
         return None
     memory, engine = job.options.kv_memory, job.options.engine
-    asked = cache.dtype, job.options.gpu, _list_head_sizes(job)
+    sizes = _list_head_sizes(job)
     is_known = not _has_latents(job)
     name = cache.dtype
     if name == FP8_CACHE and engine.launch is not None:
@@ -206,14 +154,14 @@ def _add_service(cache: KvCacheResult | None, job: VerifyJob) -> KvCacheResult |
     return cache.model_copy(
         update={
             "dtype": name,
-            "backends": engine.list_backends(*asked) if is_known else (),
-            "gpus": engine.list_generations(*asked) if is_known else (),
+            "backends": engine.list_backends(cache.dtype, None, sizes) if is_known else (),
+            "gpus": engine.list_generations(cache.dtype, sizes) if is_known else (),
             "tokens": None if memory is None else int(memory / cache.bytes_per_token),
         }
     )
 
 
-def _list_of_engine(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
+def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     options, geometry = job.options, job.target.geometry
     if job.make_candidates is not None:
         yield from job.make_candidates(model, job.target)
@@ -240,10 +188,9 @@ def _list_cache_types(job: VerifyJob) -> Iterator[Candidate]:
         geometry=job.target.geometry,
         numerics=options.numerics,
         factor=options.engine.scale_factor,
-        gpu=options.gpu,
     )
     for name in options.cache_types:
-        if why := _explain_unserved(job, name):
+        if why := _explain_misfit(job, name):
             if not options.has_all_types:
                 hint = "all leaves out what does not fit"
                 raise ModelError(f"--kv-cache-dtype {name}: {why}", hint=hint)
@@ -397,7 +344,7 @@ def list_histograms(job: VerifyJob, candidates: Sequence[Candidate]) -> Iterator
     if found is None or found.stats is None:
         return
     layer_of = job.target.geometry.index_modules()
-    candidate = next(each for each in candidates if each.subject == found.name)
+    candidate = next(each for each in candidates if each.name == found.name)
     for site, quantizer in candidate.emulation.quantizers.items():
         seen = found.stats.sites.get(site)
         if seen is None or seen.histogram is None or not isinstance(quantizer.scale, torch.Tensor):

@@ -96,9 +96,7 @@ def open_verify_job(
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
         geometry=model.prepared.geometry,
     )
-    engines = ((options.engine, options.numerics), *options.others)
-    asked = [replace(options, engine=one, numerics=own, others=()) for one, own in engines]
-    opened = [tuple(_open_candidates(each, target)) for each in asked]
+    opened = tuple(_open_candidates(options, target))
     plan = text if isinstance(text, DataPlan) else text(model.source)
     request = options.request
     asks = tell_of_server is not None and request.server is not None
@@ -113,37 +111,28 @@ def open_verify_job(
         hint = "use longer text, or a larger --seq-len"
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
     if AUTO in options.rules:
-        _check_auto(plan, opened[0])
+        _check_auto(plan, opened)
     ask = None
     if tell_of_server is not None and request.server is not None:
         from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
 
         ask, plan = connect_all(request, model.source, plan, tell_of_server)
 
-    def make_job(mine: VerifyOptions, opened: tuple[OpenedCandidate, ...]) -> VerifyJob:
-        loading = judge_loading(mine, model, opened)
-        return VerifyJob(
-            **fields_of(model),
-            options=mine,
-            target=target,
-            opened=opened,
-            plan=plan,
-            server=ask,
-            refused=loading.refused.keys() | loading.unused.keys(),
-            warnings=tuple(warn_of_loading(mine, loading)),
-        )
-
-    job, *others = map(make_job, asked, opened)
-    job = replace(
-        job,
+    loading = judge_loading(options, model, opened)
+    job = VerifyJob(
+        **fields_of(model),
         options=options,
-        others=tuple(others),
+        target=target,
+        opened=opened,
+        plan=plan,
+        server=ask,
+        refused=loading.refused.keys() | loading.unused.keys(),
         warnings=(
             *model.describe_decoded(),
             *_warn_of_leftovers(model.name, model.prepared),
-            *_warn_of_overlap(plan, job.opened),
-            *_warn_of_ignored_kv(options.scheme, job.opened),
-            *(note for each in (job, *others) for note in each.warnings),
+            *_warn_of_overlap(plan, opened),
+            *_warn_of_ignored_kv(options.scheme, opened),
+            *warn_of_loading(options, loading),
         ),
     )
     build_request(job, model.prepared.model)
@@ -186,7 +175,6 @@ def run_verify_job(
     has_page = options.request.report is not None
     return _change_report(
         verified,
-        gpu="" if options.gpu is None else options.gpu.title,
         has_all_types=options.has_all_types,
         histograms=tuple(list_histograms(job, request.candidates)) if has_page else (),
         memory=memory,

@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E5M2, NVFP4_CACHE
-from fp8calib.jobs.verification.options import list_engines, list_scales
+from fp8calib.jobs.verification.options import list_scales
 from fp8calib.kv_types.cache_types import E5M2_CACHE
 from fp8calib.requests.shared import SKIP_LAYERS
 from fp8calib.requests.verify import VerifyRequest
@@ -65,7 +65,7 @@ def _find_own_type(report: VerifyReport) -> CandidateResult | None:
 def _serve_type(report: VerifyReport, request: VerifyRequest, own: CandidateResult) -> str:
     """Spell the command that serves the model with a type, or writes the scales that it takes."""
     assert own.kv_cache is not None  # noqa: S101 -- it has a type
-    launch, dtype = find_emulated(list_engines(request)[0])[0].launch, own.kv_cache.dtype
+    launch, dtype = find_emulated(request.engine)[0].launch, own.kv_cache.dtype
     plain = _spell_plain_caches(request)
     scales = own.name.removeprefix(f"{dtype} with ")
     if scales == own.name:
@@ -114,7 +114,7 @@ def _serve(report: VerifyReport, request: VerifyRequest) -> str:
 
     The KV cache is served in FP8, but for a checkpoint of which none was emulated.
     """
-    launch = find_emulated(list_engines(request)[0])[0].launch
+    launch = find_emulated(request.engine)[0].launch
     if launch is not None and request.fp8_dtype == E5M2.name:
         launch = replace(launch, kv_flag=f"{launch.kv_flag.partition(' ')[0]} {E5M2_CACHE}")
     if report.decision.remedy is Remedy.SERVE:

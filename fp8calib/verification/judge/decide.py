@@ -69,9 +69,7 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
         if one.name != SCALE_ONE and not has_kv_only(one.name, basis.layers)
     ]
     scaled = _list_scaled(basis)
-    if len({one.engines for one in basis.candidates}) > 1:
-        found = _compare_engines(basis)
-    elif cached is not None:
+    if cached is not None:
         found = cached
         if weights and scaled:
             headline = f"{_decide_weights(basis, weights).headline} {cached.headline}"
@@ -83,9 +81,7 @@ def decide(basis: Basis, cached: Decision | None) -> Decision:
         found = Decision(headline=f"{verdicts}." if verdicts else "nothing was compared.")
     if basis.broken:
         found = Decision(headline="")
-    first = " ".join(
-        filter(None, (basis.broken, *_list_collapses(basis), *_list_same_engines(basis)))
-    )
+    first = " ".join(filter(None, (basis.broken, *_list_collapses(basis))))
     cache, cache_why = _recommend_cache(basis)
     headline = f"{first} {found.headline} {cache_why}".strip()
     details = " ".join(
@@ -140,13 +136,6 @@ def _list_collapses(basis: Basis) -> Iterator[str]:
                 f"{_name(one.name)} predicts another token than the unquantized model "
                 f"{1 - one.top1_agreement:.0%} of the time."
             )
-
-
-def _list_same_engines(basis: Basis) -> Iterator[str]:
-    """Say which engines compute the same, so that nothing is left to compare."""
-    for engines in dict.fromkeys(one.engines for one in basis.candidates):
-        if len(engines) > 1:
-            yield f"Same arithmetic: {' = '.join(engines)}."
 
 
 # --- scales that do not fit -----------------------------------------------------------------------
@@ -443,31 +432,6 @@ def _fails(one: CandidateResult, basis: Basis) -> bool:
 def _is_unusable(one: CandidateResult, basis: Basis) -> bool:
     """Whether a candidate fails, or cannot be judged."""
     return _fails(one, basis) or one.verdict is Verdict.CANNOT_TELL
-
-
-# --- engines --------------------------------------------------------------------------------------
-
-
-def _compare_engines(basis: Basis) -> Decision:
-    """Say of every candidate what the other engines make of it, against the first one.
-
-    No engine is recommended: which one serves depends on more than its arithmetic.
-    """
-    sentences = []
-    for subject in dict.fromkeys(one.subject for one in basis.candidates):
-        first, *others = (one for one in basis.candidates if one.subject == subject)
-        answers = [
-            f"{one.engines[0]} {describe_pair(basis.paired[one.name, first.name])}"
-            for one in others
-        ]
-        if answers:
-            sentences.append(f"{subject}: against {first.engines[0]}, {'; '.join(answers)}")
-    for one in basis.candidates:
-        if one.verdict in {Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL}:
-            sentences.append(f"{one.name}: {one.verdict}")
-        if one.name in basis.refused:
-            sentences.append(f"{one.engines[0]} cannot use {one.subject}")
-    return Decision(headline=f"{'. '.join(sentences)}.")
 
 
 def _name(candidate: str) -> str:
