@@ -97,9 +97,7 @@ def find_scales(
     found = find_kv_scales(stats, checkpoint, settings.dialect, options)
     static, others = split_static(settings, selection)
     if static:
-        inputs = find_input_scales(
-            stats, static, others=others, shares_scales=settings.shares_scales, options=options
-        )
+        inputs = find_input_scales(stats, static, others=others, options=options)
         notes = (*inputs.notes, *found.notes)
         found = replace(found, inputs=inputs.inputs, notes=notes)
     origin = stats.origin if found.inputs or found.kv else None
@@ -111,18 +109,16 @@ def find_input_scales(
     quantized: Collection[Matrix],
     *,
     others: Collection[Matrix] = (),
-    shares_scales: bool,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute a static scale for the input of every linear that has one.
+
+    All experts of a layer share one for each fused projection, as in engines.
 
     Args:
         stats: the statistics of the same model.
         quantized: the weights of these linears.
         others: the weights of linears without a static scale.
-        shares_scales: use one scale per fused projection for all experts of a layer, as engines
-            do; otherwise each expert has its own. Linears that read one tensor (q, k, v) always
-            share a scale.
         options: how statistics become scales.
 
     Raises:
@@ -131,12 +127,11 @@ def find_input_scales(
     scales = InputScales(stats, options)
     inputs = _NamedInputs(stats, quantized, others, scales)
     found = {matrix.module: inputs.find(matrix) for matrix in quantized}
-    if shares_scales:
-        groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
-        largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
-        for module, group in groups.items():
-            largest[group] = torch.maximum(largest[group], found[module])
-        found = {module: largest[group] for module, group in groups.items()}
+    groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
+    largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
+    for module, group in groups.items():
+        largest[group] = torch.maximum(largest[group], found[module])
+    found = {module: largest[group] for module, group in groups.items()}
     return CalibratedScales(inputs=found, kv={}, notes=tuple(_explain_substitutes(scales.table)))
 
 

@@ -54,12 +54,6 @@ class PlanSettings:
     schemes: LayerSchemes
     dialect: Fp8Dialect
     ignore: tuple[str, ...] = ()
-    shares_scales: bool = True
-    """Weights that engines fuse share one per-tensor scale."""
-
-    def group(self, matrix: Matrix) -> str:
-        """Name the group of weights that share one per-tensor scale with this one."""
-        return matrix.fused_group if self.shares_scales else matrix.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +263,6 @@ def _make_tag(
         settings.schemes.default.name,
         settings.dialect.name,
         sorted(settings.ignore),
-        settings.shares_scales,
         *(["power-of-two"] if settings.schemes.has_power_of_two_scales else []),
         *([settings.schemes.names] if settings.schemes.by_pattern else []),
         *(

@@ -50,13 +50,13 @@ class WeightScales:
         self._siblings: dict[str, list[Matrix]] = defaultdict(list)
         self._layers: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in quantized:
-            self._groups[settings.group(matrix)].append(matrix)
+            self._groups[matrix.fused_group].append(matrix)
             self._siblings[span_experts(matrix.module)].append(matrix)
             self._layers[matrix.layer].append(matrix)
 
     def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scale that a weight shares with its group: fp32 []."""
-        amax = torch.tensor(self._reader.measure(self._groups[self._settings.group(matrix)]))
+        amax = torch.tensor(self._reader.measure(self._groups[matrix.fused_group]))
         own = torch.tensor(self._reader.measure([matrix]))
         all_zero = _count_zeros(matrix, own)
         if float(amax.max()) > 0:

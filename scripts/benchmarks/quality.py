@@ -21,7 +21,7 @@ WORK = Path("build/bench-quality")
 TARGET = 1.02
 """The largest ratio of our KL divergence to the better peer's."""
 ENGINES = {"reference": "as stored", "vllm": "as vLLM loads it"}
-OURS = ("fp8calib, shared scales", "fp8calib, separate scales")
+OURS = "fp8calib"
 PEERS = ("llm-compressor", "ModelOpt")
 RECIPE = """\
 name: inputs
@@ -72,17 +72,15 @@ def describe(options: Namespace) -> str:
 
 
 def write_static(options: Namespace) -> dict[str, Path]:
-    """Write static checkpoints: ours with shared and with separate scales, and the peers'."""
+    """Write static checkpoints: ours and the peers'."""
     recipe, stats, tokens = WORK / "recipe.yaml", WORK / "stats", name_tokens("calibrate")
     recipe.write_text(RECIPE)
     arguments = run_arguments(options, tokens, options.dtype)
     call(PROGRAM, "calibrate", options.model, *arguments, "--recipe", recipe, "--out", stats)
-    written = {}
-    for name, more in zip(OURS, ([], ["--no-shared-scales"]), strict=True):
-        written[name] = WORK / name.rpartition(", ")[2].replace(" ", "-")
-        source = ("--scheme", "fp8-static", "--stats", stats / "stats.safetensors")
-        made = (PROGRAM, "quantize", options.model, "--allow-unservable", *source)
-        call(*made, "--out", written[name], *more)
+    written = {OURS: WORK / "fp8-static"}
+    source = ("--scheme", "fp8-static", "--stats", stats / "stats.safetensors")
+    made = (PROGRAM, "quantize", options.model, "--allow-unservable", *source)
+    call(*made, "--out", written[OURS])
     if options.peers:
         job = (options.model, tokens, options.dtype, WORK)
         call(*worker("peers.checkpoints", *job, python=options.peers_python))
@@ -123,15 +121,15 @@ def format_static(found: Mapping[str, Mapping[str, Candidate]], static: Mapping[
     titles = [f"KLD, {title}" for title in ENGINES.values()]
     rows = [[name, *(_format_kld(found[engine][name], 5) for engine in ENGINES)] for name in static]
     peers = [name for name in PEERS if name in static]
-    for name in OURS if peers else ():
-        ratios = [compare_divergence(found[engine], name, peers) for engine in ENGINES]
-        rows.append([f"{name} / better peer (target {TARGET})", *ratios])
+    if peers:
+        ratios = [compare_divergence(found[engine], peers) for engine in ENGINES]
+        rows.append([f"{OURS} / better peer (target {TARGET})", *ratios])
     return format_table(["static, per tensor", *titles], rows)
 
 
-def compare_divergence(candidates: Mapping[str, Candidate], name: str, peers: Sequence[str]) -> str:
-    """Divide a checkpoint's divergence by the better peer's, and compare with the target."""
-    ratio = candidates[name]["kld_mean"] / min(candidates[peer]["kld_mean"] for peer in peers)
+def compare_divergence(candidates: Mapping[str, Candidate], peers: Sequence[str]) -> str:
+    """Divide our divergence by the better peer's, and compare with the target."""
+    ratio = candidates[OURS]["kld_mean"] / min(candidates[peer]["kld_mean"] for peer in peers)
     return f"{ratio:.3f} {'ok' if ratio <= TARGET else 'over'}"
 
 
@@ -139,7 +137,7 @@ def format_schemes(
     candidates: Mapping[str, Candidate], static: Mapping[str, Path], free: Mapping[str, Path]
 ) -> str:
     """Show the size and the loss of every scheme."""
-    schemes = {"fp8-static": (OURS[0], static[OURS[0]])} | {k: (k, v) for k, v in free.items()}
+    schemes = {"fp8-static": (OURS, static[OURS])} | {k: (k, v) for k, v in free.items()}
     rows = []
     for scheme, (name, path) in schemes.items():
         each = candidates[name]

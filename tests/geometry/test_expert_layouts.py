@@ -190,21 +190,17 @@ def test_large_stacks_are_read_in_pieces(tmp_path: Path, kind: str, scheme: str)
             assert name in part.keys()  # noqa: SIM118
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_gate_and_up_of_one_expert_share_a_scale(tmp_path: Path, is_shared: bool) -> None:
+def test_gate_and_up_of_one_expert_share_a_scale(tmp_path: Path) -> None:
     """A static scheme has one scale per weight: each expert its own, gate and up the same."""
     tensors, matrices = make_stacks(is_turned=True)
     save(tmp_path / "m", tensors, model_type="llama4_text")
     scales = CalibratedScales(inputs={module: torch.tensor(0.5) for module in matrices}, kv={})
-    found: Run = run(
-        tmp_path / "m", tmp_path / "fp8", "fp8-static", scales=scales, shares_scales=is_shared
-    )
+    found: Run = run(tmp_path / "m", tmp_path / "fp8", "fp8-static", scales=scales)
     written = found.tensors()
     for expert in range(EXPERTS):
         own = {name: matrices[f"{STACK}.{expert}.{name}"] for name in PROJECTIONS}
         amax = {name: float(weight.abs().max()) for name, weight in own.items()}
-        if is_shared:
-            amax |= dict.fromkeys(PROJECTIONS[:2], max(amax["gate_proj"], amax["up_proj"]))
+        amax |= dict.fromkeys(PROJECTIONS[:2], max(amax["gate_proj"], amax["up_proj"]))
         for name, weight in own.items():
             module = f"{STACK}.{expert}.{name}"
             scale = scale_for(amax[name])

@@ -6,7 +6,8 @@ This module shares no code with the product.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,6 +33,7 @@ from fp8calib.quantization.plan import (
 )
 from fp8calib.quantization.quantize import Written, quantize
 from fp8calib.selection.layer_schemes import LayerSchemes
+from fp8calib.selection.matrices import Matrix
 from tests.kit.checkpoints import change_config, change_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -155,6 +158,14 @@ def run(
             force=force,
         )
     return Run(plan, written, out)
+
+
+@contextmanager
+def separate_scales() -> Iterator[None]:
+    """Give projections that engines fuse a scale each, as other tools do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Matrix, "fused_group", property(lambda matrix: matrix.module))
+        yield
 
 
 def read(folder: Path) -> Tensors:

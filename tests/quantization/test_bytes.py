@@ -90,13 +90,6 @@ def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, 
     check_tensor_scales(tensors, found, (group, ("self_attn.o_proj",)))
 
 
-def test_static_weights_keep_their_own_scales_on_request(tmp_path: Path) -> None:
-    tensors = make_tensors()
-    source = save(tmp_path / "source", tensors)
-    found = run(source, tmp_path / "out", "fp8-static", scales=unit_inputs(), shares_scales=False)
-    check_tensor_scales(tensors, found, tuple((name,) for name in LINEARS))
-
-
 def unit_inputs() -> CalibratedScales:
     """Give an input scale for every linear."""
     inputs = {f"{LAYER}.{name}": torch.tensor(0.25 + i) for i, name in enumerate(LINEARS)}

@@ -39,8 +39,8 @@ def pick(folder: Path, *ignore: str) -> tuple[Matrix, ...]:
         return select(checkpoint, ignore=ignore).quantized
 
 
-def find(stats: CalibrationStats, folder: Path, *, shared: bool = True) -> dict[str, float]:
-    scales = find_input_scales(stats, pick(folder), shares_scales=shared).inputs
+def find(stats: CalibrationStats, folder: Path) -> dict[str, float]:
+    scales = find_input_scales(stats, pick(folder)).inputs
     return {name: float(value) for name, value in scales.items()}
 
 
@@ -58,15 +58,12 @@ def test_every_linear_has_the_amax_of_its_input(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("shared", [True, False])
-def test_experts_on_disk_have_the_inputs_of_stacked_ones(
-    family: str, shared: bool, tmp_path: Path
-) -> None:
-    """Stacked under other names in memory; their scale is one for all, or each one's own."""
+def test_experts_on_disk_have_the_inputs_of_stacked_ones(family: str, tmp_path: Path) -> None:
+    """Stacked under other names in memory; their scale is one for all."""
     model, stats, truth = calibrated(family, tmp_path / "model")
     modules = dict(model.named_modules())
     compared = 0
-    for name, value in find(stats, tmp_path / "model", shared=shared).items():
+    for name, value in find(stats, tmp_path / "model").items():
         match = EXPERT.fullmatch(name)
         if match is None:
             assert value == pytest.approx(amax(*truth.inputs[name]) / 448, rel=1e-5), name
@@ -74,11 +71,7 @@ def test_experts_on_disk_have_the_inputs_of_stacked_ones(
         path = f"{match.group(1)}.mlp.experts"
         inputs = brute_force.run_experts(modules[path], truth.routed[path])
         seen = inputs.down if match.group(3) in DOWN else inputs.first
-        expert = int(match.group(2))
-        if not shared and expert not in seen:
-            continue
-        tensors = seen.values() if shared else [seen[expert]]
-        assert value == pytest.approx(amax(*tensors) / 448, rel=1e-5), name
+        assert value == pytest.approx(amax(*seen.values()) / 448, rel=1e-5), name
         compared += 1
     assert compared >= 6
 
@@ -92,7 +85,7 @@ def test_a_linear_that_was_not_observed_is_an_error(tmp_path: Path) -> None:
     ]
     assert list_unmeasured(stats, taken) == ["mtp", "model.side"]
     with pytest.raises(ExportError, match=r"no input of mtp\.fc") as raised:
-        find_input_scales(stats, taken, shares_scales=True)
+        find_input_scales(stats, taken)
     assert raised.value.hint.endswith("measures: --ignore mtp --ignore model.side")
 
 
@@ -104,13 +97,13 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
     family.save(family.build("llama4_text"), tmp_path)
     _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
     with pytest.raises(ExportError, match=r"no input of .*experts\.0\.") as raised:
-        find_input_scales(stats, pick(tmp_path), shares_scales=True)
+        find_input_scales(stats, pick(tmp_path))
     assert "a --scheme that needs no calibration (fp8-dynamic" in raised.value.hint
     (option,) = re.findall(r"--ignore '(.*?)'", raised.value.hint)
     rest = pick(tmp_path, option)
     assert not any(".experts." in matrix.module for matrix in rest)
     assert any(".shared_expert." in matrix.module for matrix in rest)
-    assert len(find_input_scales(stats, rest, shares_scales=True).inputs) == len(rest)
+    assert len(find_input_scales(stats, rest).inputs) == len(rest)
 
 
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
@@ -158,7 +151,7 @@ def test_inputs_of_dead_linears_get_a_usable_scale(tmp_path: Path) -> None:
     site = Site("model.layers.0.mlp.down_proj", Role.INPUT)
     dead = replace(stats.sites[site], amax=stats.sites[site].amax * 0)
     stats = replace(stats, sites={**stats.sites, site: dead})
-    found = find_input_scales(stats, pick(tmp_path / "model"), shares_scales=True)
+    found = find_input_scales(stats, pick(tmp_path / "model"))
     layer = [
         value.item()
         for name, value in found.inputs.items()

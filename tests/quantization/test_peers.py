@@ -15,7 +15,7 @@ import torch
 
 from fp8calib.quantization.plan import CalibratedScales
 from tests.dialects.foreign import FOLDER, load_tensors
-from tests.quantization.by_hand import Tensors, codes_of, run
+from tests.quantization.by_hand import Tensors, codes_of, run, separate_scales
 
 SAME = {
     "llmcompressor-fp8-static-float32": ("compressed-tensors", "fp8-static"),
@@ -35,7 +35,8 @@ def quantize(theirs: Tensors, out: Path, form: str, scheme: str) -> Tensors:
         if name.endswith(".input_scale")
     }
     scales = CalibratedScales(inputs=inputs, kv={})
-    return run(FOLDER / "llama", out, scheme, form, scales=scales, shares_scales=False).tensors()
+    with separate_scales():
+        return run(FOLDER / "llama", out, scheme, form, scales=scales).tensors()
 
 
 @pytest.mark.parametrize("name", SAME)

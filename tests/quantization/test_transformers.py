@@ -79,7 +79,7 @@ def test_logits_are_those_the_emulation_predicts(
 ) -> None:
     with Checkpoint.open(folder) as checkpoint:
         taken = select(checkpoint).quantized
-    inputs = find_input_scales(stats, taken, shares_scales=True).inputs
+    inputs = find_input_scales(stats, taken).inputs
     scales = CalibratedScales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
     out = run(folder, tmp_path / "out", scheme, scales=scales).out
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -100,7 +100,7 @@ def test_logits_of_several_schemes_are_those_the_emulation_predicts(
     """Read from the checkpoint, whose linears all have the scheme of their pattern."""
     with Checkpoint.open(folder) as checkpoint:
         taken = select(checkpoint).quantized
-    inputs = find_input_scales(stats, taken, shares_scales=True).inputs
+    inputs = find_input_scales(stats, taken).inputs
     scales = CalibratedScales(inputs=inputs, kv={})
     choice = {"*.down_proj": "w8a16", "*.layers.1.mlp": "fp8-block", "*.o_proj": "fp8-static"}
     out = run(folder, tmp_path / "out", "fp8-dynamic", scales=scales, layer_schemes=choice).out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests import zoo
 from tests.cli.program import succeed
 from tests.doors import make_plan, run_calibration
 from tests.plugins.gptq.test_checkpoints import command
-from tests.quantization.by_hand import run
+from tests.quantization.by_hand import run, separate_scales
 from tests.real_engines.vllm_job import load_in_vllm
 from tests.zoo import draw
 
@@ -58,11 +59,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
             settings = PlanSettings(
                 schemes=LayerSchemes(find_scheme(scheme)),
                 dialect=FP8_DIALECTS[form],
-                shares_scales=shared,
             )
             scales = find_scales(stats, checkpoint, settings, select(checkpoint))
             out = folder / f"{form}-{scheme}-{shared}"
-            run(folder / "model", out, scheme, form, scales=scales, shares_scales=shared)
+            with nullcontext() if shared else separate_scales():
+                run(folder / "model", out, scheme, form, scales=scales)
             outs[form, scheme, shared] = out
     for form, scheme, shared in GPTQ:
         outs[form, scheme, shared] = folder / f"{form}-{scheme}"

@@ -98,7 +98,6 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
         "scheme": settings.schemes.default.name,
         "power_of_two": settings.schemes.has_power_of_two_scales,
         **({"layer_schemes": settings.schemes.names} if settings.schemes.by_pattern else {}),
-        "shares_scales": settings.shares_scales,
         "ignore": sorted(settings.ignore),
         "damping": DAMPING,
         "length_power": LENGTH_POWER,

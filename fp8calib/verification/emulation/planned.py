@@ -130,7 +130,7 @@ class _Found:
         tensors = self._list_tensors(parameter.name)
         matrices = [matrix for tensor in tensors for matrix in self._matrices[tensor]]
         is_whole = len(matrices) == 1 and not parameter.num_experts
-        return self._settings.group(matrices[0]) if is_whole else parameter.name
+        return matrices[0].fused_group if is_whole else parameter.name
 
     def plan_group(
         self,
