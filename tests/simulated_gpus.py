@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,26 +79,6 @@ class _Simulation(TorchDispatchMode):
         return _dispatch(func, args, kwargs or {})
 
 
-class _Event:
-    """An event of a GPU that has done all its work at once."""
-
-    def record(self) -> None:
-        """Mark the end of the work so far."""
-
-    def synchronize(self) -> None:
-        """Wait for the mark."""
-
-
-class _Stream:
-    """A stream of such a GPU."""
-
-    def __init__(self, _device: object = None) -> None:
-        pass
-
-    def wait_event(self, _event: object) -> None:
-        """Wait for the mark of an event."""
-
-
 @contextmanager
 def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
     """Make torch and accelerate find simulated GPUs.
@@ -123,8 +103,6 @@ def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
         "get_device_properties": lambda _device=None: properties,
         "is_bf16_supported": lambda *_, **__: True,
     }
-    as_gpus |= {"Event": _Event, "Stream": _Stream, "current_stream": _Stream}
-    as_gpus |= {"stream": lambda _which: nullcontext()}
     room = {**dict.fromkeys(range(count), room_bytes), "cpu": 0}
     future = torch.__future__
     before = (future.get_overwrite_module_params_on_conversion(), torch._C._only_lift_cpu_tensors())
@@ -136,7 +114,6 @@ def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
             mock.patch.object(placing, "get_max_memory", return_value=room),
             mock.patch.object(placing, "infer_auto_device_map", _infer),
             mock.patch.object(threading.Thread, "run", _run),
-            mock.patch.object(torch.Tensor, "record_stream"),
             _Simulation(),
         ):
             yield
@@ -172,11 +149,10 @@ def _set_guard() -> None:
 
 def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Compute an operation on the CPU, and mark its results as being on the GPU."""
-    unpinned = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     flat: list[Any] = []
-    _map(flat.append, (args, unpinned))
+    _map(flat.append, (args, kwargs))
     home = _find_home(func, flat)
-    args, kwargs = _map(_bring, (args, unpinned))
+    args, kwargs = _map(_bring, (args, kwargs))
     if home.type == "cuda":
         found = _compute_as_cuda(func, flat, args, kwargs)
     else:

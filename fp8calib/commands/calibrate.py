@@ -230,7 +230,6 @@ def _open_job(
             **fields_of(model),
             resume=request.resume,
             force=request.force,
-            expects_duration=request.dry_run,
             reporter=reporter,
             group=group,
             recipe=recipe,

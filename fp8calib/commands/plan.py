@@ -11,7 +11,6 @@ from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.budget import make_budget, name_budget
 from fp8calib.jobs.planning.measure import (
     count_search,
-    count_work,
     open_measured,
     require_loaded,
 )
@@ -142,11 +141,7 @@ def _plan(
 def _describe_run(opened: OpenedPlan) -> RunPlan:
     """Describe the run without running text."""
     request, model = opened.request, opened.model
-    mode = choose_mode(
-        model, opened.recipe, opened.calibration, scratch=Path.cwd(), expects_duration=True
-    )
-    pass_s = None if mode.plan is None else mode.plan.expected_s
-    calibrated = opened.calibration.num_tokens
+    mode = choose_mode(model, opened.recipe, opened.calibration, scratch=Path.cwd())
     return RunPlan(
         plan={
             "model": str(request.model),
@@ -155,7 +150,7 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "dtype": model.dtype,
             "device": model.device,
             "steps": [
-                f"calibrate on {calibrated:,} tokens",
+                f"calibrate on {opened.calibration.num_tokens:,} tokens",
                 f"gradients and at most {count_search(opened)} passes over "
                 f"{opened.search.num_tokens:,}, layer by layer",
                 f"judge plans on {opened.held_out.num_tokens:,} others",
@@ -163,9 +158,6 @@ def _describe_run(opened: OpenedPlan) -> RunPlan:
             "data": list(opened.calibration.sources),
             "out": str(opened.out),
             **mode.as_json(),
-            "expected_s": None
-            if pass_s is None
-            else pass_s * (1 + count_work(opened) / calibrated),
         }
     )
 

@@ -19,8 +19,6 @@ from fp8calib.jobs.recipe_options import apply_quantize_recipe
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.saved import saved_model, warn_of_tokenizer
 from fp8calib.jobs.stats import drop_kv, read_stats
-from fp8calib.machine.units import format_gib
-from fp8calib.quantization.quantize import count_pinned_bytes
 from fp8calib.requests.quantize import QuantizeRequest
 from fp8calib.results.quantize import QuantizeResult
 
@@ -77,13 +75,9 @@ def run(request: QuantizeRequest, reporter: Reporter) -> QuantizeResult:
 
 
 def _quantize(task: QuantizeTask) -> QuantizationOutcome:
-    request, reporter = task.request, task.reporter
     with open_planned(task) as planned:
         started = time.monotonic()
-        if request.device not in ("auto", "cpu"):
-            size = format_gib(count_pinned_bytes())
-            reporter.say(f"weights are copied to the GPU through pinned buffers of {size}")
-        written = write_planned(task, planned, planned.kept_codes, device=request.device)
+        written = write_planned(task, planned, planned.kept_codes, device=task.request.device)
         return planned.finish(task, written, started)
 
 

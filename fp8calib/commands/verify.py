@@ -80,7 +80,7 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         mode = None
         if request.reference_dump is None:
             try:
-                mode = choose_verification_mode(job, expects_duration=request.dry_run)
+                mode = choose_verification_mode(job)
             except UsageError as error:
                 if request.dry_run or request.reference_server is None:
                     raise
@@ -121,7 +121,6 @@ def _hash_files(job: VerifyJob, specs: Sequence[str]) -> RunHashes:
 
 def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
     """Describe the planned run."""
-    expected_s = None if mode.plan is None else mode.plan.expected_s
     planned = build_request(job, job.prepared.model)
     names = [each.name for each in planned.candidates]
     search = planned.rule_search
@@ -130,7 +129,6 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
         searched["rule_search"] = describe_search(
             job.target.geometry, len(search.options), *split_text(job.plan)
         )
-    num_models = 1 + len(names)  # the unquantized one first
     return RunPlan(
         plan={
             "model": job.name,
@@ -147,7 +145,6 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
             "data": list(job.plan.sources),
             **searched,
             **mode.as_json(),
-            "expected_fitted_s": None if expected_s is None else expected_s * 2 / num_models,
         }
     )
 

@@ -82,7 +82,6 @@ def choose_mode(
     extra_bytes: Mapping[str, int] | None = None,
     work: LayerWork | None = None,
     always_streams: str = "",
-    expects_duration: bool = False,
 ) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
 
@@ -96,7 +95,6 @@ def choose_mode(
         extra_bytes: further memory, by what needs it.
         work: also gets the inputs of each layer.
         always_streams: why the model has to be streamed; empty where it need not.
-        expects_duration: predict the time of a run with the whole model too.
 
     Raises:
         UsageError: it fits in neither way.
@@ -134,5 +132,4 @@ def choose_mode(
         probe=probe,
         total_bytes=model.checkpoint.total_size_bytes if observe.weights else 0,
         always_streams=always_streams,
-        expects_duration=expects_duration,
     )

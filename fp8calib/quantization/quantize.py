@@ -28,7 +28,7 @@ from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.quantization.weight_codes import WeightCodes
-from fp8calib.quantization.weight_reader import CHUNK_BYTES, PINNED_BYTES, WeightReader
+from fp8calib.quantization.weight_reader import CHUNK_BYTES, WeightReader
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 
 _MAX_THREADS = 16
@@ -172,11 +172,6 @@ class _Journal:
             size_bytes = path.stat().st_size
             parts = self._pool.map(sum_up, range(0, size_bytes, CHUNK_BYTES))
             return f"{zlib.crc32(b''.join(parts)):08x}"
-
-
-def count_pinned_bytes() -> int:
-    """Count the bytes of pinned buffers through which `quantize` copies weights to a GPU."""
-    return _count_threads() * PINNED_BYTES
 
 
 def _count_threads() -> int:

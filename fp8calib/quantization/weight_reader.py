@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,13 +11,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import nonfinite_tensor_error
 from fp8calib.fp8.amax import tensor_amax
-from fp8calib.machine.pinned import NUM_BUFFERS, PinnedCopier
 from fp8calib.selection.matrices import Matrix
 
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""
-PINNED_BYTES = NUM_BUFFERS * CHUNK_BYTES
-"""Pinned memory of each thread that copies chunks to a GPU."""
 _TRANSPOSED_ROWS = 2048
 """The rows that are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
 
@@ -38,15 +34,11 @@ class WeightReader:
         self.checkpoint = checkpoint
         self.pool = pool
         self._device = device
-        self._copiers = threading.local()
         self._amax: dict[str, float] = {}
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
-        """Read consecutive rows onto the device, where other threads compute during the copy."""
-        copier = getattr(self._copiers, "own", None)
-        if copier is None:
-            copier = self._copiers.own = PinnedCopier(self._device, CHUNK_BYTES)
-        return copier.start(read_matrix(self.checkpoint, matrix, rows)).use()
+        """Read consecutive rows onto the device."""
+        return read_matrix(self.checkpoint, matrix, rows).to(self._device)
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
         """Give the amax of whole weights; each is read only once.

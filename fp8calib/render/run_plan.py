@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8calib.blocks import Block, Line, Table
-from fp8calib.machine.units import format_duration, format_gib
+from fp8calib.machine.units import format_gib
 from fp8calib.results.record import LayerScheme, ShardIndex
 from fp8calib.results.run_plan import RunPlan
 
@@ -21,8 +21,6 @@ _TITLES = {
     "memory_limit_bytes": "memory limit",
     "device_peak_bytes": "peak memory of the GPU",
     "scratch_bytes": "scratch disk",
-    "expected_s": "expected time",
-    "expected_fitted_s": "more if no given scales fit",
 }
 """Titles of rows whose JSON key is not plain English."""
 _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
@@ -63,8 +61,6 @@ def _format_value(key: str, value: object) -> str:
 def _format_number(key: str, value: object) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
         return format_gib(value) if value else "none"
-    if key.endswith("_s") and isinstance(value, float):
-        return f"about {format_duration(value)}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -24,7 +24,6 @@ class ResourcePlan(TypedDict):
     device_peak_bytes: NotRequired[int | None]
     scratch_bytes: NotRequired[int]
     scratch_folder: NotRequired[str | None]
-    expected_s: NotRequired[float | None]
 
 
 class MeasuredMemory(ResourcePlan):
@@ -74,9 +73,6 @@ class Plan(ResourcePlan):
     work_disk_bytes: NotRequired[int]
     rule_search: NotRequired[str]
     """`--rules auto`, `--rule auto`: the most that choosing costs."""
-    expected_fitted_s: NotRequired[float | None]
-    """`verify`: the time of a comparison with scales that fit, which runs where scale 1.0 loses
-    values and no given scales fit."""
 
 
 class BudgetPlan(ResourcePlan):

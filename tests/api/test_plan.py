@@ -20,9 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.jobs.planning import measure
 from fp8calib.jobs.planning.groups import GroupMaker
-from fp8calib.jobs.planning.measure import count_work, require_loaded
+from fp8calib.jobs.planning.measure import require_loaded
 from fp8calib.jobs.planning.opened import open_plan
 from fp8calib.jobs.planning.recipe import make_planned_scheme
 from fp8calib.requests.plan import PlanRequest
@@ -202,7 +201,6 @@ def test_a_search_keeps_to_its_passes(
     planted: tuple[Path, Path], tmp_path: Path, key: str, passes: int
 ) -> None:
     """Counted where they are run: emulations on the text, and the unquantized model beside them."""
-    path, text = planted
     counts: Counter[int] = Counter()
 
     def count(runs: TextRuns, emulations: Mapping[str, Any]) -> Any:
@@ -214,18 +212,13 @@ def test_a_search_keeps_to_its_passes(
     options = (f"--{key.replace('_', '-')}", limit, "--passes", passes, "--kv-tokens", 40)
     with patch.object(TextRuns, "run", count):
         found = plan(planted, tmp_path / "out", *options, "--points", 3).json
-    searched, judged = counts[8 * LENGTH], counts[12 * LENGTH]
+    searched = counts[8 * LENGTH]
     alone = sum(each["how"] == "measured" for g in found["groups"] for each in g["choices"])
     assert (
         searched - 0.75 * alone <= found["passes"] <= searched
     )  # a late group takes a part of one
     assert found["passes"] <= passes
     assert found["bytes"]["after"] < 0.8 * found["bytes"]["before"]
-    asked: dict[str, Any] = {"passes": passes, "points": 3, "kv_tokens": 40, key: limit}
-    with open_plan(PlanRequest(path, str(text), seq_len=LENGTH, **asked)) as opened:
-        gradients = measure.GRADIENT_PASSES * 8 * LENGTH
-        most = passes * 8 * LENGTH + judged * 12 * LENGTH
-        assert 0 <= count_work(opened) - gradients - most <= 2 * 12 * LENGTH
 
 
 def test_a_loss_that_nothing_keeps_to_leaves_all_in_16_bits(

@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.machine.pinned import PinnedCopier, StartedCopy
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.run.memory_plan import whole_or_streamed
-from fp8calib.run.memory_plan.stream_plan import StreamPlanner
 from fp8calib.scales.from_amax import scale_of
 from tests import zoo
 from tests.cli.conftest import write_rows
@@ -162,27 +160,6 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu(
     assert done.json["memory"]["streamed"] is (mode == "streamed")
     assert done.json["memory"]["device_peak_bytes"] > 0
     require_same_statistics(calibrated / "cpu", tmp_path / "out")
-
-
-@pytest.mark.skipif(not HAS_GPU, reason="tests/machine has it for simulated GPUs")
-def test_copies_beside_computations_change_no_bit(
-    calibrated: Path, rows: Path, tmp_path: Path
-) -> None:
-    """Compare with plain copies, each layer's after the last one has run."""
-
-    def copy(copier: PinnedCopier, tensor: torch.Tensor) -> StartedCopy:
-        return StartedCopy(tensor.to(copier._device), None)
-
-    command = (*calibration(calibrated, rows), "--device", "cuda")
-    with gpus(), streamed():
-        succeed(*command, "--out", tmp_path / "beside")
-        with (
-            mock.patch.object(PinnedCopier, "start", copy),
-            mock.patch.object(StreamPlanner, "_fits_ahead", return_value=False),
-        ):
-            succeed(*command, "--out", tmp_path / "plain")
-    beside, plain = (tmp_path / name / "stats.safetensors" for name in ("beside", "plain"))
-    assert beside.read_bytes() == plain.read_bytes()
 
 
 @pair("case", FIGURES)

@@ -12,7 +12,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.sequences import batches
 from fp8calib.errors import UsageError
-from fp8calib.machine.units import format_duration, format_gib
+from fp8calib.machine.units import format_gib
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.model.topology.find import find_geometry
@@ -21,7 +21,7 @@ from fp8calib.run.memory_plan.footprint import Workload, loading_bytes, peak_of_
 from fp8calib.run.memory_plan.limits import Limits, find_limits
 from fp8calib.run.memory_plan.plan import PlanInputs, plan_whole
 from fp8calib.run.memory_plan.stream_plan import StreamPlanner
-from fp8calib.run.streaming.probe import Probe, expect_duration
+from fp8calib.run.streaming.probe import Probe
 from fp8calib.run.streaming.weights import PartSize
 from tests import zoo
 from tests.doors import make_plan
@@ -32,7 +32,7 @@ LAYER = 4 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32)
 EMBEDDING = 4 * 128 * 32
 NORM = 4 * 32
 WORK = Workload(rows=2, columns=20, num_tokens=100, num_distinct=50)
-PROBE = Probe(read_s=1.0, place_s=0.5, run_s=2.0, batch_bytes=7000, state_bytes=5120)
+PROBE = Probe(batch_bytes=7000, state_bytes=5120)
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -181,24 +181,19 @@ def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(
     assert "--memory" not in caught.value.hint
 
 
-def test_a_gpu_holds_two_layers_or_one_and_the_host_the_tensors_read_ahead(
+def test_a_gpu_holds_one_layer_and_the_host_the_tensors_read_ahead(
     subject: PlanInputs, tmp_path: Path
 ) -> None:
     plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
     assert plan.device_peak is not None
-    assert plan.copies_ahead
-    assert plan.device_peak["layers"] == 2 * LAYER
-    assert plan.peak.keys() == {"process", "layers", "pinned buffers", "hidden states"}
+    assert plan.device_peak["layers"] == LAYER
+    assert plan.peak.keys() == {"process", "layers", "hidden states"}
     assert plan.peak["layers"] == LAYER
-    assert plan.peak["pinned buffers"] == 2 * 2**24
-    assert "pinned buffers 32 MiB" in "\n".join(plan.describe())
-    assert "copied there while the last one runs" in "\n".join(plan.describe())
+    assert "plan: on the GPU" in "\n".join(plan.describe())
     needed = sum(plan.device_peak.values())
-    tight = planner(subject, limits(2**30, device=needed - 1), tmp_path).plan()
-    assert not tight.copies_ahead
-    assert tight.device_peak is not None
-    assert sum(tight.device_peak.values()) == needed - LAYER
-    assert "copied there after the last one runs" in "\n".join(tight.describe())
+    assert planner(subject, limits(2**30, device=needed), tmp_path).plan().streams
+    with pytest.raises(UsageError, match="on the GPU"):
+        planner(subject, limits(2**30, device=needed - 1), tmp_path).plan()
     with pytest.raises(UsageError, match="on the GPU"):
         planner(subject, limits(2**30, device=LAYER), tmp_path).plan()
 
@@ -265,20 +260,9 @@ def test_a_layer_overlaps_with_the_one_read_ahead() -> None:
     assert peak_of_layers([a, b], keep=False) == 650
     # b, what was read of it, and the step: 300 + 600 + 50.
     assert peak_of_layers([a, b], keep=True) == 950
-    # On a GPU: c as read, beside d as read; or beside d being made.
+    # On a GPU: c as read, beside d as read.
     c, d = PartSize(stored=300, placed=0, step=10), PartSize(stored=100, placed=0, step=50)
     assert peak_of_layers([c, d], keep=True) == 400
-    assert peak_of_layers([c, d], keep=True, copies_ahead=True) == 450
-    assert peak_of_layers([c, d], keep=False, copies_ahead=True) == 310
-
-
-def test_a_layer_is_read_while_the_one_before_runs() -> None:
-    layers = [PartSize(stored=size, placed=size, step=0) for size in (10, 40, 10)]
-    # read 1, place 0.5 + 2 + 0.5, then 2 (read 4 hides all but 2 of it), 2 x 2 of twice the cost.
-    probe = replace(PROBE, run_s=2.0)
-    expected = 1.0 + 3.0 + max(2.0, 4.0) + max(4.0, 1.0) + 2.0
-    assert expect_duration(probe, layers, [5, 10, 5], 1.0) == pytest.approx(expected)
-    assert expect_duration(probe, layers, [5, 10, 5], 10.0) == pytest.approx(1 + 3 + 20 + 40 + 20)
 
 
 def test_a_workload_is_measured_from_the_batches() -> None:
@@ -298,11 +282,3 @@ def test_a_workload_is_measured_from_the_batches() -> None:
 )
 def test_sizes_are_formatted(size_bytes: int, text: str) -> None:
     assert format_gib(size_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("duration_s", "text"),
-    [(0.2, "1 s"), (40.4, "40 s"), (750.0, "12 min"), (12000.0, "3 h 20 min")],
-)
-def test_durations_are_formatted(duration_s: float, text: str) -> None:
-    assert format_duration(duration_s) == text

@@ -38,8 +38,6 @@ from fp8calib.verification.planning.search import Search
 
 _STREAMS = "each group is measured from its own layer on"
 _SEED = 0
-GRADIENT_PASSES = 6
-"""What the walk for gradients takes, of forward passes: two forward, one back, the products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +104,6 @@ def open_measured(
         )
 
 
-def count_work(opened: OpenedPlan) -> float:
-    """Count the tokens that go through the whole model at most, after the calibration."""
-    request = opened.request
-    uniform = 2 * len(list_asked(opened)) + 1
-    judged = count_in_rounds(1 + request.points + uniform)
-    searched = GRADIENT_PASSES + count_search(opened)
-    return float(searched * opened.search.num_tokens + judged * opened.held_out.num_tokens)
-
-
 def count_search(opened: OpenedPlan) -> int:
     """Count the passes over its text that the first search takes at most."""
     layers = opened.target.geometry.layers
@@ -152,9 +141,6 @@ def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryM
     extra = {"gradients": _estimate_gradient_bytes(opened)}
     mode = choose_verification_mode(job, always_streams=_STREAMS, extra_bytes=extra)
     assert mode.plan is not None  # noqa: S101 -- always streamed
-    if mode.plan.expected_s is not None:  # of one round over both texts
-        share = count_work(opened) / job.plan.num_tokens / (1 + AT_ONCE)
-        mode = replace(mode, plan=replace(mode.plan, expected_s=mode.plan.expected_s * share))
     return job, mode
 
 

@@ -63,8 +63,6 @@ class ResumableJob(RunModel):
     """What runs the text; None runs it with transformers."""
     held_out: DataPlan | None = None
     """The text that rules are chosen on; None where none are."""
-    expects_duration: bool = False
-    """Whether the time of the run is predicted."""
     reporter: Reporter
     quantization: PlanSettings | None = None
     """How the FP8 checkpoint is written; None without one."""

@@ -58,7 +58,6 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
         extra_bytes={} if extra is None else {"work on layers": extra.estimate_bytes(job)},
         work=None if extra is None else extra.make_probe(job),
         always_streams="" if extra is None else extra.why_streamed,
-        expects_duration=job.expects_duration,
     )
 
 

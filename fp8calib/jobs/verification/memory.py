@@ -26,27 +26,27 @@ from fp8calib.verification.compare.comparison import Comparison
 from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.compare.text_runs import split_rounds
 from fp8calib.verification.compare.token_scores import scoring_bytes
-from fp8calib.verification.rule_choice import count_passes, split_text
-from fp8calib.verification.sensitivity import choose_batches, split_by_layer
+from fp8calib.verification.sensitivity import split_by_layer
 from fp8calib.verification.verify import (
     ReferenceModel,
     VerificationRequest,
-    choose_noise_text,
     list_emulations,
 )
+
+_SEARCH_WALKS = 2
+"""`--rules auto` chooses on half of the text, and judges on the other."""
 
 
 def choose_verification_mode(
     job: VerifyJob,
     *,
-    expects_duration: bool = False,
     always_streams: str = "",
     extra_bytes: Mapping[str, int] | None = None,
 ) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
 
-    `expects_duration` predicts the time of a run with the whole model too. `always_streams` says
-    why it is streamed in any case; `extra_bytes` is further memory, by what needs it.
+    `always_streams` says why it is streamed in any case; `extra_bytes` is further memory, by what
+    needs it.
 
     Raises:
         UsageError: it fits in neither way, or it has to be streamed and --sampled is given.
@@ -68,13 +68,8 @@ def choose_verification_mode(
         scratch=job.options.scratch,
         probe=probe,
         cannot_stream=_explain_unstreamable(job),
-        further_walks=(
-            *_noise_walks(job, request),
-            *_sensitivity_walks(job, request, found),
-            *_search_walks(job, request),
-        ),
+        walks=_count_walks(job, request),
         always_streams=always_streams,
-        expects_duration=expects_duration,
     )
 
 
@@ -147,32 +142,11 @@ def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
     return None
 
 
-def _noise_walks(job: VerifyJob, request: VerificationRequest) -> Iterator[float]:
-    """Give the work of the noise floor, as a share of the first pass."""
-    if request.measures_noise:
-        text, _ = choose_noise_text(job.plan, job.options.request.batch_size)
-        yield text.num_tokens / job.plan.num_tokens / (len(list_emulations(request)) + 1)
-
-
-def _sensitivity_walks(
-    job: VerifyJob, request: VerificationRequest, found: Sequence[Batch]
-) -> Iterator[float]:
-    """Give the work of each round of --sensitivity, as a share of the first pass."""
-    candidate = request.sensitivity_of
-    if candidate is None:
-        return
-    chosen = choose_batches(job.plan, job.options.request.batch_size)
-    tokens = sum(b.input_ids.numel() for b in chosen) / sum(b.input_ids.numel() for b in found)
-    num_models = len(list_emulations(request)) + 1
-    for layers in split_rounds(list(split_by_layer(job.target.geometry, candidate.emulation))):
-        yield tokens * (len(layers) + 1) / num_models
-
-
-def _search_walks(job: VerifyJob, request: VerificationRequest) -> Iterator[float]:
-    """Give the work of `--rules auto`, as shares of the first pass."""
-    if request.rule_search is None:
-        return
-    num_models = len(list_emulations(request)) + 1
-    passes = count_passes(job.target.geometry, len(request.rule_search.options))
-    for text, count in zip(split_text(job.plan), passes, strict=True):
-        yield count * text.num_tokens / job.plan.num_tokens / num_models
+def _count_walks(job: VerifyJob, request: VerificationRequest) -> int:
+    """Count how often all layers are read."""
+    rounds, candidate = 0, request.sensitivity_of
+    if candidate is not None:
+        layers = split_by_layer(job.target.geometry, candidate.emulation)
+        rounds = len(list(split_rounds(list(layers))))
+    searches = _SEARCH_WALKS if request.rule_search is not None else 0
+    return 1 + request.measures_noise + rounds + searches

@@ -208,7 +208,6 @@ def _make_job(
         out=task.out.with_name(f"{task.out.name}.rounding"),
         resume=request.resume,
         force=request.force,
-        expects_duration=request.dry_run,
         reporter=task.reporter,
         group=group,
         quantization=task.asked,

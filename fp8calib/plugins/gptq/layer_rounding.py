@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,6 @@ MIN_TOKENS = 256
 _FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
 _FACTOR_COPIES = 5
 """Square float64 matrices while a Hessian is factorised."""
-_PROBE_SIZE = 512
 _WEIGHT_COPIES = 7
 """Copies of a weight in float32 while it is rounded and its errors are measured."""
 
@@ -67,27 +65,6 @@ class RoundingTask:
             weight = matrix.shape[0] * size * _WEIGHT_COPIES * _FLOAT32_BYTES
             largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
         return largest + max((sum(found.values()) for found in sums.values()), default=0)
-
-    def estimate_s(self, device: torch.device) -> float:
-        """Estimate the seconds that rounding takes, from rounding a small weight on the device."""
-        size = _PROBE_SIZE
-        rows = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0)).to(device)
-        started = time.monotonic()
-        factor = factorise(rows.T @ rows)
-        factor_s = time.monotonic() - started
-        scales = torch.ones(size, device=device)
-        scales = search_scales(rows[:size], scales, scales)
-        round_compensated(rows[:size], scales.unsqueeze(1), factor)
-        output_error(rows[:size], rows.T @ rows)
-        round_s = time.monotonic() - started - factor_s
-        factors: dict[str, float] = {}
-        rounds = 0.0
-        for matrix in self.matrices:
-            if matrix.module in self.inputs.inputs:
-                outputs, width = matrix.shape
-                factors[matrix.fused_group] = factor_s * (width / size) ** 3
-                rounds += round_s * (outputs / size) * (width / size) ** 2
-        return sum(factors.values()) + rounds
 
 
 class LayerRounding(HessianCollector):

@@ -69,13 +69,12 @@ class Workload:
         )
 
 
-def peak_of_layers(layers: Sequence[PartSize], *, keep: bool, copies_ahead: bool = False) -> int:
+def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
     """Compute the peak bytes of weights while layers are streamed, each next one read ahead.
 
-    With `keep` a layer's stored tensors stay in memory too, to restore changed weights. With
-    `copies_ahead` the next layer's parameters are made while this one is in use.
+    With `keep` a layer's stored tensors stay in memory too, to restore changed weights.
     """
-    following = [layer.stored + layer.step * copies_ahead for layer in layers[1:]] + [0]
+    following = [*(layer.stored for layer in layers[1:]), 0]
     return max(
         max(
             (layer.stored + layer.placed if keep else max(layer.stored, layer.placed)) + layer.step,
@@ -161,16 +160,6 @@ def change_bytes(geometry: ModelGeometry) -> int:
     """Compute the bytes to quantize and measure the largest weight (of experts: one)."""
     largest = max((x.in_features * x.out_features for _, x in geometry.linears()), default=0)
     return largest * _FLOAT32_BYTES * _LIVE_COPIES
-
-
-def layer_flops(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> list[int]:
-    """Compute each layer's operations per token, in sequences of `seq_len`."""
-    config = _text_config(model)
-    return [
-        2 * sum(x.in_features * x.out_features * _rows_per_token(x, config) for x in layer.linears)
-        + 2 * min(seq_len, _window(layer.attention) or seq_len) * _attention_width(layer.attention)
-        for layer in geometry.layers
-    ]
 
 
 def _attention_width(attention: Attention | None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.machine.units import format_duration, format_gib
+from fp8calib.machine.units import format_gib
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.run.memory_plan.footprint import (
     SLACK_BYTES,
@@ -55,12 +55,9 @@ class MemoryPlan:
     """Bytes of anonymous memory by purpose, hidden states included."""
     limit_bytes: int
     device_peak: Mapping[str, int] | None = None
-    copies_ahead: bool = False
-    """Whether a GPU gets the next layer's weights while it computes one."""
     hidden_ram_bytes: int = 0
     scratch: Path
     scratch_bytes: int = 0
-    expected_s: float | None = None
 
     def as_json(self) -> dict[str, object]:
         """Give the plan as in `--json` and report.json."""
@@ -75,7 +72,6 @@ class MemoryPlan:
             "device_peak_bytes": sum(self.device_peak.values()) if self.device_peak else None,
             "scratch_bytes": self.scratch_bytes,
             "scratch_folder": str(self.scratch) if self.scratch_bytes else None,
-            "expected_s": self.expected_s,
         }
 
     def describe(self) -> Iterator[str]:
@@ -88,12 +84,9 @@ class MemoryPlan:
             f"{describe_peak(self.peak)}"
         )
         if self.device_peak:
-            when = "while" if self.copies_ahead else "after"
-            peak = describe_peak(self.device_peak)
-            yield f"plan: on the GPU {peak}; each layer is copied there {when} the last one runs"
+            yield f"plan: on the GPU {describe_peak(self.device_peak)}"
         scratch = f"{format_gib(self.scratch_bytes)} of hidden states in {self.scratch}"
-        time = "" if self.expected_s is None else f", about {format_duration(self.expected_s)}"
-        yield f"plan: scratch disk {scratch if self.scratch_bytes else 'none'}{time}"
+        yield f"plan: scratch disk {scratch if self.scratch_bytes else 'none'}"
 
 
 def describe_peak(peak: Mapping[str, int]) -> str:

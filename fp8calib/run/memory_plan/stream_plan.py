@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.pinned import BUFFER_BYTES, NUM_BUFFERS
 from fp8calib.machine.units import GIB, format_gib
 from fp8calib.run.memory_plan.footprint import (
     SLACK_BYTES,
     head_bytes,
     hidden_bytes,
-    layer_flops,
     media_bytes,
     peak_of_layers,
 )
@@ -28,7 +26,7 @@ from fp8calib.run.memory_plan.plan import (
     working_parts,
 )
 from fp8calib.run.streaming.model import layer_parts, part_of_towers, part_outside_layers
-from fp8calib.run.streaming.probe import Probe, expect_duration
+from fp8calib.run.streaming.probe import Probe
 from fp8calib.run.streaming.weights import PartLoader
 
 _ROUNDED_BYTES = 2**25
@@ -69,24 +67,22 @@ class StreamPlanner:
         probe: Probe | None = None,
         *,
         total_bytes: int = 0,
-        further_walks: Sequence[float] = (),
+        walks: int = 1,
     ) -> MemoryPlan:
         """Plan the run.
 
         Args:
             probe: the measurements of the first layer; None before there are any.
             total_bytes: the bytes read at least, layers included.
-            further_walks: one entry for each further walk through the layers: its number of
-                tokens as a fraction of that of the first walk.
+            walks: how often all layers are read.
 
         Raises:
             UsageError: memory or disk are too small even so; the message names what is needed.
         """
-        ahead = self._fits_ahead(probe)
-        peak = self._host_peak(probe, copies_ahead=ahead)
+        peak = self._host_peak(probe)
         self._check_host(peak)
         on_gpu = self._limits.device_bytes is not None
-        device_peak = self._device_peak(probe, copies_ahead=ahead) if on_gpu else None
+        device_peak = self._device_peak(probe) if on_gpu else None
         self._check_device(device_peak)
         hidden = self._hidden_bytes(probe)
         in_ram = min(hidden, self._limits.host_bytes - sum(peak.values()))
@@ -96,44 +92,27 @@ class StreamPlanner:
             streams=True,
             why=self._why,
             num_layers=len(self._layers),
-            read_bytes=max(self._read_bytes(1 + len(further_walks)), total_bytes),
+            read_bytes=max(self._read_bytes(walks), total_bytes),
             peak={**peak, "hidden states": in_ram},
             limit_bytes=self._limits.host_bytes,
             device_peak=device_peak,
-            copies_ahead=ahead,
             hidden_ram_bytes=in_ram,
             scratch=self._scratch,
             scratch_bytes=scratch,
-            expected_s=None if probe is None else self.expect(probe, further_walks),
         )
 
-    def expect(self, probe: Probe, further_walks: Sequence[float]) -> float:
-        """Expect the seconds of a run, of all walks through the layers."""
-        return sum(self._expect_s(probe, share) for share in (1.0, *further_walks))
-
-    def _fits_ahead(self, probe: Probe | None) -> bool:
-        """Whether the GPU can hold the next layer too, and the host its stored tensors."""
-        room = self._limits.device_bytes
-        return (
-            room is not None
-            and sum(self._device_peak(probe, copies_ahead=True).values()) <= room
-            and sum(self._host_peak(probe, copies_ahead=True).values()) <= self._limits.host_bytes
-        )
-
-    def _host_peak(self, probe: Probe | None, *, copies_ahead: bool) -> dict[str, int]:
+    def _host_peak(self, probe: Probe | None) -> dict[str, int]:
         own = {"process": self._limits.process_bytes + SLACK_BYTES}
         keep = self._subject.work.changes_weights
         if self._limits.device_bytes is None:
             layers = max(peak_of_layers(self._layers, keep=keep), self._towers)
             return {**own, **self._streamed_parts(probe, layers)}
         stored = [replace(layer, placed=0) for layer in self._layers]
-        layers = max(peak_of_layers(stored, keep=keep, copies_ahead=copies_ahead), self._towers)
-        return {**own, "layers": layers, "pinned buffers": NUM_BUFFERS * BUFFER_BYTES}
+        layers = max(peak_of_layers(stored, keep=keep), self._towers)
+        return {**own, "layers": layers}
 
-    def _device_peak(self, probe: Probe | None, *, copies_ahead: bool) -> dict[str, int]:
-        placed = [layer.placed for layer in self._layers]
-        following = [*placed[1:], 0] if copies_ahead else [0] * len(placed)
-        layers = max(one + ahead for one, ahead in zip(placed, following, strict=True))
+    def _device_peak(self, probe: Probe | None) -> dict[str, int]:
+        layers = max(layer.placed for layer in self._layers)
         return self._streamed_parts(probe, max(layers, self._towers))
 
     def _streamed_parts(self, probe: Probe | None, layers: int) -> dict[str, int]:
@@ -173,17 +152,6 @@ class StreamPlanner:
         probed_tokens = max(work.rows * work.columns, 1)
         states = probe.state_bytes * work.num_models * work.num_tokens / probed_tokens
         return media + math.ceil(states)
-
-    def _expect_s(self, probe: Probe, share: float) -> float:
-        """Expect a walk through all layers, and through the head where logits are needed."""
-        subject, work = self._subject, self._subject.work
-        flops = layer_flops(self._model, self._geometry, work.columns)
-        num_batches = share * work.num_tokens / max(work.rows * work.columns, 1)
-        expected = expect_duration(probe, self._layers, flops, num_batches)
-        if subject.logits_bytes:
-            head = 2 * head_bytes(self._model, 1)
-            expected += probe.run_s * num_batches * head / max(flops[0], 1)
-        return expected
 
     def _check_host(self, peak: Mapping[str, int]) -> None:
         limits, needed = self._limits, sum(peak.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,25 +52,23 @@ def choose_memory_mode(
     probe: ProbeModel,
     cannot_stream: UsageError | None = None,
     total_bytes: int = 0,
-    further_walks: Sequence[float] = (),
+    walks: int = 1,
     always_streams: str = "",
-    expects_duration: bool = False,
 ) -> MemoryMode:
     """Hold the model whole where it fits, else plan to stream it.
 
-    `probe` is called only for a model that is streamed, and with `expects_duration`, to predict the
-    time of the run. Hidden states that do not fit into memory are written to `scratch`. At least
-    `total_bytes` are read. `further_walks` is the work of each further pass over the layers, as a
-    share of the first. `always_streams` is the reason why the model is streamed even if it fits.
+    `probe` is called only for a model that is streamed. Hidden states that do not fit into memory
+    are written to `scratch`. At least `total_bytes` are read, and the layers `walks` times.
+    `always_streams` is the reason why the model is streamed even if it fits.
 
     Raises:
         UsageError: the model fits neither whole nor streamed; or it does not fit whole, and
             `cannot_stream` is given.
     """
     whole = None if always_streams else plan_whole(subject, limits, scratch)
-    if whole is not None and not expects_duration:
+    if whole is not None:
         return MemoryMode(plan=whole, prepared=subject.prepared)
-    if whole is None and cannot_stream is not None:
+    if cannot_stream is not None:
         raise cannot_stream
     model = build_skeleton(source, dtype=subject.dtype)
     prepared = replace(subject.prepared, weights=WeightSource(model, subject.checkpoint))
@@ -82,15 +80,10 @@ def choose_memory_mode(
             device=subject.device,
             hidden_ram_bytes=plan.hidden_ram_bytes,
             scratch=plan.scratch,
-            copies_ahead=plan.copies_ahead,
         )
 
     measured = probe(prepared, stream(planner.plan()))
-    if whole is not None:
-        expected_s = None if measured is None else planner.expect(measured, further_walks)
-        whole = replace(whole, expected_s=expected_s)
-        return MemoryMode(plan=whole, prepared=subject.prepared)
-    plan = planner.plan(measured, total_bytes=total_bytes, further_walks=further_walks)
+    plan = planner.plan(measured, total_bytes=total_bytes, walks=walks)
     if always_streams:
         plan = replace(plan, why=always_streams)
     return MemoryMode(plan=plan, prepared=prepared, streaming=stream(plan))

@@ -30,7 +30,7 @@ from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
 from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
-from fp8calib.run.streaming.probe import Probe, ignore, probe_layer
+from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats
 
@@ -76,9 +76,9 @@ class LayerObserver:
         self._recorder = Recorder()
 
     def probe(self, batch: Batch) -> Probe:
-        """Measure the first layer on one micro-batch; its observations are kept.
+        """Measure the first layer on one micro-batch.
 
-        A micro-batch that does not fit into memory is halved, and the measurements doubled.
+        A micro-batch that does not fit into memory is halved, and the size of its state doubled.
         """
         try:
             with ExitStack() as stack:
@@ -91,16 +91,14 @@ class LayerObserver:
                     with observer.observed(batch) as cache:
                         return steps.run_layer(0, batch, cache, None)
 
-                return probe_layer(self._streamed, layers, run, on_layer_read=self._observe_layer)
+                return probe_layer(self._streamed, layers, run)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
             if not size:
                 raise
         half = self.probe(cut_into(batch, size)[0])
         parts = len(batch.lengths) / size
-        return replace(
-            half, run_s=half.run_s * parts, state_bytes=math.ceil(half.state_bytes * parts)
-        )
+        return replace(half, state_bytes=math.ceil(half.state_bytes * parts))
 
     def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
         """Read and observe the weights alone.
@@ -247,7 +245,7 @@ class LayerObserver:
 
         def find_site(sequence: Batch) -> Site | None:
             try:
-                self._walk(observer, [sequence], ignore, until=found.index + 1)
+                self._walk(observer, [sequence], lambda _: None, until=found.index + 1)
             except _NonfiniteError as error:
                 return error.site
             return None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from fp8calib.data.sequences import Batch
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
-from fp8calib.machine.pinned import StartedCopy
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import is_run
 from fp8calib.model.topology.find import find_text_decoder
@@ -41,8 +39,6 @@ class Streaming:
     """Hidden states beyond this are stored in a file."""
     scratch: Path
     """The folder of that file."""
-    copies_ahead: bool = False
-    """Whether a GPU gets the next layer's weights while it computes one: it has to hold two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +50,6 @@ class StreamedLayer:
     held: HeldTensors
     weights: WeightSource
     """Reads its parameters from `held`."""
-    copies: dict[str, StartedCopy]
-    """Its parameters on their way to the GPU; empty where that has not begun, and once placed."""
 
 
 class StreamedModel:
@@ -78,8 +72,6 @@ class StreamedModel:
         self.embeddings: Mapping[str, EmbeddingRows] = {}
         self.begin_next: Callable[[], None] = lambda: None
         """Begin to read the next layer, if the current one will not be placed."""
-        self._begin_placed: Callable[[], None] = lambda: None
-        """Begin to read the next layer, and to copy it to the GPU if that has room."""
         self._streaming = streaming
         self._loader = loader
         self._parts = layer_parts(prepared.geometry, loader)
@@ -98,16 +90,15 @@ class StreamedModel:
 
         `backwards`: the last one first.
 
-        The next one is read from `placed` or `begin_next` on: two are in memory at a time. From
-        `placed` on the thread copies it to the GPU as well, if it may hold two (`copies_ahead`).
+        The next one is read from `placed` or `begin_next` on: two are in memory at a time.
         """
         layers = list(zip(self.geometry.layers[:until], self._parts, strict=False))
         unread = iter(layers[::-1] if backwards else layers)
         reading: deque[Future[StreamedLayer]] = deque()
 
-        def begin_next(*, copies: bool = False) -> None:
+        def begin_next() -> None:
             if not reading and (following := next(unread, None)) is not None:
-                reading.append(pool.submit(self._read, *following, copies=copies))
+                reading.append(pool.submit(self._read, *following))
 
         def finished() -> Iterator[StreamedLayer]:
             for _ in layers:
@@ -116,14 +107,12 @@ class StreamedModel:
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
             self.begin_next = begin_next
-            self._begin_placed = partial(begin_next, copies=self._streaming.copies_ahead)
             yield finished()
 
-    def _read(self, layer: Layer, part: ModelPart, *, copies: bool) -> StreamedLayer:
+    def _read(self, layer: Layer, part: ModelPart) -> StreamedLayer:
         held = self._loader.read(part)
         weights = self._loader.weights.reading_from(held)
-        started = self._loader.start(part, held) if copies else {}
-        return StreamedLayer(layer=layer, part=part, held=held, weights=weights, copies=started)
+        return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
@@ -131,22 +120,12 @@ class StreamedModel:
 
         With `keep` the tensors that were read stay in memory too, to restore changed weights.
         """
-        self._place(layer, keep=keep)
-        self._begin_placed()
+        self._loader.place(layer.part, layer.held, keep=keep)
+        self.begin_next()
         try:
             yield
         finally:
             self._loader.drop(layer.part)
-
-    def _place(self, layer: StreamedLayer, *, keep: bool) -> None:
-        if not layer.copies:
-            self._loader.place(layer.part, layer.held, keep=keep)
-            return
-        while layer.copies:
-            name, copy = layer.copies.popitem()
-            set_tensor(self.model, name, copy.use())
-        if not keep:
-            layer.held.release(layer.part.tensors)
 
     @contextmanager
     def steps(

@@ -7,7 +7,7 @@ in which transformers itself loads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from transformers.core_model_loading import build_glob_alternation
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.machine.allocator import return_freed_memory
-from fp8calib.machine.pinned import PinnedCopier, StartedCopy
 from fp8calib.model.stored_parameters import mismatch_error, missing_error, tied_names
 from fp8calib.model.weight_source import TensorSource, WeightSource
 
@@ -107,7 +106,6 @@ class PartLoader:
         self.model = model = weights.model
         self.weights = weights
         self.device = device
-        self._copier = PinnedCopier(torch.device(device))
         self.checkpoint = checkpoint
         self._known = model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
@@ -170,20 +168,6 @@ class PartLoader:
         Raises:
             ModelError: a joined weight does not have the shape the config states.
         """
-        for name, copy in self._start_each(part, held, keep=keep):
-            set_tensor(self.model, name, copy.use())
-
-    def start(self, part: ModelPart, held: HeldTensors) -> dict[str, StartedCopy]:
-        """Make a part's parameters and start to copy them to the GPU; the model stays as it is.
-
-        Raises:
-            ModelError: a joined weight does not have the shape the config states.
-        """
-        return dict(self._start_each(part, held, keep=True))
-
-    def _start_each(
-        self, part: ModelPart, held: HeldTensors, *, keep: bool
-    ) -> Iterator[tuple[str, StartedCopy]]:
         by_key: dict[str, list[str]] = {}
         for name, parameter in part.wanted.items():
             by_key.setdefault(self._maker[parameter], []).append(name)
@@ -198,7 +182,7 @@ class PartLoader:
                 if self.device == "cpu":
                     held.copy_shared(tensor, stored)
                 self._require_shape(name, tensor.shape)
-                yield name, self._copier.start(tensor)
+                set_tensor(self.model, name, tensor.to(self.device))
 
     def drop(self, part: ModelPart) -> None:
         """Drop a part and return its memory to the system."""

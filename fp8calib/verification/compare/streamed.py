@@ -97,14 +97,8 @@ class StreamedComparison:
         return scores.finish([lane.hooks for lane in lanes[1:]])
 
     def probe(self, batch: Batch, emulations: Mapping[str, Emulation]) -> Probe:
-        """Measure the first layer: its changes, and one micro-batch of every model through it."""
+        """Measure the first layer: one micro-batch of every model through it."""
         lanes = self._make_lanes(emulations, EmulationHooks({}))
-
-        def change(layer: StreamedLayer) -> None:
-            for lane in lanes:
-                with self._changed(lane, layer):
-                    pass
-
         with ExitStack() as stack:
             store = stack.enter_context(self.streamed.open_hidden_states())
             steps = stack.enter_context(self._steps([batch], lanes, store))
@@ -117,8 +111,7 @@ class StreamedComparison:
                         states.append(self._run_batch(steps, lane, 0, batch, None))
                 return states[-1]
 
-            keep = any(lane.by_layer for lane in lanes)
-            return probe_layer(self.streamed, layers, run, change_layer=change, keep=keep)
+            return probe_layer(self.streamed, layers, run)
 
     @contextmanager
     def _steps(
