@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SERVER = "`fp8calib server URL MODEL` compares a running server with the candidates"
+
 REMOVED: dict[str, str] = {
     "--log": "log the object that `--json` prints by a script of your own",
     "auto": "`calibrate`, then `verify --scheme NAME`, then `quantize`; a small one comes back",
@@ -32,6 +34,16 @@ REMOVED: dict[str, str] = {
     "receipt": "`report.json` and `verify --json` have the hashes, versions and figures",
     "verify --limit": "it was an option of `--tasks`",
     "verify --receipt": "`verify --json` has the hashes, versions and figures",
+    "verify --reference-dump": _SERVER,
+    "verify --reference-server": _SERVER,
+    "verify --reference-server-model": _SERVER,
+    "verify --sampled": _SERVER,
+    "verify --server": _SERVER,
+    "verify --server-concurrency": _SERVER,
+    "verify --server-kind": _SERVER,
+    "verify --server-logprobs": _SERVER,
+    "verify --server-model": _SERVER,
+    "verify --server-timeout": _SERVER,
     "verify --tasks": "`fp8calib.emulate` makes a model that an evaluation of your own runs on",
 }
 """By command (`card`), option of all commands (`--log`) or of one (`verify --tasks`)."""

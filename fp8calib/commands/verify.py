@@ -16,8 +16,8 @@ from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import read_settings
-from fp8calib.jobs.verification.dump import gather_alone, is_dump, write_dump
-from fp8calib.jobs.verification.job import VerifyJob
+from fp8calib.jobs.verification.dump import is_dump, write_dump
+from fp8calib.jobs.verification.job import JobCompanion, VerifyJob
 from fp8calib.jobs.verification.memory import choose_verification_mode
 from fp8calib.jobs.verification.options import (
     if_quantized,
@@ -31,7 +31,6 @@ from fp8calib.jobs.verification.run_job import (
     plan_verified,
     run_verify_job,
 )
-from fp8calib.jobs.verification.server import run_alone
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import ModelSource
@@ -48,8 +47,12 @@ from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 
 
-def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
+def run(
+    request: VerifyRequest, reporter: Reporter, companion: JobCompanion | None = None
+) -> VerifyResult | RunPlan:
     """Verify a model, and write the files that are asked for.
+
+    `companion` is what a plug-in compares with the same text.
 
     A model in memory keeps its parameters, hooks, caches and modes. Where a candidate quantizes
     weights, they are replaced while it runs, and copied before that to the memory of the host.
@@ -60,7 +63,6 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
         DataError: the data cannot be read.
         CalibrationError: a forward pass failed.
         VerificationError: a model gives NaN or infinity.
-        ServerError: a server fails.
         ExportError: a file cannot be written.
     """
     _check_outputs(request, reporter)
@@ -73,22 +75,14 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
 
     with open_run_model(request, if_quantized=if_quantized(str(request.model))) as model:
         say = None if request.dry_run else reporter.say
-        job = open_verify_job(model, options, plan, tell_of_server=say)
+        job = open_verify_job(model, options, plan, companion=companion, say=say)
         told = (*job.plan.warnings, *job.warnings)
         for note in told:
             reporter.warn(note)
-        mode = None
-        if request.reference_dump is None:
-            try:
-                mode = choose_verification_mode(job)
-            except UsageError as error:
-                if request.dry_run or request.reference_server is None:
-                    raise
-                reporter.warn(f"nothing is emulated here: {error.message}")
-        if mode is None:
-            dump = request.reference_dump
-            evidence = gather_alone(job.plan, None if dump is None else Path(dump))
-            return _finish(request, run_alone(job, evidence, reporter), reporter, options.gate)
+        alone = None if companion is None else companion.compare_alone(job, reporter)
+        if alone is not None:
+            return finish(request, alone, reporter, options.gate)
+        mode = choose_verification_mode(job)
         if request.dry_run:
             return _describe_plan(job, mode)
         for note in mode.describe():
@@ -99,7 +93,7 @@ def run(request: VerifyRequest, reporter: Reporter) -> VerifyResult | RunPlan:
     for note in verified.report.warnings:
         if note not in told:
             reporter.warn(note)
-    return _finish(request, verified, reporter, options.gate, hashes)
+    return finish(request, verified, reporter, options.gate, hashes)
 
 
 def _hash_files(job: VerifyJob, specs: Sequence[str]) -> RunHashes:
@@ -149,7 +143,7 @@ def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
     )
 
 
-def _finish(
+def finish(
     request: VerifyRequest,
     verified: VerificationResult,
     reporter: Reporter,

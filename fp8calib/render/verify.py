@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fp8calib.blocks import Answer, Block, Line, Table
 from fp8calib.render.verify_tables import (
@@ -26,8 +26,10 @@ from fp8calib.verification.report import (
 _SHOWN_SITES = 8
 
 
-def describe(result: VerifyResult, request: VerifyRequest) -> Iterator[Block]:
-    """Describe the report."""
+def describe(
+    result: VerifyResult, request: VerifyRequest, more: Iterable[Block] = ()
+) -> Iterator[Block]:
+    """Describe the report, with `more` after its candidates."""
     answer = [*([f"next: {result.next}"] if result.next else []), result.decision.headline]
     yield Line(result.decision.headline)
     if result.decision.details:
@@ -37,7 +39,7 @@ def describe(result: VerifyResult, request: VerifyRequest) -> Iterator[Block]:
     if (caches := cache_table(result)) is not None:
         yield Line()
         yield caches
-    yield from _describe_server(result)
+    yield from more
     yield from _list_sites(result)
     if result.diagnosis and (result.diagnosis_of or not (request.scheme or request.scales)):
         yield Line()
@@ -79,48 +81,6 @@ def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
         for pair in list_shown_pairs(report):
             if pair.candidate == candidate.name:
                 yield Line(f"    against {pair.base}: {describe_pair(pair)}")
-
-
-def _describe_server(report: VerifyReport) -> Iterator[Block]:
-    found = report.server
-    if found is None:
-        return
-    yield Line()
-    title = (
-        f"what explains the server's changes, {found.change_rms:.4f} nats (root mean square; "
-        f"{found.noise_rms:.2g} from one scoring to the next)"
-    )
-    rows = [
-        [
-            each.candidate,
-            "-" if each.correlation is None else f"{each.correlation:.3f}",
-            f"{each.residual_rms:.4f}",
-        ]
-        for each in found.explanations
-    ]
-    if rows:
-        columns = ["candidate", "correlation", "left, nats"]
-        yield Table(title=title, columns=columns, rows=rows)
-    for name, estimate in (
-        ("KLD of the server, low variance (q/p - 1 - log q/p)", found.kld_low_variance),
-        ("KLD of the server, log p/q", found.kld_log_ratio),
-        ("KLD of the server, from its most likely tokens", found.kld_top),
-        ("KLD of the server, at least", found.kld_at_least),
-    ):
-        if estimate is not None:
-            yield Line(f"  {name}: {format_mean_kld(estimate.value, estimate.se)}")
-    if found.engine is not None and found.engine.change_rms is not None:
-        yield Line(
-            f"  the unquantized {found.engine.kind} server differs from the model here by "
-            f"{found.engine.change_rms:.4f} nats, perplexity ratio {found.engine.ppl_ratio:.4f}"
-        )
-    if found.decoding is not None:
-        yield Line(f"  {found.decoding.tokens:,} tokens that the server wrote:")
-        yield Line(f"    {found.decoding.sentence}")
-    if found.repeated_requests:
-        yield Line(
-            f"  requests sent again, as a server was slow or busy: {found.repeated_requests}"
-        )
 
 
 def _list_sites(report: VerifyReport) -> Iterator[Block]:

@@ -137,7 +137,7 @@ class VerifyRequest:
         Option(
             "--decode",
             help="Also score text as it is served: half of each sequence as a prompt, then token "
-            "by token. With --server, let it write the second half, and score that as a prompt.",
+            "by token.",
         ),
     ] = False
     sensitivity: Annotated[
@@ -183,86 +183,6 @@ class VerifyRequest:
     force: Annotated[bool, Option("--force", help="Replace the files of --report and --dump.")] = (
         False
     )
-    server: Annotated[
-        str | None,
-        Option(
-            "--server",
-            metavar="URL",
-            help="Also score a running vLLM or SGLang server, and name the candidate that "
-            "explains its answers. Its API key: the variable FP8CALIB_SERVER_KEY.",
-        ),
-    ] = None
-    server_model: Annotated[
-        str | None,
-        Option(
-            "--server-model",
-            metavar="NAME",
-            help="The model's name on the server, if it has several.",
-        ),
-    ] = None
-    server_kind: Annotated[
-        str | None,
-        Option("--server-kind", metavar="NAME", help="vllm or sglang. Default: recognised."),
-    ] = None
-    server_logprobs: Annotated[
-        int,
-        Option(
-            "--server-logprobs",
-            metavar="K",
-            least=0,
-            help="Most likely tokens to ask for at each position; more give a better bound of the "
-            "KL divergence, and longer answers.",
-        ),
-    ] = 1
-    server_concurrency: Annotated[
-        int,
-        Option(
-            "--server-concurrency", metavar="N", least=1, most=256, help="Requests sent at once."
-        ),
-    ] = 4
-    server_timeout: Annotated[
-        float,
-        Option(
-            "--server-timeout",
-            metavar="SECONDS",
-            least=1.0,
-            help="The longest wait for one sequence. After half of it, the sequence is sent again.",
-        ),
-    ] = 600.0
-    sampled: Annotated[
-        bool,
-        Option(
-            "--sampled",
-            help="Let the unquantized model continue the beginning of every sequence, and score "
-            "that text: it gives estimates of the server's KL divergence.",
-        ),
-    ] = False
-    reference_server: Annotated[
-        str | None,
-        Option(
-            "--reference-server",
-            metavar="URL",
-            help="A server of the unquantized model, which --server is compared with. Its API key: "
-            "the variable FP8CALIB_REFERENCE_SERVER_KEY.",
-        ),
-    ] = None
-    reference_server_model: Annotated[
-        str | None,
-        Option(
-            "--reference-server-model",
-            metavar="NAME",
-            help="The model's name on the server, if it has several.",
-        ),
-    ] = None
-    reference_dump: Annotated[
-        str | Path | None,
-        Option(
-            "--reference-dump",
-            metavar="FILE",
-            reads=Path,
-            help="What --dump wrote of the same text on another machine; nothing is computed here.",
-        ),
-    ] = None
     device: shared.DeviceOption = "auto"
     dtype: shared.DtypeOption = "auto"
     device_map: shared.DeviceMapOption = None

@@ -20,8 +20,6 @@ SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
 FP8_CACHE = "fp8"
 """The cache type whose scales are calibrated."""
-SERVER = "server"
-"""The candidate that runs behind `--server`."""
 
 
 class Verdict(StrEnum):
@@ -353,84 +351,6 @@ class Decision(_Model):
     """The recommendation in a sentence, or why there is none."""
 
 
-class ExplanationResult(_Model):
-    """How well one emulated candidate explains what a server changes, token by token."""
-
-    candidate: str
-    correlation: float | None
-    """None where one of the two changes nothing."""
-    residual_rms: float
-    """Root mean square of what is left."""
-
-
-class EstimateResult(_Model):
-    """An estimate of the mean KL divergence."""
-
-    value: float
-    se: float | None
-
-
-class UnquantizedServer(_Model):
-    """The unquantized server beside the unquantized model here: differences that are not FP8."""
-
-    url: str
-    kind: str
-    change_rms: float | None
-    """Root mean square of its changes; None where nothing ran here."""
-    ppl_ratio: float | None
-
-
-class ServerDecodeResult(_Model):
-    """What a server says of tokens that it decodes, less what it says of them as a prompt."""
-
-    tokens: int
-    """Those that decoding steps predict."""
-    prompt_tokens: int
-    difference_rms: float
-    difference_mean: float
-    noise_rms: float
-    """The same from one answer to the next, by half of its variance."""
-    answer: str
-    """A `PairedAnswer`: `worse` where decoding and prompts do not agree."""
-    tokens_to_tell: int | None
-    sentence: str
-
-
-class ServerResult(_Model):
-    """A running server, beside the emulated candidates."""
-
-    url: str
-    kind: str
-    model: str
-    """The name of the model there."""
-    finding: str
-    explained_by: str
-    """The candidate that explains it, or comes closest; empty without any."""
-    sentence: str
-    change_rms: float
-    """Root mean square of its changes to log-probabilities."""
-    noise_rms: float
-    """The same from one scoring of the server to the next."""
-    engine: UnquantizedServer | None
-    """`--reference-server`."""
-    kld_low_variance: EstimateResult | None
-    """On text that the unquantized model wrote: the mean of q/p - 1 - log(q/p)."""
-    kld_log_ratio: EstimateResult | None
-    """There: the mean of log(p/q)."""
-    kld_top: EstimateResult | None
-    """There: the lower bound, and an estimate of what it leaves out."""
-    kld_at_least: EstimateResult | None
-    """Lower bound from the most likely tokens that the server names; on any text."""
-    top_covered: float | None
-    """The unquantized model's probability of these tokens, on average."""
-    repeated_requests: int
-    """Requests sent again to either server: it was busy or too slow, or the connection broke."""
-    decoding: ServerDecodeResult | None = None
-    """`--decode`."""
-    explanations: tuple[ExplanationResult, ...]
-    """The best first."""
-
-
 class RunProvenance(_Model):
     """What a report was made from."""
 
@@ -480,7 +400,6 @@ class VerifyReport(WithOverview, _Model):
     """With `--rules auto`."""
     decoding: tuple[DecodeResult, ...] = ()
     """With `--decode`: each candidate with a KV cache."""
-    server: ServerResult | None = None
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.companion import Companion, ComparedText
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.compare.summary import (
@@ -56,7 +57,6 @@ from fp8calib.verification.judge.kv_need import (
 )
 from fp8calib.verification.report import (
     SCALE_ONE,
-    SERVER,
     CandidateResult,
     KvNeed,
     LayerResult,
@@ -74,10 +74,6 @@ from fp8calib.verification.rule_choice import (
     split_text,
 )
 from fp8calib.verification.sensitivity import SEQUENCES, choose_batches, measure_sensitivity
-from fp8calib.verification.server.assess import ServerAnswers, ServerEvidence, assess
-from fp8calib.verification.server.faults import FaultRunner, changes_of
-from fp8calib.verification.server.hypotheses import Fault
-from fp8calib.verification.server.row import add_server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +115,8 @@ class VerificationRequest:
     """None: each candidate's own."""
     is_strict: bool = False
     """Whether a warning of the gate is a failure."""
-    faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Faults of all layers that a server may have, by name; they run beside the candidates."""
+    others: Mapping[str, Emulation] = field(default_factory=dict)
+    """What a companion lets run beside the candidates, by name."""
     sensitivity_of: Candidate | None = None
     rule_search: RuleSearch | None = None
     measures_noise: bool = False
@@ -151,12 +147,12 @@ def verify(
     batch_size: int,
     progress: Progress,
     comparison: Comparison | None = None,
-    server: ServerAnswers | None = None,
+    companion: Companion | None = None,
 ) -> VerificationResult:
     """Compare the model with every candidate of `request` on the text of `plan`.
 
-    `comparison` runs the models; None takes one that holds the model in memory whole. `server` is
-    what a running server answered about the text.
+    `comparison` runs the models; None takes one that holds the model in memory whole. `companion`
+    is compared with the same text.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -175,22 +171,23 @@ def verify(
         "verifying",
         list_emulations(request),
         reference_hooks=measurements,
-        watched=None if server is None else server.watched,
+        watched=None if companion is None else companion.watched,
     )
     _require_quantized(request.candidates, compared)
     fits = _measure_fits(request, measurements, reference.geometry)
     fitted = _run_fitted(runs, request, compared, fits)
-    assessment = None
-    if server is not None:
-        runner = FaultRunner(
-            comparison=comparison,
-            geometry=reference.geometry,
-            candidates=request.candidates,
-            plan=plan,
-            batch_size=batch_size,
-            progress=progress,
+    if companion is not None:
+        companion.compare(
+            ComparedText(
+                plan=plan,
+                candidates=request.candidates,
+                compared=compared,
+                comparison=comparison,
+                geometry=reference.geometry,
+                batch_size=batch_size,
+                progress=progress,
+            )
         )
-        assessment = assess(server, _gather(request, compared, runner))
     sensitivity = None
     if request.sensitivity_of is not None:
         sensitivity = measure_sensitivity(
@@ -221,10 +218,10 @@ def verify(
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
     }
-    if assessment is not None:
+    if companion is not None:
         gate = request.gate or GATES[request.candidates[0].default_gate]
-        report = add_server(report, assessment, gate, plan)
-        logprobs[SERVER] = assessment.logprobs
+        report, more = companion.complete(report, gate, plan)
+        logprobs |= more
     return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
 
 
@@ -264,29 +261,12 @@ def choose_noise_text(plan: DataPlan, batch_size: int) -> tuple[DataPlan, int]:
     return replace_sequences(few, cut, few.media), _NOISE_BATCH
 
 
-def _gather(
-    request: VerificationRequest, compared: ComparisonResult, runner: FaultRunner
-) -> ServerEvidence:
-    """Gather what a server is compared with."""
-    names = [*(candidate.name for candidate in request.candidates), *request.faults]
-    return ServerEvidence(
-        sequences=runner.plan.sequences,
-        reference=compared.reference.logprobs,
-        watched=compared.reference.watched,
-        candidates={name: changes_of(compared, name) for name in names},
-        has_scales=bool(runner.bases),
-        faults=request.faults,
-        layer_faults=runner,
-    )
-
-
 def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
     """List the emulations that run beside the unquantized model, by name."""
     candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
-    faults = {name: fault.emulation for name, fault in request.faults.items()}
     rules = {_rule_key(name): c.emulation for name, c in request.rules.items()}
     served = list_decode_emulations(request.candidates) if request.scores_decoding else {}
-    return candidates | faults | rules | served
+    return {**candidates, **request.others, **rules, **served}
 
 
 def _rule_key(rule: str) -> str:

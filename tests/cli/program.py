@@ -48,12 +48,12 @@ def run(*arguments: object) -> Outcome:
             code = leaving.code
     outcome = Outcome(code if isinstance(code, int) else -1, out.getvalue(), err.getvalue())
     if "--json" in arguments and outcome.out:
-        _check_passed(outcome, judges_freely=arguments[0] == "verify")
+        _check_passed(outcome, judges_freely=arguments[0] in {"verify", "server"})
     return outcome
 
 
 def _check_passed(outcome: Outcome, *, judges_freely: bool) -> None:
-    """Require that `passed` agrees with the exit code; `verify` without --gate fails nothing."""
+    """Require that `passed` agrees with the exit code; without --gate, a verdict fails nothing."""
     assert outcome.json["schema_version"] == 1
     passed = outcome.json["passed"]
     assert passed is (outcome.code == 0) or (judges_freely and passed is False)

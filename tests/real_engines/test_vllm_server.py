@@ -1,4 +1,4 @@
-"""`verify --server` asks real vLLM over HTTP, and tells planted faults from each other."""
+"""`fp8calib server` asks real vLLM over HTTP, and tells planted faults from each other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import succeed
+from tests.plugins.server import planted
+from tests.plugins.server.planted import write_ids
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, assert_started
-from tests.verification.server import planted
-from tests.verification.server.planted import write_ids
 
 LENGTH = 128
 SEQUENCES = 16
@@ -89,7 +89,7 @@ def ask(place: Path) -> Callable[..., Any]:
     def asked(url: str, *options: object, text: str = "held-out.jsonl") -> Any:
         data = ("--data", place / text, *QUICK, "--engine", "vllm-cpu")
         scales = ("--scales", place / "model-out" / "kv-overlay")
-        command = ("verify", place / "model", *data, *scales, "--server", url, "--json", *options)
+        command = ("server", url, place / "model", *data, *scales, "--json", *options)
         return succeed(*command).json
 
     return asked

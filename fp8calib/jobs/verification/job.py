@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fp8calib.data.sequences import DataPlan
 from fp8calib.engines.engine import Engine
@@ -12,18 +13,15 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.jobs.models import RunModel
-from fp8calib.machine.progress import Progress
+from fp8calib.jobs.reporter import Reporter
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.scales.rules import Rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
+from fp8calib.verification.companion import Companion
 from fp8calib.verification.judge.gates import Gate
-from fp8calib.verification.server.assess import ServerAnswers
-
-AskServer = Callable[[DataPlan, LoadedModel | None, Progress], tuple[DataPlan, ServerAnswers]]
-"""Lets a running server score the text, or one that the model writes; gives the text with it. The
-model is None where it is not in memory."""
+from fp8calib.verification.verify import VerificationResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +56,12 @@ class VerifyOptions:
         """Whether all types were asked for: one that does not fit is left out with a note."""
         return "all" in (self.request.kv_cache_dtype or ())
 
-    @property
-    def writes_text(self) -> bool:
-        """Whether the model writes the text."""
-        return self.request.sampled and self.request.reference_server is None
+
+class JobCompanion(Companion, Protocol):
+    """A companion that may compare without a run of the model."""
+
+    def compare_alone(self, job: VerifyJob, reporter: Reporter) -> VerificationResult | None:
+        """Compare without emulating, where that is asked for or all that is possible; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,8 @@ class VerifyJob(RunModel):
     target: Target
     opened: tuple[OpenedCandidate, ...]
     plan: DataPlan
-    server: AskServer | None = None
+    companion: JobCompanion | None = None
+    """What is compared with the same text."""
     make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
     """Makes the candidates, instead of those of the options."""
     refused: Collection[str]

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from fp8calib.data.sequences import Batch, batches
-from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.verification.job import VerifyJob
 from fp8calib.jobs.verification.request import build_request
@@ -67,7 +66,7 @@ def choose_verification_mode(
         source=job.source,
         scratch=job.options.scratch,
         probe=probe,
-        cannot_stream=_explain_unstreamable(job),
+        cannot_stream=None if job.companion is None else job.companion.cannot_stream,
         walks=_count_walks(job, request),
         always_streams=always_streams,
     )
@@ -128,18 +127,6 @@ def _describe_run(
             num_tokens=max(batch.input_ids.numel() for batch in found),
         ),
     )
-
-
-def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
-    """Give the error for a model that has to be streamed and cannot; None if it can."""
-    if job.options.writes_text:
-        return UsageError(
-            "--sampled: the model does not fit into memory, and a streamed one cannot write: "
-            "every generated token would read all weights again",
-            hint="name an unquantized server that writes (--reference-server), or use a machine "
-            "(or a larger --memory) that holds the model",
-        )
-    return None
 
 
 def _count_walks(job: VerifyJob, request: VerificationRequest) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from fp8calib.checkpoint.header import read_header
-from fp8calib.checkpoint.locations import require_path
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import REFERENCE, find_emulated, list_offering
 from fp8calib.errors import UsageError, join_or, suggest
@@ -27,9 +25,10 @@ from fp8calib.scales.rules import AUTO, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import load_gate
-from fp8calib.verification.report import SCALE_ONE, SERVER
+from fp8calib.verification.report import SCALE_ONE
 
-_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "server", "__metadata__"})
+"""Names in the file of --dump; a plug-in adds the server."""
 Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 
@@ -43,7 +42,6 @@ def resolve_options(request: VerifyRequest) -> VerifyOptions:
     """
     if request.strict and request.gate is None:
         raise UsageError("--strict has no effect without --gate", hint="add --gate kv or w8a8")
-    _check_server_options(request)
     scales = list_scales(request.scales)
     engine, numerics = find_emulated(request.engine)
     cache_types = choose_cache_types(request.kv_cache_dtype or (), engine)
@@ -150,52 +148,6 @@ def _find_scales(found: object) -> Scales:
             hint="leave scales out to compare scale 1.0 alone",
         )
     return found
-
-
-def _check_server_options(request: VerifyRequest) -> None:
-    named = {
-        "--server-model": request.server_model,
-        "--server-kind": request.server_kind,
-        "--sampled": request.sampled,
-        "--reference-server": request.reference_server,
-        "--reference-dump": request.reference_dump,
-    }
-    _require_server(request.server, named)
-    of_reference = {"--reference-server-model": request.reference_server_model}
-    _require_server(request.reference_server, of_reference, "--reference-server")
-    if request.reference_dump is None:
-        return
-    dump = Path(request.reference_dump)
-    require_path(dump, option="--reference-dump")
-    read_header(dump)  # before the server is asked
-    ignored = {
-        "--scales": request.scales,
-        "--scheme": request.scheme,
-        "--sensitivity": request.sensitivity,
-        "--rules": request.rules,
-        "--kv-cache-dtype": request.kv_cache_dtype,
-        SKIP_LAYERS: request.kv_cache_dtype_skip_layers,
-        "--dry-run": request.dry_run,
-        "--sampled": request.sampled,
-    }
-    if found := [option for option, value in ignored.items() if value]:
-        raise UsageError(
-            f"{found[0]} has no effect with --reference-dump: nothing is computed here",
-            hint=f"give {found[0]} to the run that wrote the dump",
-        )
-
-
-def _require_server(
-    server: str | None, named: Mapping[str, object], option: str = "--server"
-) -> None:
-    """Refuse options of a server without one (`option`); `named` are their values by name.
-
-    Raises:
-        UsageError: naming the first.
-    """
-    useless = [name for name, value in named.items() if value]
-    if server is None and useless:
-        raise UsageError(f"{useless[0]} has no effect without {option}", hint=f"add {option} URL")
 
 
 def if_quantized(name: str) -> str:

@@ -51,7 +51,6 @@ from fp8calib.verification.report import (
     KvCacheResult,
 )
 from fp8calib.verification.rule_choice import RuleSearch
-from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
 
 
@@ -84,7 +83,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         is_strict=asked.strict,
-        faults={} if asked.server is None else list_faults(candidates),
+        others={} if job.companion is None else job.companion.list_emulations(candidates),
         sensitivity_of=candidates[0] if asked.sensitivity else None,
         measures_noise=job.options.measures_noise,
         scores_decoding=asked.decode,

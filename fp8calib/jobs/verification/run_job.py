@@ -18,7 +18,7 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.models import RunModel, fields_of
 from fp8calib.jobs.text import plan_text
-from fp8calib.jobs.verification.job import VerifyJob, VerifyOptions
+from fp8calib.jobs.verification.job import JobCompanion, VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.jobs.verification.memory import open_reference
 from fp8calib.jobs.verification.request import build_request, list_histograms
@@ -73,22 +73,22 @@ def open_verify_job(
     options: VerifyOptions,
     text: DataPlan | Callable[[ModelSource], DataPlan],
     *,
-    tell_of_server: Callable[[str], None] | None = None,
+    companion: JobCompanion | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> VerifyJob:
     """Open the candidates and the text, and refuse what cannot be emulated before loading weights.
 
     Args:
         model: the unquantized model.
         options: what to compare it with.
-        text: of a server, the part that it can score; or what plans it.
-        tell_of_server: gets notes on the connection to the server of the options; without it, no
-            server is asked.
+        text: the text, or what plans it.
+        companion: what is compared with the same text.
+        say: gets notes of the companion; without it, the companion is not asked.
 
     Raises:
         UsageError: options contradict each other.
         DataError: the text cannot be read.
         ModelError: a candidate cannot be read or emulated, or belongs to another model.
-        ServerError: the server fails.
     """
     _require_head(model)
     target = Target(
@@ -99,25 +99,15 @@ def open_verify_job(
     opened = tuple(_open_candidates(options, target))
     plan = text if isinstance(text, DataPlan) else text(model.source)
     request = options.request
-    asks = tell_of_server is not None and request.server is not None
-    if plan.media and (asks or request.decode or options.writes_text):
-        name = "--server" if asks else "--decode"
-        kinds = " and ".join(list(plan.tokens_by_modality)[1:])
-        raise UsageError(
-            f"{name}: the data has {kinds}, and this takes text alone",
-            hint="leave it out, or use rows of text",
-        )
+    if request.decode:
+        require_text(plan, "--decode")
     if request.decode and not bool(find_decoded(list(map(len, plan.sequences))).any()):
         hint = "use longer text, or a larger --seq-len"
         raise UsageError("--decode: no sequence is longer than 2 tokens", hint=hint)
     if AUTO in options.rules:
         _check_auto(plan, opened)
-    ask = None
-    if tell_of_server is not None and request.server is not None:
-        from fp8calib.jobs.verification.server import connect_all  # noqa: PLC0415 -- imports httpx
-
-        ask, plan = connect_all(request, model.source, plan, tell_of_server)
-
+    if companion is not None and say is not None:
+        plan = companion.connect(model.source, plan, say)
     loading = judge_loading(options, model, opened)
     job = VerifyJob(
         **fields_of(model),
@@ -125,7 +115,7 @@ def open_verify_job(
         target=target,
         opened=opened,
         plan=plan,
-        server=ask,
+        companion=companion,
         refused=loading.refused.keys() | loading.unused.keys(),
         warnings=(
             *model.describe_decoded(),
@@ -139,6 +129,20 @@ def open_verify_job(
     return job
 
 
+def require_text(plan: DataPlan, option: str) -> None:
+    """Refuse rows with media, naming the option that takes text alone.
+
+    Raises:
+        UsageError: there are such rows.
+    """
+    if plan.media:
+        kinds = " and ".join(list(plan.tokens_by_modality)[1:])
+        raise UsageError(
+            f"{option}: the data has {kinds}, and this takes text alone",
+            hint="leave it out, or use rows of text",
+        )
+
+
 def run_verify_job(
     job: VerifyJob, mode: MemoryMode, progress: Progress, *, command: str = ""
 ) -> VerificationResult:
@@ -150,10 +154,9 @@ def run_verify_job(
     """
     with PeakMemory() as peak, _open_held(job, mode, progress) as (reference, comparison):
         request = build_request(job, reference.model)
-        plan, answers = job.plan, None
-        if job.server is not None:
-            model = None if mode.streaming else reference.model
-            plan, answers = job.server(plan, model, progress)
+        plan = job.plan
+        if job.companion is not None:
+            plan = job.companion.begin(plan, None if mode.streaming else reference.model, progress)
         verified = compare(
             reference,
             request,
@@ -161,7 +164,7 @@ def run_verify_job(
             batch_size=job.options.request.batch_size,
             progress=progress,
             comparison=comparison,
-            server=answers,
+            companion=job.companion,
         )
     memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
     provenance = RunProvenance(

@@ -14,6 +14,7 @@ import fp8calib
 from fp8calib.plugins import vllm
 from tests.cli.conftest import write_rows
 from tests.cli.program import run, succeed
+from tests.plugins.server.fake import Asked, FakeServer, Reply
 from tests.plugins.vllm.live_cases import (
     ANSWERS,
     CLEAN,
@@ -24,7 +25,6 @@ from tests.plugins.vllm.live_cases import (
     change,
     write_model,
 )
-from tests.verification.server.fake import Asked, FakeServer, Reply
 
 WORKER = "--worker-extension-cls fp8calib.plugins.vllm.worker.FP8CalibWorker"
 

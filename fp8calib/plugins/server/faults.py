@@ -11,11 +11,7 @@ import torch
 from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.progress import Progress
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
-from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
-from fp8calib.verification.sensitivity import choose_batches
-from fp8calib.verification.server.hypotheses import (
+from fp8calib.plugins.server.hypotheses import (
     Fault,
     has_scaled_kv,
     list_layer_faults,
@@ -23,6 +19,10 @@ from fp8calib.verification.server.hypotheses import (
     lose_query_scales,
     mix_up_scales,
 )
+from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
+from fp8calib.verification.compare.text_runs import TextRuns, count_in_rounds
+from fp8calib.verification.sensitivity import choose_batches
 
 _MOST_TIMES = 10
 """Faults together run over at most so many times the tokens of the text..."""

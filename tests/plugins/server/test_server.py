@@ -15,13 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fp8calib
+from fp8calib.plugins.server import server as compare_with_server
+from fp8calib.plugins.server.estimates import low_variance
 from fp8calib.verification.report import VerifyReport
-from fp8calib.verification.server.estimates import low_variance
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
-from tests.verification.server import planted
-from tests.verification.server.fake import Asked, FakeServer, Predict, Reply
-from tests.verification.server.test_broken_servers import tokenize
+from tests.plugins.server import planted
+from tests.plugins.server.fake import Asked, FakeServer, Predict, Reply
+from tests.plugins.server.test_broken_servers import tokenize
 
 LENGTH = 40
 ROWS = 6
@@ -69,10 +70,10 @@ def plain(runner: planted.Runner) -> Predict:
     return runner.predict(runner.emulate(None).only(frozenset()))
 
 
-def verify(model: Path, data: Path, *options: object) -> Any:
-    """Verify with --json."""
+def ask(url: str, model: Path, data: Path, *options: object) -> Any:
+    """Compare a server with --json."""
     return succeed(
-        "verify", model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--json", *options
+        "server", url, model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--json", *options
     ).json
 
 
@@ -83,7 +84,7 @@ def test_every_kind_gives_the_same_figures(
     for kind in ("vllm", "sglang"):
         dump = tmp_path / f"{kind}.safetensors"
         with FakeServer(unscaled, kind=kind, tokenize=tokenize) as server:
-            report = verify(model, data, "--server", server.url, "--dump", dump)
+            report = ask(server.url, model, data, "--dump", dump)
         assert report["server"]["kind"] == kind
         found[kind] = (report["candidates"][0], load_file(dump))
     assert {name for name, _ in found["vllm"][1].items()} == {"reference", "server", "scale-1.0"}
@@ -93,7 +94,7 @@ def test_every_kind_gives_the_same_figures(
     emulated = report["candidates"][1]
     assert vllm[0]["top1_agreement"] == pytest.approx(emulated["top1_agreement"], abs=0.01)
     with FakeServer(unscaled, tokenize=tokenize) as server:
-        report = verify(model, data, "--server", server.url, "--server-logprobs", 0)
+        report = ask(server.url, model, data, "--server-logprobs", 0)
     assert report["candidates"][0] == vllm[0] | {
         "description": report["candidates"][0]["description"],
         "top1_agreement": None,
@@ -105,26 +106,24 @@ def test_the_python_function_gives_the_same_report(
     model: Path, data: Path, unscaled: Predict
 ) -> None:
     async def in_a_notebook(url: str) -> VerifyReport:
-        return fp8calib.verify(
+        return compare_with_server(
+            url,
             model,
             data=data,
             seq_len=LENGTH,
             dtype="float32",
             engine=planted.ENGINE,
             pack=False,
-            server=url,
             server_logprobs=2,
         )
 
     with FakeServer(unscaled, tokenize=tokenize) as server, warnings.catch_warnings():
         warnings.simplefilter("ignore", fp8calib.Fp8CalibWarning)
-        expected = verify(model, data, "--server", server.url, "--server-logprobs", 2)
+        expected = ask(server.url, model, data, "--server-logprobs", 2)
         found = asyncio.run(in_a_notebook(server.url)).model_dump(mode="json")
     assert found["server"] == expected["server"]
     assert found["candidates"] == expected["candidates"]
     assert found["decision"] == expected["decision"]
-    with pytest.raises(fp8calib.UsageError, match="--sampled has no effect without --server"):
-        fp8calib.verify(model, data=data, sampled=True)
 
 
 def test_the_diagnosis_is_the_first_line_and_the_last(
@@ -133,7 +132,7 @@ def test_the_diagnosis_is_the_first_line_and_the_last(
     page = tmp_path / "page.html"
     options = (*QUICK, *ENGINE, "--report", page)
     with FakeServer(unscaled, tokenize=tokenize) as server:
-        found = run("verify", model, "--data", data, *options, "--server", server.url)
+        found = run("server", server.url, model, "--data", data, *options)
     lines = found.out.splitlines()
     assert lines[0] == lines[-1]
     assert lines[0] == "the server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
@@ -149,8 +148,8 @@ def test_a_server_decides_the_exit_code_of_a_gate(model: Path, data: Path, plain
             tokenize=tokenize,
         )
         with server:
-            options = ("--server", server.url, "--gate", "kv")
-            one = run("verify", model, "--data", data, *QUICK, *ENGINE, "--json", *options)
+            command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE, "--json")
+            one = run(*command, "--gate", "kv")
         found.append((one.code, one.json["candidates"][0]["verdict"]))
     assert found == [(0, "no-difference"), (8, "fail")]
 
@@ -166,7 +165,7 @@ def test_a_server_that_no_candidate_explains_does_not_just_pass(
         return torch.log_softmax(logits, -1)
 
     with FakeServer(predict, tokenize=tokenize) as server:
-        report = verify(model, data, "--server", server.url, "--gate", "kv")
+        report = ask(server.url, model, data, "--gate", "kv")
     row = report["candidates"][0]
     assert row["ppl_ratio"] < 0.9
     assert report["server"]["finding"] == "unknown"
@@ -190,8 +189,8 @@ def test_the_divergence_on_text_that_the_model_wrote(
         FakeServer(plain, tokenize=tokenize) as writer,
     ):
         reference = ("--reference-server", writer.url) if is_reference else ()
-        report = verify(
-            model, data, "--server", server.url, "--sampled", "--server-logprobs", 8, *reference,
+        report = ask(
+            server.url, model, data, "--sampled", "--server-logprobs", 8, *reference,
             "--dump", dump,
         )  # fmt: skip
         assert writer.count("/v1/completions") == (2 * (ROWS + 1) if is_reference else 0)
@@ -215,7 +214,7 @@ def test_a_model_that_is_streamed_cannot_write(
 ) -> None:
     monkeypatch.setattr("fp8calib.run.memory_plan.whole_or_streamed.plan_whole", lambda *_: None)
     with FakeServer(unscaled, tokenize=tokenize) as server:
-        command = ("verify", model, "--data", data, *QUICK, *ENGINE, "--server", server.url)
+        command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE)
         text = fail(2, *command, "--sampled")
         assert "--sampled: the model does not fit into memory" in text
         assert "--reference-server" in text
@@ -240,7 +239,7 @@ def test_engine_differences_are_subtracted(
         FakeServer(disturb(unscaled), tokenize=tokenize) as server,
         FakeServer(disturb(plain), tokenize=tokenize) as other,
     ):
-        report = verify(model, data, "--server", server.url, "--reference-server", other.url)
+        report = ask(server.url, model, data, "--reference-server", other.url)
     assert report["advice"].startswith("the server behaves like scale-1.0 (correlation 0.")
     engine = report["server"]["engine"]
     assert engine["change_rms"] == pytest.approx(1.0, abs=0.2)
@@ -254,8 +253,7 @@ def test_a_model_that_does_not_fit_is_compared_with_a_server(
         FakeServer(unscaled, tokenize=tokenize) as server,
         FakeServer(plain, tokenize=tokenize) as other,
     ):
-        small = ("--memory", "1M", "--server", server.url)
-        command = ("verify", model, "--data", data, *QUICK, *ENGINE, *small)
+        command = ("server", server.url, model, "--data", data, *QUICK, *ENGINE, "--memory", "1M")
         assert "--memory" in fail(2, *command)
         found = run(*command, "--reference-server", other.url, "--sampled", "--json")
     assert found.code == 0
@@ -279,12 +277,11 @@ def test_the_other_server_has_a_kind_and_a_model_of_its_own(
         FakeServer(unscaled, tokenize=tokenize) as server,
         FakeServer(plain, kind="sglang", tokenize=tokenize, broken=add_model) as other,
     ):
-        options = ("--server", server.url, "--server-kind", "vllm", "--reference-server", other.url)
-        command = ("verify", model, "--data", data, *QUICK, *ENGINE)
-        text = fail(4, *command, *options)
+        options = ("--server-kind", "vllm", "--reference-server", other.url)
+        text = fail(4, "server", server.url, model, "--data", data, *QUICK, *ENGINE, *options)
         assert "serves 2 models; it has tiny, other" in text
         assert "--reference-server-model" in text
-        report = verify(model, data, *options, "--reference-server-model", "tiny")
+        report = ask(server.url, model, data, *options, "--reference-server-model", "tiny")
     assert report["server"]["engine"]["kind"] == "sglang"
 
 
@@ -299,9 +296,9 @@ def test_figures_beyond_fp64_are_bounded(model: Path, data: Path, plain: Predict
         FakeServer(plain, tokenize=tokenize) as other,
     ):
         for one, two in ((server, other), (other, server)):
-            urls = ("--server", one.url, "--reference-server", two.url)
             for more in ((), ("--memory", 0.1)):
-                found = verify(model, data, *urls, *more)["server"]
+                reference = ("--reference-server", two.url)
+                found = ask(one.url, model, data, *reference, *more)["server"]
                 assert found["finding"] in {"unknown", "nothing-emulated"}
         p, q = torch.tensor([-1000.0]), torch.tensor([-1.0])
         assert low_variance(p, q).square().isfinite().all()
@@ -311,17 +308,16 @@ def test_a_dump_of_another_machine_replaces_the_model(
     model: Path, data: Path, unscaled: Predict, tmp_path: Path
 ) -> None:
     dump = tmp_path / "dump.safetensors"
-    verify(model, data, "--dump", dump)
+    succeed("verify", model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--dump", dump)
     with FakeServer(unscaled, tokenize=tokenize) as server:
-        options = ("--server", server.url, "--reference-dump", dump)
-        report = verify(model, data, *options)
+        report = ask(server.url, model, data, "--reference-dump", dump)
         assert report["advice"] == (
             "the server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
         )
         assert [one["name"] for one in report["candidates"]] == ["server"]
-        other = ("verify", model, "--data", data, "--seq-len", 20, *options)
+        other = ("server", server.url, model, "--data", data, "--reference-dump", dump)
         before = server.count("/v1/completions")
-        assert "of another text" in fail(5, *other)
+        assert "of another text" in fail(5, *other, "--seq-len", 20)
         assert server.count("/v1/completions") == before
         for ignored in (
             ("--sampled",),
@@ -337,5 +333,5 @@ def test_a_dump_of_another_machine_replaces_the_model(
             metadata = file.metadata()
         tensors["reference"][3] = float("nan")
         save_file(tensors, dump, metadata=metadata)
-        damaged = ("verify", model, "--data", data, *QUICK, *ENGINE, "--no-pack", *options)
-        assert "damaged: reference has NaN or infinity" in fail(5, *damaged)
+        damaged = fail(5, *other, *QUICK, *ENGINE, "--no-pack")
+        assert "damaged: reference has NaN or infinity" in damaged

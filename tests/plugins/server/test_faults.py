@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import fp8calib
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.plugins.server import server as compare_with_server
 from tests.cli.program import succeed
-from tests.verification.server import planted
-from tests.verification.server.fake import FakeServer
-from tests.verification.server.planted import write_ids
+from tests.plugins.server import planted
+from tests.plugins.server.fake import FakeServer
+from tests.plugins.server.planted import write_ids
 
 Values = dict[Site, float]
 SEQUENCES = 10
@@ -73,8 +73,8 @@ def ask(served: Planted) -> Callable[..., Any]:
     def asked(predict: planted.Predict, *options: object) -> Any:
         with FakeServer(predict) as server:
             found = succeed(
-                "verify", served.model, "--data", served.data, *OPTIONS, *ENGINE, *BATCHES,
-                "--server", server.url, "--json", *options,
+                "server", server.url, served.model, "--data", served.data, *OPTIONS, *ENGINE,
+                *BATCHES, "--json", *options,
             )  # fmt: skip
         return found.json
 
@@ -185,14 +185,14 @@ def test_the_cost_of_faults_is_bounded_and_said(
     served: Planted, runner: planted.Runner, monkeypatch: pytest.MonkeyPatch, is_right: bool
 ) -> None:
     """Right scales need none of them. There are 14 runs; a batch more than allowed may be used."""
-    monkeypatch.setattr("fp8calib.verification.server.faults._MOST_TIMES", 2)
-    monkeypatch.setattr("fp8calib.verification.server.faults._LEAST_TOKENS", 1)
+    monkeypatch.setattr("fp8calib.plugins.server.faults._MOST_TIMES", 2)
+    monkeypatch.setattr("fp8calib.plugins.server.faults._LEAST_TOKENS", 1)
     wrong = change(served.values, planted.NEEDS_SCALES, None)
     stages: dict[str, int] = {}
     with FakeServer(runner.predict(runner.emulate(served.values if is_right else wrong))) as server:
-        fp8calib.verify(
-            str(served.model), str(served.scales), str(served.data), seq_len=LENGTH,
-            engine=planted.ENGINE, dtype="float32", server=server.url,
+        compare_with_server(
+            server.url, str(served.model), str(served.scales), str(served.data), seq_len=LENGTH,
+            engine=planted.ENGINE, dtype="float32",
             progress=lambda stage, _done, total: stages.update({stage: total or 0}),
         )  # fmt: skip
     faults = {stage: total for stage, total in stages.items() if "faults" in stage}

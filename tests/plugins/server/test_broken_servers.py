@@ -20,13 +20,13 @@ import torch
 from tests import zoo
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
-from tests.verification.server.fake import Asked, Break, FakeServer, Reply
+from tests.plugins.server.fake import Asked, Break, FakeServer, Reply
 
 KEY = "sk-secret-7f3a"
 TIMEOUT_S = 2.0
 SEQUENCES = 3
 COMPLETIONS = "/v1/completions"
-Command = tuple[object, ...]
+Command = Callable[[str], tuple[object, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Give the command to which `--server URL` is added, and an empty folder to run it in."""
+    """Give what makes the command from a URL, and an empty folder to run it in."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return ("verify", model, "--data", data, "--seq-len", 16)
+    return lambda url: ("server", url, model, "--data", data, "--seq-len", 16)
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin with shorter pauses, to save time."""
-    monkeypatch.setattr("fp8calib.verification.server.client._FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr("fp8calib.plugins.server.client._FIRST_DELAY_S", 0.05)
 
 
 def predict(ids: Sequence[int]) -> torch.Tensor:
@@ -83,7 +83,7 @@ def ask(command: Command, monkeypatch: pytest.MonkeyPatch) -> Any:
         with FakeServer(predict, broken=broken, tokenize=tokenize, **more) as server:
             started = time.monotonic()
             text = fail(
-                *(code, *command, "--dtype", "float32", "--server", server.url),
+                *(code, *command(server.url), "--dtype", "float32"),
                 *("--server-timeout", TIMEOUT_S, *options),
             )
             assert time.monotonic() - started < 10 * TIMEOUT_S
@@ -354,19 +354,18 @@ def test_a_reference_that_writes_tokens_of_another_vocabulary(command: Command) 
         FakeServer(predict, tokenize=tokenize) as server,
         FakeServer(predict, tokenize=tokenize, broken=edit(rewrite)) as other,
     ):
-        urls = ("--server", server.url, "--reference-server", other.url)
-        text = fail(4, *command, *urls, "--sampled")
+        text = fail(4, *command(server.url), "--reference-server", other.url, "--sampled")
     assert "the continuation of sequence " in text
     assert "has token 200000, and the model has 128 tokens" in text
 
 
 def test_a_reference_that_is_or_may_be_the_server_itself(command: Command) -> None:
     with FakeServer(predict, tokenize=tokenize) as server:
-        urls = ("--server", server.url, "--reference-server")
-        text = fail(2, *command, *urls, f"{server.url}/v1")
+        asked = (*command(server.url), "--reference-server")
+        text = fail(2, *asked, f"{server.url}/v1")
         other = server.url.replace("127.0.0.1", "localhost")
-        advice = succeed(*command, *urls, other, "--json").json["advice"]
-    assert f"--reference-server: {server.url} is --server itself" in text
+        advice = succeed(*asked, other, "--json").json["advice"]
+    assert f"--reference-server: {server.url} is the server itself" in text
     assert "neither has an FP8 KV cache, or both are one server" in advice
 
 
@@ -374,13 +373,13 @@ def test_a_server_that_is_gone_is_named_at_once(command: Command) -> None:
     started = time.monotonic()
     with FakeServer(predict) as server:
         url = server.url
-    assert "no connection" in fail(4, *command, "--server", url, "--server-timeout", 20)
+    assert "no connection" in fail(4, *command(url), "--server-timeout", 20)
     assert time.monotonic() - started < 10
 
 
 def test_a_server_without_encryption_is_told_from_a_wrong_certificate(command: Command) -> None:
     with FakeServer(predict) as server:
-        text = fail(4, *command, "--server", server.url.replace("http:", "https:"))
+        text = fail(4, *command(server.url.replace("http:", "https:")))
     assert "/v1/models: TLS: " in text
     assert "SSL_CERT_FILE" in text
 
@@ -398,22 +397,22 @@ def test_a_certificate_is_checked(
     both = tmp_path / "both.pem"
     both.write_bytes(key.read_bytes() + certificate.read_bytes())
     with FakeServer(predict, tokenize=tokenize, certificate=both) as server:
-        text = fail(4, *command, "--server", server.url)
+        text = fail(4, *command(server.url))
         assert "TLS: " in text
         assert "certificate verify failed" in text
         assert "SSL_CERT_FILE" in text
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        succeed(*command, "--server", server.url, "--json")
+        succeed(*command(server.url), "--json")
 
 
 def test_a_server_that_never_accepts_is_tried_again_and_named(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8calib.verification.server.client._CONNECT_S", 0.2)
+    monkeypatch.setattr("fp8calib.plugins.server.client._CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
-        text = fail(4, *command, "--server", url, "--server-timeout", 20)
+        text = fail(4, *command(url), "--server-timeout", 20)
     assert "no connection within 0.2 s" in text
     assert time.monotonic() - started < 10
 
@@ -423,10 +422,10 @@ def test_a_proxy_without_a_server_is_named_soon(
     command: Command, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The time-out is for a sequence that takes long, not for this."""
-    monkeypatch.setattr("fp8calib.verification.server.client._GATEWAY_S", 0.5)
+    monkeypatch.setattr("fp8calib.plugins.server.client._GATEWAY_S", 0.5)
     with FakeServer(predict, broken=say(502, HTML, path), tokenize=tokenize) as server:
         started = time.monotonic()
-        found = run(*command, "--server", server.url)
+        found = run(*command(server.url))
         assert time.monotonic() - started < 20
     assert found.code == 4
     assert f"{path}: answers 502: 502 Bad Gateway, for 0.5 s" in found.err
@@ -438,20 +437,20 @@ def test_a_proxy_without_a_server_is_named_soon(
 def test_before_the_text_a_busy_server_is_not_waited_for(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8calib.verification.server.score._CONNECTING_S", 1.0)
+    monkeypatch.setattr("fp8calib.plugins.server.score._CONNECTING_S", 1.0)
     with FakeServer(predict, broken=say(503, "", "/v1/models")) as server:
-        text = fail(4, *command, "--server", server.url)
+        text = fail(4, *command(server.url))
     assert "answers 503: nothing, for 1 s" in text
 
 
 def test_a_dump_that_does_not_exist_is_refused_before_the_server_is_asked(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    command = ("verify", model, "--data", data, "--reference-dump")
     (tmp_path / "no-dump").write_text("{}")
     with FakeServer(predict) as server:
-        assert "no such file" in fail(2, *command, tmp_path / "none", "--server", server.url)
-        assert "no-dump" in fail(4, *command, tmp_path / "no-dump", "--server", server.url)
+        command = ("server", server.url, model, "--data", data, "--reference-dump")
+        assert "no such file" in fail(2, *command, tmp_path / "none")
+        assert "no-dump" in fail(4, *command, tmp_path / "no-dump")
         assert server.asked == []
 
 
@@ -473,8 +472,8 @@ def test_a_sequence_that_gets_no_answer_is_sent_again(
         return replace(right, **reply) if is_lost else right
 
     with FakeServer(predict, broken=lose, tokenize=tokenize) as server:
-        options = ("--server", server.url, "--server-timeout", TIMEOUT_S, "--json")
-        found = succeed(*command, *options).json
+        options = ("--server-timeout", TIMEOUT_S, "--json")
+        found = succeed(*command(server.url), *options).json
         assert server.count(COMPLETIONS) == 2 * SEQUENCES + repeated
     assert found["candidates"][0]["name"] == "server"
     assert found["server"]["repeated_requests"] == repeated
@@ -488,7 +487,7 @@ def test_a_server_that_stops_answering_is_asked_twice(command: Command) -> None:
     options = ("--server-timeout", 1, "--server-concurrency", 1)
     with FakeServer(predict, broken=hang, tokenize=tokenize) as server:
         started = time.monotonic()
-        text = fail(4, *command, "--server", server.url, *options)
+        text = fail(4, *command(server.url), *options)
         assert 1 <= time.monotonic() - started < 5
         assert server.count(COMPLETIONS) == 2 + 2
     assert f"{COMPLETIONS}: no answer within 1 s" in text
@@ -505,10 +504,10 @@ def test_a_name_that_is_not_resolved_is_not_waited_for(
             done.wait(30)
         return found(host, *rest, **options)
 
-    monkeypatch.setattr("fp8calib.verification.server.client._RESOLVE_S", 0.2)
+    monkeypatch.setattr("fp8calib.plugins.server.client._RESOLVE_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     started = time.monotonic()
-    text = fail(4, *command, "--server", "http://slow.example:8000")
+    text = fail(4, *command("http://slow.example:8000"))
     assert time.monotonic() - started < 5
     assert "no connection: the address of slow.example was not found within 0.2 s" in text
     done.set()
@@ -522,7 +521,7 @@ def test_the_key_is_sent_without_space_and_never_written(
     page, dump = tmp_path / "page.html", tmp_path / "dump.safetensors"
     with FakeServer(predict, tokenize=tokenize) as server:
         outputs = ("--report", page, "--dump", dump)
-        found = succeed(*command, "--server", f"{server.url}/v1/", *outputs)
+        found = succeed(*command(f"{server.url}/v1/"), *outputs)
         sent = {asked.headers.get("Authorization") for asked in server.asked}
     assert sent == {f"Bearer {KEY}"}
     written = found.out + found.err + page.read_text() + dump.read_bytes().decode("latin-1")
@@ -530,7 +529,7 @@ def test_the_key_is_sent_without_space_and_never_written(
 
 
 LOCAL = "http://localhost"
-CERTIFICATES = "--server: httpx cannot use the certificates or the proxies"
+CERTIFICATES = "URL: httpx cannot use the certificates or the proxies"
 REFUSED: list[tuple[dict[str, str], tuple[str, ...], str]] = [
     ({"SSL_CERT_FILE": "/nonexistent.pem"}, (LOCAL,), CERTIFICATES),
     ({"ALL_PROXY": "socks4://localhost:1"}, (LOCAL,), CERTIFICATES),
@@ -552,7 +551,7 @@ REFUSED: list[tuple[dict[str, str], tuple[str, ...], str]] = [
     ),
     ({}, (LOCAL, "--server-kind", "x"), "known: vllm, sglang"),
 ]
-"""Variables, what follows `--server`, the message."""
+"""Variables, the URL and options, the message."""
 
 
 @pytest.mark.parametrize(("variables", "options", "says"), REFUSED)
@@ -565,7 +564,7 @@ def test_what_cannot_be_asked_is_refused_before(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    text = fail(2, *command, "--server", *options)
+    text = fail(2, *command(options[0]), *options[1:])
     assert says in text
     assert ("SSL_CERT_FILE" in text) is (says == CERTIFICATES)
     assert KEY not in text

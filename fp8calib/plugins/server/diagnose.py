@@ -12,8 +12,8 @@ from enum import StrEnum
 
 import torch
 
+from fp8calib.plugins.server.hypotheses import Fault
 from fp8calib.verification.compare.summary import standard_error
-from fp8calib.verification.server.hypotheses import Fault
 
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.verification.server.decoding import Decoded, DecodingAnswers, assess_decoding
-from fp8calib.verification.server.kinds.kind import SequenceScores, ServerScores
+from fp8calib.plugins.server.decoding import Decoded, DecodingAnswers, assess_decoding
+from fp8calib.plugins.server.kinds.kind import SequenceScores, ServerScores
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import run
-from tests.verification.server import planted
-from tests.verification.server.fake import FakeServer, Predict
-from tests.verification.server.test_broken_servers import tokenize
+from tests.plugins.server import planted
+from tests.plugins.server.fake import FakeServer, Predict
+from tests.plugins.server.test_broken_servers import tokenize
 
 LENGTH, ROWS = 32, 4
 QUICK = ("--seq-len", LENGTH, "--dtype", "float32", "--no-pack", "--engine", planted.ENGINE)
@@ -46,7 +46,7 @@ def paths(model: Path) -> tuple[Predict, Predict]:
 
 def verify(model: Path, data: Path, url: str, *options: object) -> Any:
     """Verify a server with --decode."""
-    return run("verify", model, "--data", data, *QUICK, "--server", url, "--decode", *options)
+    return run("server", url, model, "--data", data, *QUICK, "--decode", *options)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

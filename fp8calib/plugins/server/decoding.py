@@ -13,15 +13,11 @@ from itertools import takewhile
 
 import torch
 
+from fp8calib.plugins.server.kinds.kind import ServerScores
+from fp8calib.plugins.server.result import ServerDecodeResult
 from fp8calib.verification.compare.paired import compare_paired
 from fp8calib.verification.emulation.decoding import count_prompt
-from fp8calib.verification.report import (
-    PairedAnswer,
-    PairedResult,
-    ServerDecodeResult,
-    tell_more,
-)
-from fp8calib.verification.server.kinds.kind import ServerScores
+from fp8calib.verification.report import PairedAnswer, PairedResult, tell_more
 
 ROUNDING_RMS = 0.05
 """Root mean square, in nats, of differences that count as rounding: kernels that decode sum in

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fp8calib.plugins.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
+from fp8calib.plugins.server.hypotheses import Fault
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, ServerFinding
-from fp8calib.verification.server.hypotheses import Fault
 
 _CLOSE = 0.9
 """Below this correlation, the sentence says what else there may be."""

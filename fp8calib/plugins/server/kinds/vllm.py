@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8calib.verification.server.kinds.kind import (
+from fp8calib.plugins.server.kinds.kind import (
     PLAIN_SAMPLING,
     AnswerError,
     Position,

@@ -7,21 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.verification.compare.summary import (
-    Summary,
-    average,
-    bounded_exp,
-    summarize_logprobs,
-)
-from fp8calib.verification.figures import format_mean_kld
-from fp8calib.verification.report import (
-    EstimateResult,
-    ExplanationResult,
-    ServerResult,
-    UnquantizedServer,
-)
-from fp8calib.verification.server.decoding import DecodingAnswers, assess_decoding
-from fp8calib.verification.server.diagnose import (
+from fp8calib.plugins.server.decoding import DecodingAnswers, assess_decoding
+from fp8calib.plugins.server.diagnose import (
     Changes,
     Diagnosis,
     diagnose,
@@ -29,11 +16,24 @@ from fp8calib.verification.server.diagnose import (
     mean_square,
     needs_faults,
 )
-from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_variance
-from fp8calib.verification.server.faults import FaultRunner
-from fp8calib.verification.server.hypotheses import Fault
-from fp8calib.verification.server.kinds.kind import ServerScores
-from fp8calib.verification.server.sentences import Context, describe_diagnosis
+from fp8calib.plugins.server.estimates import TopTokens, WrittenText, low_variance
+from fp8calib.plugins.server.faults import FaultRunner
+from fp8calib.plugins.server.hypotheses import Fault
+from fp8calib.plugins.server.kinds.kind import ServerScores
+from fp8calib.plugins.server.result import (
+    EstimateResult,
+    ExplanationResult,
+    ServerResult,
+    UnquantizedServer,
+)
+from fp8calib.plugins.server.sentences import Context, describe_diagnosis
+from fp8calib.verification.compare.summary import (
+    Summary,
+    average,
+    bounded_exp,
+    summarize_logprobs,
+)
+from fp8calib.verification.figures import format_mean_kld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

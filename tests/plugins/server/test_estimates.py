@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_variance
+from fp8calib.plugins.server.estimates import TopTokens, WrittenText, low_variance
 
 VOCABULARY = 12
 POSITIONS = 7

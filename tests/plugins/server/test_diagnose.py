@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.server.diagnose import (
+from fp8calib.plugins.server.diagnose import (
     UNQUANTIZED,
     Changes,
     Diagnosis,
@@ -19,13 +18,14 @@ from fp8calib.verification.server.diagnose import (
     explain_with_faults,
     needs_faults,
 )
-from fp8calib.verification.server.hypotheses import (
+from fp8calib.plugins.server.hypotheses import (
     Fault,
     list_layer_faults,
     lose_kv_scales,
     lose_query_scales,
 )
-from tests.verification.server import planted
+from fp8calib.verification.emulation.emulate import Emulation
+from tests.plugins.server import planted
 
 SEQUENCES = 12
 LENGTH = 65

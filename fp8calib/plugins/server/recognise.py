@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8calib.errors import ModelError, ServerError, UsageError, cut_list, shorten
-from fp8calib.verification.server.client import Response, ServerClient
-from fp8calib.verification.server.kinds.kind import ServerKind
-from fp8calib.verification.server.kinds.sglang import SglangServer
-from fp8calib.verification.server.kinds.vllm import VllmServer
+from fp8calib.plugins.server.client import Response, ServerClient
+from fp8calib.plugins.server.kinds.kind import ServerKind
+from fp8calib.plugins.server.kinds.sglang import SglangServer
+from fp8calib.plugins.server.kinds.vllm import VllmServer
 
 _ALL: tuple[ServerKind, ...] = (VllmServer(), SglangServer())
 KINDS = {kind.name: kind for kind in _ALL}
@@ -86,12 +86,12 @@ def _choose_card(
     if model is None and not cards:
         raise ServerError(
             f"{client.endpoint.url}: the server lists no models",
-            hint=f"name the model with {client.endpoint.option}-model",
+            hint=f"name the model with {client.endpoint.model_option}",
         )
     what = f"does not serve {shorten(model)}" if model else f"serves {len(cards)} models"
     raise ModelError(
         f"{client.endpoint.url}: the server {what}; it has {cut_list(names)}",
-        hint=f"name one of them with {client.endpoint.option}-model",
+        hint=f"name one of them with {client.endpoint.model_option}",
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.errors import Fp8CalibError, ModelError, ServerError
 from fp8calib.machine.progress import Progress
-from fp8calib.verification.server.client import (
+from fp8calib.plugins.server.client import (
     Endpoint,
     RequestCount,
     Response,
@@ -19,20 +19,20 @@ from fp8calib.verification.server.client import (
     hidden_key,
     run_to_end,
 )
-from fp8calib.verification.server.decoding import Decoded, count_written
-from fp8calib.verification.server.kinds.kind import (
+from fp8calib.plugins.server.decoding import Decoded, count_written
+from fp8calib.plugins.server.kinds.kind import (
     AnswerError,
     SequenceScores,
     ServerKind,
     ServerScores,
 )
-from fp8calib.verification.server.recognise import (
+from fp8calib.plugins.server.recognise import (
     Server,
     check_length,
     check_tokenizer,
     recognise,
 )
-from fp8calib.verification.server.written import SEED, count_given
+from fp8calib.plugins.server.written import SEED, count_given
 
 T = TypeVar("T")
 _CONNECTING_S = 60.0

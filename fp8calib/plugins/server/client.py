@@ -21,10 +21,15 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, Self, TypeVar
 
-import httpx
-
 from fp8calib import __version__
 from fp8calib.errors import Fp8CalibError, ServerError, UsageError, first_line, shorten
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise UsageError(
+        "fp8calib server needs httpx", hint='run `pip install "fp8calib[server]"`'
+    ) from error
 
 T = TypeVar("T")
 _BUSY = frozenset({408, 429, 502, 503, 504})
@@ -63,10 +68,15 @@ class Endpoint:
     url: str
     """Without the path of an API, and without a slash at the end."""
     option: str
-    """The option that names it, for messages."""
+    """The argument or option that names it, for messages: `URL` or `--reference-server`."""
     variable: str
     """The environment variable that holds its API key."""
     key: str = field(default="", repr=False)
+
+    @property
+    def model_option(self) -> str:
+        """The option that names the model there."""
+        return "--server-model" if self.option == "URL" else f"{self.option}-model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +101,7 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     Raises:
         UsageError: the URL is not that of a server or holds a password, or the key cannot be sent.
     """
-    hint = f"give it like {option} http://localhost:8000"
+    hint = "give it like http://localhost:8000"
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError) as error:

@@ -22,7 +22,7 @@ from fp8calib.scales.scale_table import Scale, ScaleSource
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from tests import zoo
-from tests.verification.server.fake import Predict
+from tests.plugins.server.fake import Predict
 
 LAYERS = 3
 NEEDS_SCALES = 1

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.data.sequences import DataPlan
+from fp8calib.plugins.server.assess import Assessment
+from fp8calib.plugins.server.diagnose import ServerFinding
+from fp8calib.plugins.server.result import SERVER
 from fp8calib.verification.compare.summary import compute_ppl, list_figures, summarize_positions
 from fp8calib.verification.judge.gates import Gate, correct_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
-    SERVER,
     CandidateResult,
     Decision,
     PairedAnswer,
@@ -19,8 +21,6 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.server.assess import Assessment
-from fp8calib.verification.server.diagnose import ServerFinding
 
 
 def add_server(
@@ -52,7 +52,6 @@ def add_server(
     return report.model_copy(
         update={
             "candidates": (*others, row, *last),
-            "server": result,
             "decision": Decision(
                 headline=result.sentence if decoding is None else decoding.sentence,
                 details="" if decoding is None else result.sentence,

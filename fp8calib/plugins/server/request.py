@@ -1,0 +1,101 @@
+"""The request of `fp8calib server`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fp8calib.options.option import Option
+from fp8calib.requests.verify import VerifyRequest
+
+
+@dataclass(frozen=True)
+class _Url:
+    """The first argument; without slots, so that a class of two bases has one layout."""
+
+    url: Annotated[str, Option(metavar="URL", help="A running vLLM or SGLang server.")]
+
+
+@dataclass(frozen=True)
+class ServerRequest(VerifyRequest, _Url):
+    """Name the emulated candidate that explains the answers of a running vLLM or SGLang server.
+
+    The server scores the text too. Its API key: the variable FP8CALIB_SERVER_KEY. With --decode it
+    also writes the second half of each sequence, which is then scored as a prompt.
+
+    Example: fp8calib server http://localhost:8000 MODEL --scales MODEL-fp8calib
+    """
+
+    _: KW_ONLY
+    server_model: Annotated[
+        str | None,
+        Option(
+            "--server-model",
+            metavar="NAME",
+            help="The model's name on the server, if it has several.",
+        ),
+    ] = None
+    server_kind: Annotated[
+        str | None,
+        Option("--server-kind", metavar="NAME", help="vllm or sglang. Default: recognised."),
+    ] = None
+    server_logprobs: Annotated[
+        int,
+        Option(
+            "--server-logprobs",
+            metavar="K",
+            least=0,
+            help="Most likely tokens to ask for at each position; more give a better bound of the "
+            "KL divergence, and longer answers.",
+        ),
+    ] = 1
+    server_concurrency: Annotated[
+        int,
+        Option(
+            "--server-concurrency", metavar="N", least=1, most=256, help="Requests sent at once."
+        ),
+    ] = 4
+    server_timeout: Annotated[
+        float,
+        Option(
+            "--server-timeout",
+            metavar="SECONDS",
+            least=1.0,
+            help="The longest wait for one sequence. After half of it, the sequence is sent again.",
+        ),
+    ] = 600.0
+    sampled: Annotated[
+        bool,
+        Option(
+            "--sampled",
+            help="Let the unquantized model continue the beginning of every sequence, and score "
+            "that text: it gives estimates of the server's KL divergence.",
+        ),
+    ] = False
+    reference_server: Annotated[
+        str | None,
+        Option(
+            "--reference-server",
+            metavar="URL",
+            help="A server of the unquantized model, to compare the server with. Its API key: "
+            "the variable FP8CALIB_REFERENCE_SERVER_KEY.",
+        ),
+    ] = None
+    reference_server_model: Annotated[
+        str | None,
+        Option(
+            "--reference-server-model",
+            metavar="NAME",
+            help="The model's name on the server, if it has several.",
+        ),
+    ] = None
+    reference_dump: Annotated[
+        str | Path | None,
+        Option(
+            "--reference-dump",
+            metavar="FILE",
+            reads=Path,
+            help="What --dump wrote of the same text on another machine; nothing is computed here.",
+        ),
+    ] = None
