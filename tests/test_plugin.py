@@ -14,7 +14,9 @@ import pytest
 
 from fp8calib import plugin
 from fp8calib.plugin import Plugin, find_plugins
+from tests.cli.conftest import write_rows
 from tests.cli.program import run
+from tests.dialects.foreign import FOLDER
 
 ROOT = Path(__file__).parents[1]
 OWN = sorted(path.parent.name for path in (ROOT / "fp8calib" / "plugins").glob("*/__init__.py"))
@@ -78,8 +80,10 @@ def test_without_metadata_the_folders_are_listed() -> None:
 
 
 def test_a_copy_without_plug_ins_works(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "fp8calib", tmp_path / "fp8calib")
+    for name in ("fp8calib", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     shutil.rmtree(tmp_path / "fp8calib" / "plugins")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     code = f"{HIDE}\nfrom fp8calib.cli import main\nmain(['--help'])"
     text = run_python(code, tmp_path)
     assert "calibrate" in text
@@ -88,6 +92,42 @@ def test_a_copy_without_plug_ins_works(tmp_path: Path) -> None:
     engines = run_python(code, tmp_path).split()
     assert {"vllm", "sglang"} <= set(engines)
     assert "lightllm" not in engines
+    assert "0 broken" in run_python(
+        "from importlinter.cli import lint_imports_command\nlint_imports_command(['--no-cache'])",
+        tmp_path,
+    )
+
+    model = FOLDER / "llama"
+    data = ("--data", write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}]))
+    exact, out = ("--dtype", "float32"), tmp_path / "out"
+    stats, fp8 = out / "stats.safetensors", tmp_path / "fp8"
+    commands: list[list[object]] = [
+        ["calibrate", model, *data, *exact, "--out", out, "--format", "kv-overlay"],
+        ["check", out / "kv-overlay"],
+        ["verify", model, *data, *exact, "--scales", out / "kv-overlay"],
+        ["quantize", model, "--scheme", "fp8-dynamic", "--stats", stats, "--out", fp8],
+        [
+            "extract-kv-scales",
+            "--model",
+            model,
+            "--quantized-model",
+            fp8,
+            "--save-path",
+            tmp_path / "kv",
+            "--format",
+            "kv-scales",
+        ],
+        ["export", stats, "--out", tmp_path / "more", "--format", "vllm-json"],
+        ["show", stats],
+    ]
+    texts = [[str(word) for word in command] for command in commands]
+    code = (
+        f"{HIDE}\nfrom fp8calib.cli import main\nfor command in {texts}:\n"
+        "    try:\n        main(command)\n"
+        "    except SystemExit as left:\n        assert not left.code, command\n"
+    )
+    run_python(code, tmp_path)
+    assert (tmp_path / "kv" / "kv_scales.safetensors").exists()
 
 
 def test_a_plug_in_brings_commands_of_one_and_of_two_words(
