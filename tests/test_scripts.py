@@ -9,8 +9,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import pytest_terminal_summary
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [
@@ -48,21 +51,19 @@ def test_every_module_that_a_script_runs_exists() -> None:
     assert [path for path in paths if not path.exists()] == []
 
 
-def test_the_seconds_of_test_files_are_written_slowest_first(tmp_path: Path) -> None:
-    """As `scripts/test --durations` does, which first makes an environment."""
-    named = ("tests/test_errors.py", "tests/geometry/test_sites.py")
+def test_the_seconds_of_test_files_are_written_slowest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `scripts/test --durations` does."""
+
+    def report(test: str, seconds: float) -> pytest.TestReport:
+        return pytest.TestReport(test, (test, 0, ""), {}, "passed", None, "call", duration=seconds)
+
     told = tmp_path / "durations.tsv"
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "2", *named],
-        cwd=ROOT,
-        env={**os.environ, "FP8CALIB_DURATIONS": str(told)},
-        capture_output=True,
-        check=True,
-    )
-    rows = [line.split("\t") for line in told.read_text().splitlines()]
-    assert {file for _, file in rows} == set(named)
-    seconds = [float(taken) for taken, _ in rows]
-    assert seconds == sorted(seconds, reverse=True)
+    monkeypatch.setenv("FP8CALIB_DURATIONS", str(told))
+    passed = [report("a.py::x", 1.0), report("b.py::y", 2.0), report("a.py::z[1]", 2.5)]
+    pytest_terminal_summary(SimpleNamespace(stats={"passed": passed, "": [passed[0], "text"]}))
+    assert told.read_text() == "4.5\ta.py\n2.0\tb.py\n"
 
 
 def test_every_path_that_the_documentation_names_exists() -> None:

@@ -187,7 +187,7 @@ def test_another_budget_takes_what_was_measured(
 
 
 BUDGETS = {"max_bytes": 0.6, "max_kld": 0.02, "max_ratio": 1.03}
-IN_SECONDS = {("max_kld", 2), ("max_ratio", 3), ("max_bytes", 7), ("max_kld", 20)}
+IN_SECONDS = {("max_kld", 2), ("max_bytes", 7)}
 
 
 @pytest.mark.parametrize(
