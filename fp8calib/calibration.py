@@ -60,20 +60,27 @@ def calibrate(
         CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
     todo = None if plan is None else share.batches(plan, recipe.data.batch_size)
+    num_sequences = 0 if plan is None else len(plan.sequences)
     sites: dict[Site, SiteStats] = {}
     unseen: Mapping[Site, str] = {}
     if streaming is not None:
         sites |= _layer_by_layer(
-            prepared, todo, checkpoint, recipe, progress, streaming, share, work
+            prepared, todo, checkpoint, recipe, progress, streaming, share, work, num_sequences
         )
     else:
         if recipe.observe.weights:
             sites |= _weights(prepared, checkpoint, progress, share)
         if todo and engine is None:
-            sites |= _activations(prepared, todo, recipe, progress, share)
+            sites |= _activations(prepared, todo, recipe, progress, share, num_sequences)
         elif todo and engine is not None:
             found, unseen = engine.observe(
-                prepared, checkpoint, todo, recipe, progress=progress, share=share
+                prepared,
+                checkpoint,
+                todo,
+                recipe,
+                num_sequences=num_sequences,
+                progress=progress,
+                share=share,
             )
             sites |= found
     sites = share.join(sites)
@@ -173,12 +180,15 @@ def _layer_by_layer(
     streaming: Streaming,
     share: WorkShare,
     work: LayerWork | None,
+    num_sequences: int,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
     tokens = find_distinct_tokens(todo or ())
     with open_streamed(prepared, checkpoint, tokens, streaming) as streamed:
         linears = share.weights([linear for _, linear in prepared.geometry.linears()])
-        observer = LayerObserver(streamed, recipe.observe, linears=linears, work=work)
+        observer = LayerObserver(
+            streamed, recipe.observe, linears=linears, num_sequences=num_sequences, work=work
+        )
         if not todo:
             progress.stage("reading weights", num_layers, unit="layers")
             return observer.observe_weights(progress.advance)
@@ -195,8 +205,9 @@ def _activations(
     recipe: Recipe,
     progress: Progress,
     share: WorkShare,
+    num_sequences: int,
 ) -> dict[Site, SiteStats]:
-    recorder = Recorder()
+    recorder = Recorder(num_sequences)
     num_tokens = sum(batch.num_tokens for batch in todo)
     progress.stage("calibrating", num_tokens, unit="tokens", batches=len(todo))
     with (

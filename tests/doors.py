@@ -160,7 +160,7 @@ def observe_cache(config: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         k_head_dim=16,
         v_head_dim=8,
     )
-    cache = HookedCache(config, {0: attention}, (), CalibrationHooks(Recorder()))
+    cache = HookedCache(config, {0: attention}, (), CalibrationHooks(Recorder(1)))
     cache.update(key, value, 0)
 
 

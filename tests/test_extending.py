@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.data.shares import Share
 from fp8calib.dialects import registry
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
@@ -27,20 +26,14 @@ from fp8calib.engines.registry import ENGINES, register_engine
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Granularity
-from fp8calib.geometry.sites import KV_ROLES, Role, Site
-from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.memory_plan.footprint import stats_bytes
-from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.stats.calibration_stats import load_stats, save_stats
-from fp8calib.stats.merge import merge_shards
-from fp8calib.stats.statistic import STATISTICS
+from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 from tests.dialects.foreign import FOLDER, find_geometry
 from tests.quantization.by_hand import codes_of, encode, scale_for, to_numpy
-from tests.run.running import opened, rows_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
@@ -62,7 +55,6 @@ def test_the_page_has_its_sections() -> None:
         "An engine",
         "A scheme",
         "A type of the KV cache",
-        "A statistic",
         "A command",
     ]
 
@@ -349,63 +341,3 @@ def test_a_weight_rule_of_a_registered_engine_is_applied(model: Path, tmp_path: 
     assert "it has no kernel for scales of blocks" in explain(tmp_path / "out")
     succeed(*quantize, "fp8-dynamic", "--force")
     assert explain(tmp_path / "out").startswith(f"{tmp_path / 'out'}: ok")
-
-
-@pytest.fixture
-def _outliers() -> Iterator[None]:
-    """Declare the example's statistic for one test."""
-    with mock.patch.dict(STATISTICS):
-        exec(example("A statistic"), {})  # noqa: S102 -- the page's own code
-        yield
-
-
-@pytest.mark.usefixtures("_outliers")
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_statistic_is_observed_stored_and_merged(streamed: bool, tmp_path: Path) -> None:
-    llama = zoo.save("llama", tmp_path / "model")
-    recipe = Recipe(name="outliers", observe=Observe(inputs=True))
-    plan = rows_of([7, 20, 13, 3, 9])
-    with opened(tmp_path / "model", streamed=streamed) as subject:
-        save_stats(subject.calibrate(plan=plan, recipe=recipe), tmp_path / "whole.safetensors")
-        for index in (1, 2):
-            share = WorkShare(shard=Share(index=index, count=2))
-            found = subject.calibrate(share, plan=plan, recipe=recipe)
-            save_stats(found, tmp_path / f"{index}.safetensors")
-
-    decoder, expected = llama.model, torch.zeros(32, dtype=torch.int64)
-    with torch.no_grad():
-        for sequence in plan.sequences:
-            hidden = decoder.embed_tokens(torch.as_tensor(sequence)).unsqueeze(0)
-            expected += (decoder.layers[0].input_layernorm(hidden).abs() > 2.0).sum((0, 1))
-    assert int(expected.sum()) > 0
-    site = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
-    whole = load_stats(tmp_path / "whole.safetensors")
-    assert torch.equal(whole.sites[site].tensors["outliers"], expected)
-    assert whole.sites[Site("model.layers.1.self_attn", Role.K)].tensors["outliers"].shape == (16,)
-
-    shards = ["1.safetensors", "2.safetensors"]
-    parts = [(name, load_stats(tmp_path / name, accepts_shard=True)) for name in shards]
-    save_stats(merge_shards(parts), tmp_path / "merged.safetensors")
-    merged = (tmp_path / "merged.safetensors").read_bytes()
-    assert merged == (tmp_path / "whole.safetensors").read_bytes()
-
-
-def test_a_statistic_is_in_the_planned_memory(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject:
-        geometry = subject.prepared.geometry
-    before = stats_bytes(geometry, inputs=True, weights=True)
-    with mock.patch.dict(STATISTICS):
-        exec(example("A statistic"), {})  # noqa: S102 -- the page's own code
-        after = stats_bytes(geometry, inputs=True, weights=True)
-    # Two layers with seven inputs each, 8 bytes a channel.
-    assert after - before == 2 * 8 * (6 * 32 + 48)
-
-
-def test_a_stats_file_with_an_unknown_statistic_is_refused(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with mock.patch.dict(STATISTICS), opened(tmp_path / "model") as subject:
-        exec(example("A statistic"), {})  # noqa: S102 -- the page's own code
-        save_stats(subject.calibrate(), tmp_path / "stats.safetensors")
-    with pytest.raises(ModelError, match=r"unknown tensor .*/outliers"):
-        load_stats(tmp_path / "stats.safetensors")

@@ -33,11 +33,16 @@ def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suf
     return _reduce(x_NC, tuple(range(x_NC.dim() - 1)))
 
 
+def token_amax(x_BSC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Largest magnitude over the tokens of each sequence: fp32 [B, C]."""
+    return _reduce(x_BSC, 1)
+
+
 def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """Largest magnitude per head: fp32 [H]."""
+    """Largest magnitude per head of each sequence: fp32 [B, H]."""
     if x_BHSD.device.type != "cpu":
-        return _max_norm(x_BHSD, (0, 2, 3))
-    return _reduce(x_BHSD, 2).amax((0, 2))
+        return _max_norm(x_BHSD, (2, 3))
+    return _reduce(x_BHSD, 2).amax(2)
 
 
 def group_amax(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -108,13 +108,15 @@ def choose_mode(
 
     def probe(prepared: PreparedModel, streaming: Streaming) -> Probe | None:
         """Run the largest batch through the first layer."""
-        if not found:
+        if plan is None or not found:
             return None
         batch = max(found, key=lambda batch: batch.input_ids.numel())
         tokens = torch.unique(batch.input_ids)
         with open_streamed(prepared, model.checkpoint, tokens, streaming) as streamed:
             linears = [linear for _, linear in geometry.linears()]
-            return LayerObserver(streamed, observe, linears=linears, work=work).probe(batch)
+            return LayerObserver(
+                streamed, observe, linears=linears, num_sequences=len(plan.sequences), work=work
+            ).probe(batch)
 
     statistics = stats_bytes(geometry, inputs=observe.inputs, weights=observe.weights)
     return choose_memory_mode(

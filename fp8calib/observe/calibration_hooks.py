@@ -107,10 +107,13 @@ class CalibrationHooks:
 
     def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Record the input of gate and up per channel and per expert."""
-        seen = observe_expert_input(self._recorder.batch, hidden, call.index, call.num_experts)
-        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
-        for name in names:
-            self._recorder.record(Site(f"{call.path}.{name}", Role.INPUT), seen)
+        batch, names = self._recorder.batch, ["up_proj"]
+        if call.module.has_gate:
+            names = ["gate_proj", "up_proj"]
+        sites = [Site(f"{call.path}.{name}", Role.INPUT) for name in names]
+        seen = observe_expert_input(batch, sites[0], hidden, call.index, call.num_experts)
+        for site in sites:
+            self._recorder.record(site, seen)
         if self._listener is not None:
             self._listener.on_expert_input(self._recorder.batch, call, hidden)
         return hidden

@@ -1,6 +1,7 @@
 """Collect the running statistics of every site, batch by batch.
 
-They stay on the device of the observed tensors. Only `check_finite` and `stats` wait for a device.
+They stay on the device of the observed tensors. Only `find_nonfinite` and `stats` wait for a
+device.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import torch
 
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.batch_view import BatchView
-from fp8calib.observe.reductions import Reductions, join_segments, observe_input
+from fp8calib.observe.reductions import Reductions, join_parts, observe_input
 from fp8calib.stats.histogram import count_bins_of_each
-from fp8calib.stats.statistic import NUM_QUARTERS, STATISTICS, SiteStats
+from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 _REMEMBERED_INPUTS = 4
 _MOST_SAMPLED = 2**23
 """How many values of histograms wait to be counted together on a GPU."""
+_MOST_UNJOINED = 2**24
+"""How many values of parts wait to be joined together."""
 
 
 _Update = tuple[bool, torch.Tensor, torch.Tensor]
@@ -27,74 +30,35 @@ _Update = tuple[bool, torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
-class SiteAccumulator:
-    """The running statistics of one site, on the device of its tensors.
-
-    The amax of the current quarter of the data is kept apart, for `progress`.
-    """
+class _Running:
+    """The running statistics of one site, on the device of its tensors."""
 
     count: int = 0
-    quarter: torch.Tensor | None = None
-    """The amax of the open quarter, zeros while none is open."""
-    is_open: bool = False
-    """Whether `quarter` is not yet part of `tensors`."""
-    progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By the name of their statistic; `amax` is that of the closed quarters."""
-
-    def observe(self, seen: Reductions) -> Iterator[_Update]:
-        """Count the tokens of a batch, and give the updates that add it to the open quarter."""
-        self.count += seen.num_tokens
-        self.is_open = True
-        for name, new in seen.tensors.items():
-            if name == "amax":
-                if self.quarter is None:
-                    self.quarter = STATISTICS[name].start(new)
-                yield False, self.quarter, new
-                continue
-            running = self._running(name, new)
-            reached = running if STATISTICS[name].length is None else running[: len(new)]
-            yield STATISTICS[name].is_count, reached, new
-
-    def _running(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        if name not in self.tensors:
-            self.tensors[name] = STATISTICS[name].start(new)
-        return self.tensors[name]
-
-    def close_quarter(self, quarter: int) -> None:
-        """Add the amax of the open quarter to the running one; the quarter may be opened again."""
-        if self.quarter is None or not self.is_open:
-            return
-        largest = self.quarter.max()
-        before = self.progress[quarter]
-        self.progress[quarter] = largest if before is None else torch.maximum(before, largest)
-        torch.maximum(amax := self._running("amax", self.quarter), self.quarter, out=amax)
-        self.quarter.zero_()
-        self.is_open = False
-
-    def freeze(self) -> SiteStats:
-        """Return the statistics on the CPU; no quarter may be open."""
-        progress = [0.0 if amax is None else float(amax) for amax in self.progress]
-        tensors = {name: tensor.cpu() for name, tensor in self.tensors.items()}
-        return SiteStats(count=self.count, tensors=tensors, progress=torch.tensor(progress))
+    """By the name of their statistic."""
 
 
 class Recorder:
-    """Collects statistics batch by batch: `begin_batch`, the observations, `end_batch`.
+    """Collects statistics; batches that end are counted fully, others not at all."""
 
-    A batch counts when it ends; an interrupted batch changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._running: defaultdict[Site, SiteAccumulator] = defaultdict(SiteAccumulator)
+    def __init__(self, num_sequences: int) -> None:
+        """Collect for a run of so many sequences, of which this recorder may see a part."""
+        self._num_sequences = num_sequences
+        self._running: defaultdict[Site, _Running] = defaultdict(_Running)
         self._pending: list[tuple[Site, Reductions]] = []
+        self._unchecked: dict[Site, None] = {}
+        """The sites since the last look for NaN, in execution order."""
+        self._num_checked = 0
+        """The batches before the last look for NaN."""
         self._sampled: dict[int, Reductions] = {}
         """Those whose histogram is not counted yet, by identity."""
         self._num_sampled = 0
+        self._unjoined: dict[int, Reductions] = {}
+        """Those whose parts are not joined yet, by identity."""
+        self._num_unjoined = 0
         self._sequences: list[tuple[int, int]] = []
         self.is_settled = True
         """Whether every batch counts fully or not at all; `end_batch` may be interrupted."""
-        self._quarter = 0
         self._batch: BatchView | None = None
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
         """The last inputs with their versions: the next linear may read the same tensor."""
@@ -109,29 +73,41 @@ class Recorder:
 
     def begin_batch(self, batch: BatchView) -> None:
         """Open a batch: observations belong to it until `end_batch`."""
-        if batch.quarter != self._quarter:
-            self._close_quarter()
-            self._quarter = batch.quarter
+        if batch.first + batch.shape[0] > self._num_sequences:
+            msg = f"sequence {batch.first} of a run of {self._num_sequences}"
+            raise ValueError(msg)
         self._drop_batch()
         self._batch = batch
 
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
         self._count_sampled()
-        self._join_segments()
-        self.is_settled = False
-        _apply(
-            update for site, seen in self._pending for update in self._running[site].observe(seen)
-        )
+        self._join_parts()
         first = self.batch.first
+        self.is_settled = False
+        _apply(update for site, seen in self._pending for update in self._update(site, seen))
+        self._unchecked |= dict.fromkeys(site for site, _ in self._pending)
         self._sequences.append((first, first + self.batch.shape[0]))
         self.is_settled = True
         self._drop_batch()
+
+    def _update(self, site: Site, seen: Reductions) -> Iterator[_Update]:
+        """Give the updates that add a tensor of the batch to the running statistics."""
+        running = self._running[site]
+        running.count += seen.num_tokens
+        for name, new in seen.tensors.items():
+            start = self.batch.first if name == "sequences" else 0
+            if name not in running.tensors:
+                sizes = {"sequences": self._num_sequences, "positions": STATISTICS[name].length}
+                shape = new.shape if (size := sizes.get(name)) is None else (size,)
+                running.tensors[name] = new.new_zeros(shape)
+            yield STATISTICS[name].is_count, running.tensors[name][start : start + len(new)], new
 
     def _drop_batch(self) -> None:
         self._batch = None
         self._pending.clear()
         self._drop_sampled()
+        self._drop_unjoined()
         self._inputs.clear()
 
     @property
@@ -147,6 +123,11 @@ class Recorder:
             self._num_sampled += seen.sampled.numel()
             if seen.sampled.device.type == "cpu" or self._num_sampled >= _MOST_SAMPLED:
                 self._count_sampled()
+        if seen.parts and id(seen) not in self._unjoined:
+            self._unjoined[id(seen)] = seen
+            self._num_unjoined += sum(part.numel() for part in seen.parts)
+            if self._num_unjoined >= _MOST_UNJOINED:
+                self._join_parts()
 
     def _count_sampled(self) -> None:
         groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
@@ -160,13 +141,19 @@ class Recorder:
                 seen.sampled = None
         self._drop_sampled()
 
-    def _join_segments(self) -> None:
-        groups = defaultdict[torch.device, dict[int, Reductions]](dict)
-        for _, seen in self._pending:
-            if seen.segments:
-                groups[seen.segments[0].device][id(seen)] = seen
+    def _join_parts(self) -> None:
+        groups = defaultdict[tuple[object, ...], list[Reductions]](list)
+        for seen in self._unjoined.values():
+            shape = len(seen.parts), *seen.parts[0].shape
+            is_single = shape[:2] == (1, 1)
+            groups[seen.parts[0].device, () if is_single else shape].append(seen)
         for group in groups.values():
-            join_segments(list(group.values()))
+            join_parts(group)
+        self._drop_unjoined()
+
+    def _drop_unjoined(self) -> None:
+        self._unjoined.clear()
+        self._num_unjoined = 0
 
     def _drop_sampled(self) -> None:
         self._sampled.clear()
@@ -183,34 +170,48 @@ class Recorder:
         self._inputs.append((x, x._version, seen))
         del self._inputs[:-_REMEMBERED_INPUTS]
 
-    def check_finite(self) -> Site | None:
-        """Find the first site, in execution order, with NaN or inf; waits for devices."""
-        found = {
-            site: each.quarter
-            for site, each in self._running.items()
-            if each.is_open and each.quarter is not None
-        }
-        by_device = defaultdict[torch.device, list[torch.Tensor]](list)
-        for amax in found.values():
-            by_device[amax.device].append(amax)
-        if all(map(_all_finite, by_device.values())):
+    def find_nonfinite(self) -> tuple[Site, int] | None:
+        """Find NaN or inf in the batches since the last call; waits for devices.
+
+        Returns:
+            The first site in execution order, and the sequence: the first of the batches where the
+            site does not tell.
+        """
+        batches = self._sequences[self._num_checked :]
+        sites, self._unchecked, self._num_checked = self._unchecked, {}, len(self._sequences)
+        if not batches:
             return None
-        return next(site for site, amax in found.items() if not _all_finite([amax]))
+        first = min(start for start, _ in batches)
+        seen = slice(first, max(stop for _, stop in batches))
+        by_device = defaultdict[torch.device, list[torch.Tensor]](list)
+        found: dict[Site, torch.Tensor] = {}
+        for site in sites:
+            tensors = self._running[site].tensors
+            found[site] = tensors["sequences"][seen] if "sequences" in tensors else tensors["amax"]
+            by_device[found[site].device].append(found[site])
+        if all(bool(torch.cat(each).isfinite().all()) for each in by_device.values()):
+            return None
+        site = next(site for site in sites if not bool(found[site].isfinite().all()))
+        place = int((~found[site].isfinite()).nonzero()[0])
+        return site, first + (place if "sequences" in self._running[site].tensors else 0)
 
     def stats(self) -> dict[Site, SiteStats]:
-        """Close the open quarter and return all statistics, on the CPU."""
-        self._close_quarter()
-        return {site: running.freeze() for site, running in self._running.items()}
+        """Give all statistics, on the CPU."""
+        return {
+            site: SiteStats(
+                count=running.count,
+                # copies: a journal saves them while the run goes on
+                tensors={name: tensor.cpu() for name, tensor in running.tensors.items()},
+            )
+            for site, running in self._running.items()
+        }
 
     def forget(self) -> None:
         """Drop all statistics."""
         self._drop_batch()
+        self._unchecked.clear()
         self._running.clear()
         self._sequences.clear()
-
-    def _close_quarter(self) -> None:
-        for running in self._running.values():
-            running.close_quarter(self._quarter)
 
 
 def _apply(updates: Iterable[_Update]) -> None:
@@ -227,7 +228,3 @@ def _apply(updates: Iterable[_Update]) -> None:
         earlier[place] += 1
     for (_, is_count, _), (runnings, news) in groups.items():
         (torch._foreach_add_ if is_count else torch._foreach_maximum_)(runnings, news)
-
-
-def _all_finite(tensors: list[torch.Tensor]) -> bool:
-    return bool(torch.cat([tensor.flatten() for tensor in tensors]).isfinite().all())

@@ -28,10 +28,11 @@ class TextEngine(Protocol):
         todo: Sequence[Batch],
         recipe: Recipe,
         *,
+        num_sequences: int,
         progress: Progress,
         share: WorkShare,
     ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
         """Run batches; give the statistics, and the sites that it does not show, with the reason.
 
-        `prepared` has no weights.
+        The whole run has `num_sequences`; `prepared` has no weights.
         """

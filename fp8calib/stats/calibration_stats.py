@@ -54,7 +54,8 @@ class StatsHeader(Frozen):
     """The run the numbers belong to, without time, path, host, rank, shard or batch size."""
 
     kind: Literal["fp8calib-stats"] = "fp8calib-stats"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2
+    """Version 1 has the amax of quarters of the data in place of that of each sequence."""
     geometry: ModelGeometry
     model_fingerprint: str
     data_fingerprint: str

@@ -91,6 +91,8 @@ def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
 
 
 def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
+    if header.schema_version != other.schema_version:
+        yield "statistics of different versions of this tool"
     if header.model_fingerprint != other.model_fingerprint:
         models = header.model_fingerprint, other.model_fingerprint
         yield f"different model ({explain_difference(*models, between=', and ')})"

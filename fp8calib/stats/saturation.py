@@ -68,7 +68,15 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None for a shard."""
     if stats.shard is not None:
         return None
-    return _compute_shares(stats, lambda site: site.progress, NUM_QUARTERS - 1, decisive=1)
+    return _compute_shares(stats, _by_quarter, NUM_QUARTERS - 1, decisive=1)
+
+
+def _by_quarter(site: SiteStats) -> torch.Tensor | None:
+    """Give the amax of each quarter of the sequences: [4]; 0 where there are too few."""
+    if site.sequences is None or not len(site.sequences):
+        return site.progress
+    quarter = torch.arange(len(site.sequences)) * NUM_QUARTERS // len(site.sequences)
+    return torch.zeros(NUM_QUARTERS).scatter_reduce_(0, quarter, site.sequences, "amax")
 
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:

@@ -16,19 +16,17 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.positions import NUM_RANGES
 
 NUM_QUARTERS = 4
+"""Of the data, in files of version 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistic:
-    """How one statistic of a site is observed, joined, stored and sized."""
+    """How one statistic of a site is joined, stored and sized."""
 
     name: str
     """Its tensor is `<site>/<name>` in a stats file."""
     is_count: bool = False
     """int64 counts, which are added; otherwise fp32 magnitudes, whose maximum is kept."""
-    observe: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Reduces one tensor of a batch, [N, channels] without padding; it must not wait for a GPU.
-    None for the built-in statistics, which `fp8calib.observe.reductions` computes together."""
     length: int | None = None
     """The number of elements, if a batch may give only the first of them."""
     num_elements: Callable[[Linear, Role], int] | None = None
@@ -80,6 +78,7 @@ STATISTICS = {
         Statistic(name="progress"),
         Statistic(name="positions", length=NUM_RANGES),
         Statistic(name="histogram", is_count=True),
+        Statistic(name="sequences"),
     )
 }
 """By name, in the order that stats files store them."""
@@ -132,7 +131,7 @@ class SiteStats:
 
     @property
     def progress(self) -> torch.Tensor | None:
-        """Tensor-wide amax inside each quarter of the data, by global sequence index: [4]."""
+        """Tensor-wide amax inside each quarter of the data: [4]; in files of version 1."""
         return self.tensors.get("progress")
 
     @property
@@ -142,6 +141,14 @@ class SiteStats:
         0 in ranges that no sequence reached; None where the positions of rows are not known.
         """
         return self.tensors.get("positions")
+
+    @property
+    def sequences(self) -> torch.Tensor | None:
+        """Tensor-wide amax of each sequence of the run: [sequences].
+
+        None where the sequences of rows are not known, and in files of version 1.
+        """
+        return self.tensors.get("sequences")
 
     @property
     def histogram(self) -> torch.Tensor | None:

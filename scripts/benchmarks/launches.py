@@ -130,7 +130,7 @@ def count_observation(
 
     The decoder alone runs with a cache that stores nothing, as the observed one does.
     """
-    recorder, activations = Recorder(), _Activations()
+    recorder, activations = Recorder(HISTOGRAM_SEQUENCES + 1), _Activations()
 
     def count(first: int) -> Work:
         batch, counter = _make_batch(model, first, seq_len), WorkCounter(observer.decoder.device)
@@ -157,7 +157,7 @@ def count_observation(
 def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> Work:
     decoder, attentions = Decoder(model), geometry.owners()
     unhooked = {attention.module for attention in attentions.values()}
-    cache = HookedCache(decoder.config, attentions, unhooked, CalibrationHooks(Recorder()))
+    cache = HookedCache(decoder.config, attentions, unhooked, CalibrationHooks(Recorder(1)))
     counter = WorkCounter(decoder.device)
     with counter:
         decoder.run(_make_batch(model, 0, seq_len), cache)

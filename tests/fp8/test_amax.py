@@ -36,7 +36,7 @@ def test_channels_and_rows_equal_numpy(num_rows: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("length", [1, 3, 40, 67])
 def test_heads_equal_numpy_in_every_memory_layout(length: int, dtype: torch.dtype) -> None:
     x = random(2, length, 3, 5, dtype=dtype).transpose(1, 2)
-    expected = np.abs(x.float().numpy()).max(axis=(0, 2, 3))
+    expected = np.abs(x.float().numpy()).max(axis=(2, 3))
     np.testing.assert_array_equal(head_amax(x).numpy(), expected)
     np.testing.assert_array_equal(head_amax(x.contiguous()).numpy(), expected)
 
@@ -49,7 +49,7 @@ def test_what_is_not_finite_is_never_lost(value: float, row: int, dtype: torch.d
     x[row, 2] = value
     assert channel_amax(x).isfinite().tolist() == [True, True, False, True]
     heads = x.reshape(1, 100, 2, 2).transpose(1, 2)
-    assert head_amax(heads).isfinite().tolist() == [True, False]
+    assert head_amax(heads).isfinite().tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

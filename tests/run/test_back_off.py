@@ -138,7 +138,9 @@ def test_a_probe_that_does_not_fit_tries_a_half(tmp_path: Path) -> None:
             with open_streamed(
                 subject.prepared, subject.checkpoint, tokens, subject.streaming
             ) as streamed:
-                probes.append(LayerObserver(streamed, Observe(), linears=()).probe(batch))
+                probes.append(
+                    LayerObserver(streamed, Observe(), linears=(), num_sequences=9).probe(batch)
+                )
             handle.remove()
     whole, halved = probes
     assert halved.state_bytes == whole.state_bytes == 4 * 6 * 32 * 4

@@ -160,7 +160,7 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
         (lambda t, _: t.update({f"{K}/nonsense": torch.ones(1)}), "unknown tensor"),
         (lambda t, _: t.update({"x.k/amax": torch.ones(1)}), "'x.k' is missing"),
         (lambda _, h: h["header"].update(kind="other"), "header.kind"),
-        (lambda _, h: h["header"].update(schema_version=2), "header.schema_version"),
+        (lambda _, h: h["header"].update(schema_version=3), "header.schema_version"),
         (lambda _, h: h["header"].pop("geometry"), "header.geometry"),
         (lambda _, h: h["header"].update(surprise=1), "header.surprise"),
         (lambda _, h: h["counts"].update({str(K): -1}), "counts"),

@@ -74,20 +74,15 @@ def test_a_degree_that_does_not_divide_the_intermediate_size_is_refused(tmp_path
         check_degree(stats.geometry, 4)
 
 
-def test_progress_holds_the_maximum_of_each_quarter(tmp_path: Path) -> None:
+def test_the_maximum_of_each_sequence_is_kept(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     sequences = draw([20] * 7)
     prepared, stats = run_calibration(tmp_path / "model", make_plan(sequences))
     truth = brute_force.run(prepared.model, sequences)
-    quarters = [0, 0, 1, 1, 2, 2, 3]
-    found = stats.sites[Site("model.layers.1.self_attn", Role.V)].progress
-    for quarter in range(4):
-        values = [
-            np.abs(pair[1]).max()
-            for place, pair in zip(quarters, truth.kv[1], strict=True)
-            if place == quarter
-        ]
-        assert float(found[quarter]) == pytest.approx(max(values), rel=1e-6)
+    found = stats.sites[Site("model.layers.1.self_attn", Role.V)].sequences
+    assert found is not None
+    expected = [np.abs(pair[1]).max() for pair in truth.kv[1]]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_histograms_count_every_element_of_the_sampled_sequences(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.batch_view import BatchView, view_batch
+from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.reductions import (
@@ -26,7 +26,7 @@ _HEADS, _WIDTH, _EXPERTS, _CHOSEN = 2, 4, 5, 2
 
 
 def record(view: BatchView, site: Site, seen: object) -> SiteStats:
-    recorder = Recorder()
+    recorder = Recorder(view.first + view.shape[0])
     recorder.begin_batch(view)
     recorder.record(site, seen)  # type: ignore[arg-type]
     recorder.end_batch()
@@ -43,13 +43,15 @@ def expect(rows: np.ndarray, found: SiteStats) -> None:
     assert found.positions is not None
     assert found.positions.tolist() == pytest.approx(by_place.tolist())
     assert found.amax.tolist() == pytest.approx(rows.max(0).tolist())
+    assert found.sequences is not None
+    assert found.sequences.tolist() == pytest.approx([rows.max()])
 
 
 @pytest.mark.parametrize("length", [60, 513, 1100])
 def test_heads_inputs_and_experts(length: int) -> None:
     """Beyond 512 and 1,024 tokens there are several ranges of positions."""
     rng = np.random.default_rng(length)
-    view = view_batch((1, length), (length,), 0, 0)
+    view = BatchView(shape=(1, length), lengths=(length,), first=0)
     heads = torch.from_numpy(rng.standard_normal((1, _HEADS, length, _WIDTH), np.float32))
     found = record(view, _SITE, observe_heads(view, Role.K, heads, _HEADS))
     expect(heads[0].abs().amax(-1).T.numpy(), found)
@@ -59,7 +61,7 @@ def test_heads_inputs_and_experts(length: int) -> None:
     expect(x[0].abs().numpy(), found)
 
     index = torch.from_numpy(np.stack([rng.permutation(_EXPERTS)[:_CHOSEN] for _ in range(length)]))
-    found = record(view, _SITE, observe_expert_input(view, x[0], index, _EXPERTS))
+    found = record(view, _SITE, observe_expert_input(view, _SITE, x[0], index, _EXPERTS))
     expect(x[0].abs().numpy(), found)
 
     module = SimpleNamespace(down_proj=torch.zeros(_EXPERTS, 3, 6))
@@ -73,16 +75,58 @@ def test_heads_inputs_and_experts(length: int) -> None:
 
 def test_rows_of_padding_do_not_count() -> None:
     rng = np.random.default_rng(0)
-    view = view_batch((2, 7), (7, 4), 0, 0)
+    view = BatchView(shape=(2, 7), lengths=(7, 4), first=0)
     x = torch.from_numpy(rng.standard_normal((2, 7, 6), np.float32))
     x[1, 4:] = 100
     kept = torch.cat([x[0], x[1, :4]]).abs()
     index = torch.zeros(14, 1, dtype=torch.int64)
     for seen in (
         observe_input(view, _SITE, x),
-        observe_expert_input(view, x.flatten(0, 1), index, 1),
+        observe_expert_input(view, _SITE, x.flatten(0, 1), index, 1),
     ):
         found = record(view, _SITE, seen)
         assert found.amax.tolist() == pytest.approx(kept.amax(0).tolist())
         assert found.positions is not None
         assert float(found.positions[0]) == pytest.approx(float(kept.max()))
+        assert found.sequences is not None
+        expected = [float(x[0].abs().max()), float(x[1, :4].abs().max())]
+        assert found.sequences.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("lengths", [(600, 600, 600), (600, 9, 513)])
+def test_each_sequence_of_a_batch_has_its_own_amax(lengths: tuple[int, ...]) -> None:
+    """In a run of six sequences, of which the batch has those from the third on."""
+    rng = np.random.default_rng(1)
+    view = BatchView(shape=(3, 600), lengths=lengths, first=2)
+    x = torch.from_numpy(rng.standard_normal((3, 600, 6), np.float32))
+    index = torch.from_numpy(rng.integers(0, _EXPERTS, (3 * 600, 1)))
+    order = torch.sort(index.flatten()).indices
+    call = ExpertsCall(
+        path="e",
+        module=SimpleNamespace(down_proj=torch.zeros(_EXPERTS, 3, 6)),
+        block=2,
+        index=index,
+    )
+    heads = x.view(3, 600, _HEADS, 3).transpose(1, 2)
+    by_sequence = [float(x[i, :length].abs().max()) for i, length in enumerate(lengths)]
+    counted = [x[i, :length].abs() for i, length in enumerate(lengths)]
+    first = max(float(rows[:512].max()) for rows in counted)
+    second = max(float(rows[512:].max()) for rows in counted if len(rows) > 512)
+    routed = torch.cat([torch.full((600,), length) for length in lengths])
+    is_counted = torch.arange(600).repeat(3) < routed
+    for seen in (
+        observe_heads(view, Role.V, heads, _HEADS),
+        observe_input(view, _SITE, torch.stack([x, x / 2])),
+        observe_expert_input(view, _SITE, x.flatten(0, 1), index, _EXPERTS),
+        observe_expert_down(view, call, x.flatten(0, 1)[order]),
+    ):
+        found = record(view, _SITE, seen)
+        assert found.sequences is not None
+        assert found.positions is not None
+        assert found.sequences.tolist() == pytest.approx([0, 0, *by_sequence])
+        assert found.positions[:3].tolist() == pytest.approx([first, second, 0])
+        assert float(found.amax.max()) == pytest.approx(max(by_sequence))
+        assert found.count == sum(lengths)
+        if found.expert_counts is not None:
+            counts = torch.bincount(index.flatten()[is_counted], minlength=_EXPERTS)
+            assert found.expert_counts.tolist() == counts.tolist()

@@ -185,11 +185,7 @@ def _find_statuses(batch: BatchView) -> torch.Tensor:
     """Give for every row of a batch whether it is padding, used or held back: int64 [B * S]."""
     held = [is_held_back(batch.first + index) for index in range(batch.shape[0])]
     statuses = torch.where(torch.tensor(held), _HELD, _USED).repeat_interleave(batch.shape[1])
-    if batch.kept is not None:
-        is_kept = torch.zeros(len(statuses), dtype=torch.bool)
-        is_kept[batch.kept] = True
-        statuses[~is_kept] = _PADDING
-    return statuses
+    return statuses.masked_fill(batch.padding(statuses.device).flatten(), _PADDING)
 
 
 def _list_runs(experts: torch.Tensor, count: int) -> list[tuple[int, int, int]]:

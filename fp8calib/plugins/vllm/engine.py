@@ -101,13 +101,30 @@ class EngineSettings:
         todo: Sequence[Batch],
         recipe: Recipe,
         *,
+        num_sequences: int,
         progress: Progress,
         share: WorkShare,
     ) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
-        """Run batches through vLLM and observe them: see `observe_in_vllm`."""
-        return observe_in_vllm(
-            prepared, checkpoint, todo, recipe, self, progress=progress, share=share
-        )
+        """Run batches through vLLM and observe them; each sequence is run alone.
+
+        Returns:
+            The statistics, and the sites that vLLM does not show, with the reason.
+
+        Raises:
+            CalibrationError: vLLM cannot load or run the model, ran other tokens than it was given,
+                or gave NaN or infinity.
+            RankLostError: vLLM died in the middle of the run.
+        """
+        longest = max(max(batch.lengths) for batch in todo)
+        progress.stage("vLLM loads the model", None)
+        with _engine(checkpoint.folder, self, longest, _count_media(todo)) as llm:
+            run = _Run(llm, prepared, recipe, num_sequences)
+            with _open_drafter(self, checkpoint) as drafter:
+                run.start(checkpoint.stored, drafter)
+            _refuse_unseen(run.matched, self)
+            progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
+            _run_all(run, todo, progress, share)
+            return run.stats(), run.matched.unseen
 
     @property
     def drafter(self) -> Mapping[str, Any]:
@@ -142,38 +159,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UsageError("--engine-option speculative_config: write {method: ..., model: ...}")
         if name == "load_format" and value == "dummy":
             raise UsageError("--engine-option load_format=dummy: random weights")
-
-
-def observe_in_vllm(
-    prepared: PreparedModel,
-    checkpoint: Checkpoint,
-    todo: Sequence[Batch],
-    recipe: Recipe,
-    settings: EngineSettings,
-    *,
-    progress: Progress,
-    share: WorkShare,
-) -> tuple[dict[Site, SiteStats], Mapping[Site, str]]:
-    """Run batches through vLLM and observe them; each sequence is run alone.
-
-    Returns:
-        The statistics, and the sites that vLLM does not show, with the reason.
-
-    Raises:
-        CalibrationError: vLLM cannot load or run the model, ran other tokens than it was given, or
-            gave NaN or infinity.
-        RankLostError: vLLM died in the middle of the run.
-    """
-    longest = max(max(batch.lengths) for batch in todo)
-    progress.stage("vLLM loads the model", None)
-    with _engine(checkpoint.folder, settings, longest, _count_media(todo)) as llm:
-        run = _Run(llm, prepared, recipe)
-        with _open_drafter(settings, checkpoint) as drafter:
-            run.start(checkpoint.stored, drafter)
-        _refuse_unseen(run.matched, settings)
-        progress.stage("calibrating in vLLM", sum(b.num_tokens for b in todo), unit="tokens")
-        _run_all(run, todo, progress, share)
-        return run.stats(), run.matched.unseen
 
 
 def _count_media(todo: Sequence[Batch]) -> dict[str, int]:
@@ -214,8 +199,11 @@ def _run_all(run: _Run, todo: Sequence[Batch], progress: Progress, share: WorkSh
 class _Run:
     """One run of sequences through an engine."""
 
-    def __init__(self, llm: Any, prepared: PreparedModel, recipe: Recipe) -> None:
+    def __init__(
+        self, llm: Any, prepared: PreparedModel, recipe: Recipe, num_sequences: int
+    ) -> None:
         self._llm = llm
+        self._num_sequences = num_sequences
         self._watch = ProcessWatch()
         self._prepared = prepared
         self._observe = recipe.observe
@@ -236,7 +224,7 @@ class _Run:
         if len({rank.pp for rank in self._ranks}) > 1:
             # The later stages make their buffers in an idle step, which a CPU's start leaves out.
             self._call("execute_dummy_batch")
-        self._call("fp8calib_observe", self.matched.list_modules())
+        self._call("fp8calib_observe", self.matched.list_modules(), self._num_sequences)
 
     def feed(self, group: Sequence[Batch]) -> float:
         """Run sequences through vLLM, and give the seconds that it took.
@@ -248,8 +236,7 @@ class _Run:
         from vllm import SamplingParams  # noqa: PLC0415
 
         expected: list[Expected] = [
-            (each.first, each.quarter, each.lengths[0], checksum(each.input_ids[0]))
-            for each in group
+            (each.first, each.lengths[0], checksum(each.input_ids[0])) for each in group
         ]
         started = time.monotonic()
         self.is_settled, self._found = False, None
@@ -277,7 +264,7 @@ class _Run:
         """The sequences that were run, as half-open ranges."""
         return join_ranges([(each.first, each.first + 1) for each in self._sequences])
 
-    def check_finite(self) -> Site | None:
+    def find_nonfinite(self) -> tuple[Site, int] | None:
         """Give None: `stats` refuses NaN and infinity."""
         return None
 

@@ -22,7 +22,7 @@ from torch import nn
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.geometry.module_paths import list_paths
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.batch_view import view_batch
+from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.reductions import observe_expert_input, observe_heads, observe_input
 from fp8calib.stats.statistic import name_tensors
@@ -67,10 +67,10 @@ class Observer:
             }
         )
 
-    def fp8calib_observe(self, modules: Sequence[str]) -> None:
-        """Observe those of these modules that this rank has."""
+    def fp8calib_observe(self, modules: Sequence[str], num_sequences: int) -> None:
+        """Observe those of these modules that this rank has, in a run of so many sequences."""
         vars(self)["_fp8calib"] = [
-            _Observation(model, prefix, set(modules))
+            _Observation(model, prefix, set(modules), num_sequences)
             for prefix, model in _find_models(self).items()
         ]
 
@@ -85,8 +85,8 @@ class Observer:
             return _collect(vars(self)["_fp8calib"])
 
 
-Expected = tuple[int, int, int, int]
-"""Of a sequence: global index, quarter, length, checksum of the ids."""
+Expected = tuple[int, int, int]
+"""Of a sequence: global index, length, checksum of the ids."""
 
 
 def checksum(ids: torch.Tensor) -> int:
@@ -273,11 +273,13 @@ def _wrap(
 class _Observation:
     """What one worker observes: one sequence a step of the engine."""
 
-    def __init__(self, model: nn.Module, prefix: str, observed: set[str]) -> None:
+    def __init__(
+        self, model: nn.Module, prefix: str, observed: set[str], num_sequences: int
+    ) -> None:
         self._is_drafter = bool(prefix)
         self.expected = deque[Expected]()
         self.faults: list[str] = []
-        self.recorder = Recorder()
+        self.recorder = Recorder(num_sequences)
         self._has_batch = False
         _wrap(model, self._begin, self._end)
         for path, module in model.named_modules():
@@ -309,7 +311,7 @@ class _Observation:
         if not self.expected:
             self.faults.append(f"a step of {length} tokens that nobody asked for")
             return
-        first, quarter, expected, digest = self.expected.popleft()
+        first, expected, digest = self.expected.popleft()
         ids = kwargs.get("input_ids")
         if length != expected or int(positions[0]):
             self.faults.append(
@@ -321,7 +323,7 @@ class _Observation:
         if ids is not None and not self._is_drafter and checksum(ids) != digest:
             self.faults.append(f"sequence {first}: the engine ran other tokens")
             return
-        self.recorder.begin_batch(view_batch((1, length), (length,), first, quarter))
+        self.recorder.begin_batch(BatchView(shape=(1, length), lengths=(length,), first=first))
         self._has_batch = True
 
     def _end(self) -> None:
@@ -373,16 +375,15 @@ class _Observation:
 
     def _see_experts(self, name: str, routing: _Routing) -> None:
         hidden, index = routing.find()
-        seen = observe_expert_input(
-            self.recorder.batch, hidden, index, routing.module.moe_config.num_experts
-        )
-        self.recorder.record(Site(name, Role.INPUT), seen)
+        site, num_experts = Site(name, Role.INPUT), routing.module.moe_config.num_experts
+        seen = observe_expert_input(self.recorder.batch, site, hidden, index, num_experts)
+        self.recorder.record(site, seen)
 
 
 def _collect(observations: Sequence[_Observation]) -> bytes:
     """Give the statistics so far, of the model and a drafter."""
     recorders = [each.recorder for each in observations]
-    bad = [str(site) for each in recorders if (site := each.check_finite()) is not None]
+    bad = [str(bad[0]) for each in recorders if (bad := each.find_nonfinite()) is not None]
     faults = [fault for each in observations for fault in each.faults]
     if any(each.sequences != recorders[0].sequences for each in recorders):
         faults.append("its drafter ran other sequences")

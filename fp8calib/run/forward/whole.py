@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from fp8calib.data.sequences import Batch
-from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
@@ -37,15 +36,13 @@ def run_whole(
         CalibrationError: an activation is NaN or inf (the message names layer and sample), or one
             sequence does not fit into memory.
     """
-    waiting, group = deque(batches), list[Batch]()
+    waiting, num_unchecked = deque(batches), 0
     most, has_run = sys.maxsize, False
     while waiting:
         batch = waiting.popleft()
         if len(batch.lengths) > most:
             waiting.extendleft(reversed(cut_into(batch, most)))
             continue
-        if group and group[-1].quarter != batch.quarter:
-            group = _check(observer, group)
         if not _fits(observer, batch):
             most = len(batch.lengths) // 2
             on_back_off(BackOff(first=batch.first, batch_size=most))
@@ -55,19 +52,21 @@ def run_whole(
             # The first batch allocates the statistics between its activations; later ones do not.
             return_freed_memory()
             has_run = True
-        group.append(batch)
+        num_unchecked += 1
         advance(batch.num_tokens)
-        if observer.is_check_due(group):
-            group = _check(observer, group)
+        if observer.is_check_due(num_unchecked):
+            observer.require_finite()
             on_checked()
-    _check(observer, group)
+            num_unchecked = 0
+    observer.require_finite()
     on_checked()
 
 
 def _fits(observer: BatchObserver, batch: Batch) -> bool:
     """Run a batch; False where it must be halved."""
     try:
-        _forward(observer, batch)
+        with observer.observed(batch) as cache:
+            observer.decoder.run(batch, cache)
     except OutOfMemoryInForward:
         if len(batch.lengths) == 1:
             raise
@@ -75,20 +74,3 @@ def _fits(observer: BatchObserver, batch: Batch) -> bool:
         return True
     return_memory_of(observer.decoder.device)
     return False
-
-
-def _forward(observer: BatchObserver, batch: Batch) -> None:
-    with observer.observed(batch) as cache:
-        observer.decoder.run(batch, cache)
-
-
-def _check(observer: BatchObserver, group: list[Batch]) -> list[Batch]:
-    """Raise where a batch of the group had NaN or inf; give the next group, empty."""
-
-    def find_site(sequence: Batch) -> Site | None:
-        _forward(observer, sequence)
-        return observer.recorder.check_finite()
-
-    if observer.recorder.check_finite() is not None:
-        raise observer.locate_nonfinite(group, find_site)
-    return []

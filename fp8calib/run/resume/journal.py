@@ -80,8 +80,8 @@ class StatsSoFar(Protocol):
     def is_settled(self) -> bool:
         """Whether every sequence counts fully or not at all."""
 
-    def check_finite(self) -> Site | None:
-        """Find a site with NaN or inf."""
+    def find_nonfinite(self) -> tuple[Site, int] | None:
+        """Find a site and a sequence with NaN or inf."""
 
     def stats(self) -> dict[Site, SiteStats]:
         """Give them."""
@@ -166,7 +166,7 @@ class Journal:
 
     def save_interrupted(self, measured: StatsSoFar) -> None:
         """Save the statistics after an interruption, if they are consistent."""
-        if measured.is_settled and measured.check_finite() is None:
+        if measured.is_settled and measured.find_nonfinite() is None:
             self._save(measured)
 
     def remove(self) -> None:

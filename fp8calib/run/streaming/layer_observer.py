@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from fp8calib.data.sequences import Batch
-from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
@@ -24,7 +23,7 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
-from fp8calib.run.forward.observed_batches import BatchObserver, cut_into, nonfinite_error
+from fp8calib.run.forward.observed_batches import GPU_BATCHES_PER_CHECK, BatchObserver, cut_into
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
@@ -45,16 +44,6 @@ class LayerWork(InputListener, Protocol):
         """Drop all inputs that were received: the run starts again."""
 
 
-class _NonfiniteError(Exception):
-    """A site of layer `index` has NaN or inf in one of a group of batches."""
-
-    def __init__(self, site: Site, group: Sequence[Batch], index: int) -> None:
-        super().__init__()
-        self.site = site
-        self.group = group
-        self.index = index
-
-
 class LayerObserver:
     """Gathers the statistics of a streamed model; its lm_head never runs."""
 
@@ -64,6 +53,7 @@ class LayerObserver:
         observe: Observe,
         *,
         linears: Sequence[Linear],
+        num_sequences: int,
         work: LayerWork | None = None,
     ) -> None:
         """Observe the weights of `linears`; other weights are only checked for NaN."""
@@ -73,7 +63,7 @@ class LayerObserver:
         self._work = work
         self._weights: dict[Site, SiteStats] = {}
         self._observed: set[str] = set()
-        self._recorder = Recorder()
+        self._recorder = Recorder(num_sequences)
 
     def probe(self, batch: Batch) -> Probe:
         """Measure the first layer on one micro-batch.
@@ -162,10 +152,7 @@ class LayerObserver:
     ) -> dict[Site, SiteStats]:
         kept = None if journal is None else LayerJournal(journal, batches)
         with self._hooked() as observer:
-            try:
-                self._walk(observer, batches, advance, journal=kept)
-            except _NonfiniteError as error:
-                raise self._locate(observer, error) from None
+            self._walk(observer, batches, advance, kept)
         earlier = {} if kept is None else kept.sites
         return merge_sites([self._finish(), earlier, self._recorder.stats()])
 
@@ -187,11 +174,9 @@ class LayerObserver:
         observer: BatchObserver,
         batches: Sequence[Batch],
         advance: Callable[[int], None],
-        *,
-        journal: LayerJournal | None = None,
-        until: int | None = None,
+        journal: LayerJournal | None,
     ) -> None:
-        """Run all batches through every layer in turn; with `until`, only to find NaN again."""
+        """Run all batches through every layer in turn."""
         streamed = self._streamed
         with ExitStack() as stack:
             store = stack.enter_context(streamed.open_hidden_states())
@@ -199,15 +184,14 @@ class LayerObserver:
 
             steps = stack.enter_context(streamed.steps(observer.decoder, batches, store))
             advance(first * sum(batch.num_tokens for batch in batches))
-            for layer in stack.enter_context(streamed.layers(until=until)):
-                if until is None:
-                    self._observe_layer(layer)
+            for layer in stack.enter_context(streamed.layers()):
+                self._observe_layer(layer)
                 if layer.layer.index < first:
                     streamed.begin_next()
                     continue
                 with streamed.placed(layer):
                     self._run_layer(observer, steps, store, layer, batches, advance)
-                    if until is None and self._work is not None:
+                    if self._work is not None:
                         self._work.finish_layer(layer.layer)
                 if journal is not None and self._has_next(layer):
                     journal.save_if_due(layer.layer.index, store, self._recorder.stats())
@@ -221,36 +205,20 @@ class LayerObserver:
         batches: Sequence[Batch],
         advance: Callable[[int], None],
     ) -> None:
-        index, unchecked = layer.layer.index, []
+        index = layer.layer.index
         for number, batch in enumerate(batches):
             before = store.get(number, observer.decoder.device) if index else None
             with observer.observed(batch) as cache:
                 after = steps.run_layer(index, batch, cache, before, checks=number == 0)
             if self._has_next(layer):
                 store.put(number, after)
-            unchecked.append(batch)
             advance(batch.num_tokens)
-            if observer.is_check_due(unchecked) or number == len(batches) - 1:
-                if (site := self._recorder.check_finite()) is not None:
-                    raise _NonfiniteError(site, unchecked, index)
-                unchecked = []
+            if observer.is_check_due(1 + number % GPU_BATCHES_PER_CHECK):
+                observer.require_finite()
+        observer.require_finite()
 
     def _has_next(self, layer: StreamedLayer) -> bool:
         return layer.layer.index < len(self._streamed.geometry.layers) - 1
-
-    def _locate(self, observer: BatchObserver, found: _NonfiniteError) -> CalibrationError:
-        """Run the layers down to the failed one again, for each sequence alone."""
-        if len(found.group) == 1 and len(found.group[0].lengths) == 1:
-            return nonfinite_error(found.site, found.group[0].first, observer.decoder.dtype)
-
-        def find_site(sequence: Batch) -> Site | None:
-            try:
-                self._walk(observer, [sequence], lambda _: None, until=found.index + 1)
-            except _NonfiniteError as error:
-                return error.site
-            return None
-
-        return observer.locate_nonfinite(found.group, find_site)
 
     def _observe_layer(self, layer: StreamedLayer) -> None:
         if not self._observe.weights:

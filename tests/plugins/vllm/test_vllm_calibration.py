@@ -136,7 +136,7 @@ def test_every_sequence_is_run_once_in_order(vllm: Any, model_of: Callable[[str]
     rows = [row["input_ids"] for row in make_rows()]
     assert vllm.asked[-1].prompts == rows
     expected = [each for method, args in vllm.asked[-1].calls for each in _expected(method, args)]
-    assert [(first, length) for first, _, length, *_ in expected] == [
+    assert [(first, length) for first, length, *_ in expected] == [
         (index, len(row)) for index, row in enumerate(rows)
     ]
 
