@@ -38,6 +38,7 @@ def list_layers(
                 flushed=found.flushed_share,
                 amax=found.amax,
                 scale=scale.largest,
+                largest=scale.largest_value,
                 smallest_scale=None if scale.smallest == scale.largest else scale.smallest,
                 scale_per=scale.per,
             )

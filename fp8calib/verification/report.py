@@ -176,6 +176,8 @@ class LayerResult(_Model):
     amax: float
     scale: float | None
     """The largest of several; None for scales that are computed at run time."""
+    largest: float | None = None
+    """The largest magnitude that `scale` represents; None for weights and dynamic scales."""
     smallest_scale: float | None = None
     """None if there is only one scale, or `scale` is None."""
     scale_per: Granularity | Literal["head"] = Granularity.TENSOR

@@ -538,6 +538,52 @@ def test_weights_that_are_not_what_they_were_are_named() -> None:
     assert not describe_damage("mine", [row("mine", "weight", sqnr_db=26.0)], {})
 
 
+def describe_input(**more: Any) -> str:
+    """Describe an input whose scale covers 6.6, and whose SQNR is low."""
+    values: dict[str, Any] = {"scale": 6.6 / 448, "largest": 6.6, "sqnr_db": 9.0}
+    found = row("mine", "input", **values | more)
+    return settle(
+        Basis(candidates=[candidate("mine", 0.1)], layers=[found], fits={}, kv=None)
+    ).details
+
+
+def test_amax_above_the_range_clips_whatever_share_of_values_becomes_zero() -> None:
+    assert describe_input(amax=12.0, clipped=4e-6, flushed=6.7e-4) == (
+        "mine: layers.3.attn.input (layer 3, amax 12, scale 0.0147) clips: its scale is too small, "
+        "0.0004% of the values clip."
+    )
+
+
+@pytest.mark.parametrize(
+    ("amax", "flushed", "said"),
+    [
+        (0.5, 6.7e-4, "underflows: its scale is too large, 0.07% of the values become zero."),
+        (0.5, 0.25, "underflows: its scale is too large, 25.0% of the values become zero."),
+        (6.0, 0.25, "is distorted: its SQNR is 9.0 dB."),  # no other scale would keep more
+    ],
+)
+def test_values_are_lost_to_a_large_scale_only_where_amax_is_far_below_its_range(
+    amax: float, flushed: float, said: str
+) -> None:
+    assert describe_input(amax=amax, flushed=flushed).endswith(said)
+
+
+def test_precision_that_small_values_lose_is_said_in_decibels() -> None:
+    found = conclude(need(None), candidate("mine", 0.004), fits={"mine": [fit(3, loss_db=2.0)]})
+    assert found.details.endswith("underflows: its scale is too large, which costs 2.0 dB.")
+
+
+def test_a_site_that_clips_and_underflows_clips() -> None:
+    both = fit(3, loss_db=5.0, clipped=1e-4, flushed=0.02)
+    found = conclude(
+        need(PairedAnswer.WORSE, CLIPS), candidate("mine", 0.004), fits={"mine": [both]}
+    )
+    assert "mine does not fit either: v of layer 3 clips: calibrate." in found.headline
+    assert found.details.endswith(
+        "clips: its scale is too small, 0.01% of the values of one head clip."
+    )
+
+
 def make_type(
     name: str,
     size: float,

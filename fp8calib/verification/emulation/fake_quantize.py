@@ -194,6 +194,8 @@ class ScaleRange:
     per: Per
     smallest: float | None = None
     largest: float | None = None
+    largest_value: float | None = None
+    """The largest magnitude that the largest scale represents; None where that is not known."""
 
     @classmethod
     def of(cls, scale: torch.Tensor, *, per: Per) -> Self:
@@ -211,4 +213,5 @@ class ScaleRange:
         scale = quantizer.scale
         if isinstance(scale, Granularity):
             return cls(per=scale)
-        return cls.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")
+        found = cls.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")
+        return replace(found, largest_value=float(scale.max()) * quantizer.fmt.max)

@@ -29,6 +29,9 @@ from fp8calib.verification.report import (
 _MOST_NAMED = 6
 """More layers are named as ranges."""
 _MOST_DESCRIBED = 3
+_FAR_BELOW = 4
+"""An amax below the range of its scale by this factor shows that the scale is too large."""
+_SMALLEST_SHARE = 1e-6
 _LEAST_TOP1 = 0.75
 """Below this agreement of the most likely tokens, a candidate answers like another model."""
 _CHANCE = 0.9
@@ -155,12 +158,20 @@ def _describe_unfit(candidate: str, basis: Basis) -> str:
 
 def _describe_fit(fit: SiteFit, scale: float | None) -> str:
     heads = "" if _is_of_all(fit) else " of one head"
-    what = "clip" if fit.clipped >= fit.flushed and fit.clipped else "become zero"
-    share = fit.clipped if what == "clip" else fit.flushed
-    lost = f"{_format_percent(share)} of the values{heads} {what}"
-    return _describe_scale(
-        fit.site, fit.layer, fit.role, fit.damage.amax, scale, lost, clips=what == "clip"
-    )
+    clips = _clips(fit)
+    share = fit.clipped or fit.damage.clipped_share if clips else fit.flushed
+    lost = f"{_format_percent(share)} of the values{heads} {'clip' if clips else 'become zero'}"
+    if not share:
+        lost = f"which costs {fit.loss_db:.1f} dB"
+    return _describe_scale(fit.site, fit.layer, fit.role, fit.damage.amax, scale, lost, clips=clips)
+
+
+def _clips(fit: SiteFit) -> bool:
+    """Whether the amax, of the tensor or of a head, is above the range of its scale.
+
+    Otherwise the scale is too large: with a fitted one, which clips nothing, less is lost.
+    """
+    return bool(fit.clipped or fit.damage.clipped)
 
 
 def _is_of_all(fit: SiteFit) -> bool:
@@ -170,8 +181,11 @@ def _is_of_all(fit: SiteFit) -> bool:
 
 
 def _describe_row(row: LayerResult) -> str:
-    clips = row.clipped > row.flushed
-    if not row.clipped and not row.flushed:
+    # A value clips if and only if the amax is above the range. Values become zero beside a large
+    # amax whatever the scale is, so this shows a scale that is too large only if the amax is small.
+    clips = row.clipped > 0
+    is_far_below = row.largest is not None and row.amax * _FAR_BELOW <= row.largest
+    if not clips and not (row.flushed and is_far_below):
         scale = "" if row.scale is None else f", scale {row.scale:.3g}"
         where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
         return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
@@ -192,7 +206,9 @@ def _describe_scale(
 
 
 def _format_percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.001 else f"{share:.2g}"
+    if share < _SMALLEST_SHARE:
+        return f"less than {_SMALLEST_SHARE:.4%}"
+    return f"{share:.1%}" if share >= 0.001 else f"{float(f'{share:.1g}') * 100:g}%"
 
 
 # --- the KV cache ---------------------------------------------------------------------------------
@@ -346,7 +362,7 @@ def describe_losing(fits: Sequence[SiteFit]) -> str:
     """Describe where scales do not fit: `k of layer 3 clips and v of layers 5 and 7 underflows`."""
     found: dict[tuple[str, str], set[int]] = {}
     for fit in fits:
-        verb = "clips" if fit.clipped and fit.clipped >= fit.flushed else "underflows"
+        verb = "clips" if _clips(fit) else "underflows"
         found.setdefault((fit.role, verb), set()).add(fit.layer)
     joined: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (role, verb), layers in found.items():
