@@ -491,7 +491,7 @@ def describe_pair(paired: PairedResult) -> str:
     told = words[paired.answer]
     has_few = paired.se is not None and abs(paired.difference) > 2 * paired.se
     if has_few and paired.answer is PairedAnswer.CANNOT_TELL:
-        told = "differs by less than so few sequences can tell"
+        told = "may differ, which so few sequences cannot tell"
     return f"{told} (KLD {format_difference(paired)}{tell_more(paired)})"
 
 

@@ -302,6 +302,9 @@ def test_one_scored_token_gives_no_verdict(model: Path, files: Path, tmp_path: P
 
 # --- gates -------------------------------------------------------------------------------------
 
+EIGHT = ("--samples", 8, "--dtype", "float32")
+"""As many sequences as a gate asks for."""
+
 
 @pytest.fixture(scope="session")
 def broken(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -348,8 +351,8 @@ def test_a_warning_fails_with_strict_alone(
 ) -> None:
     gate = tmp_path / "gate.yaml"
     gate.write_text("pass_at: 1.0\nfail_above: 5.0\n")
-    command = ("verify", model, "--data", held_out, *QUICK, "--fp8-dtype", "e5m2", "--json")
-    found = run(*command, "--gate", gate, *strict)
+    command = ("verify", model, "--data", held_out, *EIGHT, "--fp8-dtype", "e5m2")
+    found = run(*command, "--seq-len", 8, "--json", "--gate", gate, *strict)
     assert found.json["candidates"][0]["verdict"] == "warn"
     assert found.code == code
     assert found.json["passed"] is (code == 0)
@@ -358,12 +361,13 @@ def test_a_warning_fails_with_strict_alone(
 def test_scale_one_decides_where_there_are_no_other_scales(
     model: Path, held_out: Path, files: Path, tmp_path: Path
 ) -> None:
-    found = succeed("verify", model, "--data", held_out, *QUICK, "--scales", files, "--json").json
+    command = ("verify", model, "--data", held_out, *EIGHT, "--seq-len", 16, "--json")
+    found = succeed(*command, "--scales", files).json
     mine, one = (candidate["kld_mean"] for candidate in found["candidates"])
     assert mine < one
     gate = tmp_path / "gate.yaml"
     gate.write_text(f"pass_at: 5.0\nfail_above: 10.0\nkld_fail_above: {(mine + one) / 2}\n")
-    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate, "--strict")
+    command = (*command, "--gate", gate, "--strict")
     assert run(*command, "--scales", files).code == 0
     alone = run(*command)
     assert (alone.code, alone.json["passed"]) == (8, False)

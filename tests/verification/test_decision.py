@@ -661,7 +661,9 @@ def test_nothing_is_recommended_of_what_cannot_be_told(base: str) -> None:
     )
     assert found.kv_cache == ""
     assert "Which type of the KV cache loses least cannot be told" in found.kv_cache_why
-    assert re.search("by less than (this text|so few sequences) can tell", found.kv_cache_why)
+    assert re.search(
+        "(by less than this text can|which so few sequences cannot) tell", found.kv_cache_why
+    )
 
 
 def test_larger_type_that_may_lose_less_forbids_nothing() -> None:

@@ -26,10 +26,12 @@ def make_summary(
     kld: float = 0.01,
     kld_se: float | None = 0.0001,
     tokens: int = 20_000,
+    clusters: int = 32,
 ) -> Summary:
     """Make a summary of a ratio with its own standard error (not its logarithm's)."""
     return Summary(
         tokens=tokens,
+        clusters=clusters,
         ppl=10 * ratio,
         log_ratio=math.log(ratio),
         log_ratio_se=error / ratio,
@@ -138,6 +140,53 @@ def test_few_tokens_whose_losses_are_alike_tell_nothing(
     verdict, why = judge(summary, GATES["kv"])
     assert verdict is expected
     assert (f"is of {tokens} tokens, too few" in why) is (expected is OPEN)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "ratio", "error", "expected"),
+    [
+        (4, 1.0193, 0.0064, OPEN),  # eight sequences of that text: 1.0362 ± 0.0034
+        (8, 1.0193, 0.0064, WARN),
+        (4, 1.0, 0.003, SAME),  # t is 3.18: at most 1.00955
+        (4, 1.0, 0.0032, OPEN),  # 1.0102
+        (8, 1.0, 0.0032, SAME),
+        (4, 0.98, 0.001, PASS),
+        (4, 1.03, 0.006, WARN),  # 1.011 to 1.049
+        (4, 1.03, 0.007, OPEN),
+        (2, 1.065, 0.001, FAIL),  # t is 12.7: at least 1.0523
+        (2, 1.065, 0.002, OPEN),
+        (7, 1.065, 0.0065, OPEN),  # t is 2.45
+        (7, 1.07, 0.006, FAIL),
+        (2, 1.0, 0.0, SAME),
+    ],
+)
+def test_below_eight_sequences_the_interval_of_students_t_lies_between_two_limits(
+    clusters: int, ratio: float, error: float, expected: Verdict
+) -> None:
+    summary = make_summary(ratio, error, kld=1e-9, clusters=clusters)
+    verdict, why = judge(summary, GATES["kv"])
+    assert verdict is expected
+    hint = f"rests on {clusters} independent parts of the text: use at least 8 sequences"
+    assert why.endswith(hint) is (expected is OPEN)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "kld", "error", "expected"),
+    [
+        (4, 0.06, 0.002, FAIL),  # 0.06 - 3.18 * 0.002 = 0.0536
+        (4, 0.06, 0.004, OPEN),
+        (8, 0.06, 0.004, FAIL),
+        (4, 0.04, 0.004, OPEN),
+        (4, 0.04, 0.002, SAME),
+        (8, 0.04, 0.004, SAME),
+    ],
+)
+def test_so_it_is_with_a_threshold_on_the_divergence(
+    clusters: int, kld: float, error: float, expected: Verdict
+) -> None:
+    gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
+    summary = make_summary(1.0, 0.0, kld=kld, kld_se=error, clusters=clusters, tokens=10**7)
+    assert judge(summary, gate)[0] is expected
 
 
 def test_the_kld_implies_the_spread_of_the_log_ratio() -> None:

@@ -16,7 +16,7 @@ _TWO_SIDED_95 = 1.959964
 _POWER_80 = 0.841621
 """Quantiles of the normal distribution: of 95 %, two-sided, and of 80 %."""
 _FEW_DEGREES = {1: 12.7062, 2: 4.3027, 3: 3.1824}
-"""Quantiles of t for 95 %, where the expansion in `_t_quantile` is not exact enough."""
+"""Quantiles of t for 95 %, where the expansion in `t_quantile` is not exact enough."""
 
 
 def compare_paired(
@@ -41,7 +41,7 @@ def compare_paired(
     answer, more = PairedAnswer.CANNOT_TELL, None
     if se is not None:  # it is for one token, and for the same text over and over
         clusters = count_clusters(tokens, lengths)
-        answer = _answer(mean, _t_quantile(clusters - 1) * se, margin)
+        answer = _answer(mean, t_quantile(clusters - 1) * se, margin)
         if answer is PairedAnswer.CANNOT_TELL and (target := max(abs(mean), margin)):
             more = math.ceil(tokens * _count_clusters_to_tell(clusters, se / target) / clusters)
     return PairedResult(
@@ -61,7 +61,7 @@ def _count_clusters_to_tell(clusters: int, relative_se: float) -> int:
     `relative_se` is the standard error from `clusters`, over the difference.
     """
     found = max(2, math.ceil(clusters * ((_TWO_SIDED_95 + _POWER_80) * relative_se) ** 2))
-    while (_t_quantile(found - 1) + _POWER_80) * relative_se * math.sqrt(clusters / found) > 1:
+    while (t_quantile(found - 1) + _POWER_80) * relative_se * math.sqrt(clusters / found) > 1:
         found += 1
     return found
 
@@ -75,7 +75,7 @@ def _answer(mean: float, width: float, margin: float) -> PairedAnswer:
     return PairedAnswer.BETTER if mean < 0 else PairedAnswer.WORSE
 
 
-def _t_quantile(degrees: int) -> float:
+def t_quantile(degrees: int) -> float:
     """Give the two-sided 95 % quantile of Student's t.
 
     The expansion in 1 / degrees is in Abramowitz and Stegun, 26.7.5; its error is below 0.01 from

@@ -27,6 +27,8 @@ class Summary:
     """The scores of a candidate over all tokens."""
 
     tokens: int
+    clusters: int
+    """The independent parts of the text that standard errors rest on (`standard_error`)."""
     ppl: float
     log_ratio: float
     """Logarithm of the candidate's perplexity over the reference's."""
@@ -103,6 +105,7 @@ def summarize_logprobs(
     log_ratio, log_ratio_se = average(reference - logprobs, lengths)
     return Summary(
         tokens=len(logprobs),
+        clusters=count_clusters(len(logprobs), lengths),
         ppl=compute_ppl(logprobs),
         log_ratio=log_ratio,
         log_ratio_se=log_ratio_se,

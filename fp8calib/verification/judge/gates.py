@@ -10,11 +10,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
+from fp8calib.verification.compare.paired import t_quantile
 from fp8calib.verification.compare.summary import Summary
 from fp8calib.verification.figures import format_error, format_mean_kld
 from fp8calib.verification.report import Verdict
 
 _LEAST_MARGIN = 0.01
+_LEAST_CLUSTERS = 8
+"""With fewer, standard errors are imprecise themselves: an interval of 95 % has to decide."""
 
 
 class Gate(BaseModel):
@@ -89,7 +92,8 @@ def load_gate(text: str) -> Gate:
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     """Give the verdict and the reason; thresholds are widened by one standard error.
 
-    With an error that is unknown, or larger than the gate's margin, only a failure is certain. The
+    With an error that is unknown, or larger than the gate's margin, only a failure is certain. With
+    fewer than eight sequences, the interval of 95 % (Student's t) must not cross a threshold. The
     error is the larger one of that of the losses and that which the KLD implies: the losses of a
     few tokens may be alike by chance.
     """
@@ -111,6 +115,11 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
                 f"is of {summary.tokens:,} tokens, too few: their KLD implies an error of "
                 f"{error:.3f}, above the gate's margin of {gate.margin:.3f}: use more text"
             )
+    if verdict is not Verdict.CANNOT_TELL and summary.clusters < _LEAST_CLUSTERS:
+        width = max(_widen(summary.log_ratio_se, summary), summary.implied_log_ratio_se)
+        limits = (math.log(gate.pass_at), math.log(gate.fail_above))
+        if any(abs(summary.log_ratio - limit) < width for limit in limits):
+            verdict, why = Verdict.CANNOT_TELL, _ask_for_more(summary)
     return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
 
 
@@ -118,14 +127,30 @@ def _judge_kld(summary: Summary, fail_above: float) -> tuple[Verdict, str] | Non
     """Judge the divergence by the gate's own threshold; None where it is not above it."""
     if summary.kld_mean is None:
         return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
+    kld = f"mean KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
+    if summary.clusters < _LEAST_CLUSTERS and summary.kld_se is not None:
+        width = _widen(summary.kld_se, summary)
+        if abs(summary.kld_mean - fail_above) < width:
+            return Verdict.CANNOT_TELL, f"{kld} {_ask_for_more(summary)}"
     if summary.kld_mean <= fail_above:
         return None
-    kld = f"mean KLD {format_mean_kld(summary.kld_mean, summary.kld_se)}"
     if summary.kld_se is None:
         return Verdict.CANNOT_TELL, f"{kld}, whose error is unknown: use more and other text"
     if summary.kld_mean - summary.kld_se <= fail_above:
         return Verdict.WARN, f"{kld} is within one standard error of {fail_above:g}"
     return Verdict.FAIL, f"{kld} is above {fail_above:g} by more than one standard error"
+
+
+def _widen(error: float, summary: Summary) -> float:
+    """Give half of the interval of 95 %, as paired comparisons do."""
+    return t_quantile(summary.clusters - 1) * error
+
+
+def _ask_for_more(summary: Summary) -> str:
+    return (
+        f"rests on {summary.clusters} independent parts of the text: use at least "
+        f"{_LEAST_CLUSTERS} sequences"
+    )
 
 
 def correct_if_misleading(
