@@ -25,6 +25,8 @@ class Fp8CalibError(Exception):
 
     kind: ClassVar[str] = "bug"
     exit_code: ClassVar[int] = 1
+    candidate: str = ""
+    """The candidate of a verification that it is about, where that is known."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.message = fit_line(message)

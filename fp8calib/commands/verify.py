@@ -102,7 +102,8 @@ def _hash_files(job: VerifyJob, specs: Sequence[str]) -> RunHashes:
     Raises:
         ModelError: one cannot be read.
     """
-    scales = [each for each in job.options.scales if isinstance(each, str)]
+    left = {each.name for each in job.opened}
+    scales = [each for each in job.options.scales if isinstance(each, str) and each in left]
     try:
         return hash_run(
             None if job.is_live else job.source.folder,

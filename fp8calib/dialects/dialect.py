@@ -57,6 +57,8 @@ class ScaleFiles:
     """The spellings of the KV scales in the files and in the index."""
     quant_method: str | None = None
     """The method in the `quantization_config` beside KV scales; None without a config.json."""
+    fills_layers: bool = False
+    """Give layers without a scale 1.0, as engines do, instead of refusing the files."""
     drops_bad_query: bool = False
     """If a `q_scale` is not valid, leave out q and note it, instead of refusing the files."""
 
@@ -83,6 +85,8 @@ class ParsedScales:
     files: tuple[Path, ...] = ()
     """The files that held the scales."""
     notes: tuple[str, ...] = ()
+    filled: Collection[Site] = ()
+    """The sites whose scale is 1.0 because none is stored (`ScaleFiles.fills_layers`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,25 +56,28 @@ def read_scales(
     source_fmt: Fp8Format | None = None,
     needs_dtype: bool = False,
     drops_bad_query: bool = False,
+    fills_layers: bool = False,
 ) -> FoundScales:
     """Read the KV scales of a checkpoint folder or of one file, in any dialect.
 
     The folder holds a checkpoint, rank files, or one JSON file; a file is a `.safetensors`, `.json`
     or `.npz`. `source_fmt` is the FP8 format of scales that do not name theirs; their values do not
     change. Scales whose format nothing determines are for e4m3fn, or refused if `needs_dtype`. If a
-    `q_scale` is not valid, `drops_bad_query` leaves out q and notes it.
+    `q_scale` is not valid, `drops_bad_query` leaves out q and notes it. A layer without scale
+    tensors, for which engines use 1.0, gets 1.0 if `fills_layers`; else the file is refused.
 
     Raises:
         UsageError: there is no such path, or `source_fmt` is needed.
         ModelError: there are no scales, or they are incomplete, invalid or of another model.
     """
-    files = replace(_look_into(path), drops_bad_query=drops_bad_query)
+    files = replace(_look_into(path), drops_bad_query=drops_bad_query, fills_layers=fills_layers)
     dialect = _recognise(files)
     if dialect is None or dialect.read is None:
         raise _no_scales(files)
     parsed, shared = fill_shared(geometry, dialect.read(files, geometry))
+    sources = {**shared, **dict.fromkeys(parsed.filled, ScaleSource.DEFAULTED)}
     scales = {
-        site: Scale(values=parsed.values[site], source=shared.get(site, ScaleSource.OBSERVED))
+        site: Scale(values=parsed.values[site], source=sources.get(site, ScaleSource.OBSERVED))
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
         if (site := attention.site(role)) in parsed.values

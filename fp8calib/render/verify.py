@@ -74,13 +74,15 @@ def _describe_candidates(report: VerifyReport) -> Iterator[Block]:
         f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
         f"{report.reference.ppl:.4f}"
     )
-    yield candidates_table(report.candidates, title=title)
+    yield candidates_table(report.candidates, report.refused, title=title)
     for candidate in report.candidates:
         yield Line(f"  {candidate.name}: {candidate.description}")
         yield Line(f"    {candidate.verdict} ({candidate.gate} gate): {candidate.verdict_why}")
         for pair in list_shown_pairs(report):
             if pair.candidate == candidate.name:
                 yield Line(f"    against {pair.base}: {describe_pair(pair)}")
+    for refused in report.refused:
+        yield Line(f"  {refused}")
 
 
 def _list_sites(report: VerifyReport) -> Iterator[Block]:

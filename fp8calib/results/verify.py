@@ -31,11 +31,13 @@ class VerifyResult(VerifyReport, Result):
     @property
     def passed(self) -> bool:
         """Whether no verdict on a candidate that was asked for is a failure."""
-        return self.find_failure(strict=self.is_strict) is None
+        return self.find_failure(strict=self.is_strict) is None and not self.refused
 
     @property
     def exit_code(self) -> int:
-        """8 where the gate fails, 9 where it cannot tell; 0 without a gate."""
+        """8 for a refused candidate or where the gate fails, 9 where it cannot tell; else 0."""
+        if self.refused:
+            return VerificationError.exit_code
         failure = self.find_failure(strict=self.is_strict) if self.has_gate else None
         if failure is None:
             return 0

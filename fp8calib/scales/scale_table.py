@@ -24,6 +24,8 @@ class ScaleSource(StrEnum):
     """Another layer, whose cache this layer reads."""
     ABSENT = "absent"
     """The same, where a file has no scale for this layer."""
+    DEFAULTED = "defaulted"
+    """1.0, because a file has no scale for this layer."""
     ALL_ZERO = "all-zero"
     """The fallback, because the amax was zero."""
     UNSEEN = "unseen"
@@ -34,6 +36,7 @@ _SHARED = "reads another layer's K and V, so it carries that layer's scale"
 _WHY_NOT_OBSERVED = {
     ScaleSource.SHARED: _SHARED,
     ScaleSource.ABSENT: _SHARED,
+    ScaleSource.DEFAULTED: "the file has none, and engines use 1.0",
     ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
     ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
 }

@@ -33,7 +33,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantization.calibrated_scales import InputScales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.scales.compute import list_unfit_queries
-from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.selection.layer_schemes import LayerSchemes
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
@@ -204,7 +204,7 @@ def _check_stats_model(name: str, stats: CalibrationStats, target: Target) -> No
 
 
 def _read_scales(name: str, path: Path, target: Target) -> FoundScales:
-    found = read_scales(path, target.geometry)
+    found = read_scales(path, target.geometry, fills_layers=True)
     _check_origin(name, found.table.origin, target)
     return found
 
@@ -261,6 +261,7 @@ def build_kv_candidate(
         else ""
     )
     description = f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}"
+    description += "".join(f"; {note}" for note in _note_defaulted(table))
     return _build_kv(name, description, table, numerics)
 
 
@@ -281,8 +282,25 @@ def _build_kv(name: str, description: str, table: ScaleTable, numerics: Numerics
         fitted=fit_kv(table.geometry, table.fmt, numerics),
         kv_cache=_make_fp8_cache(table.geometry, table.fmt, numerics),
         prompt_in_16_bits=not numerics.prompt_reads_cache,
-        notes=tuple(_note_misreads(name, reads, table.geometry)),
+        notes=(
+            *_note_misreads(name, reads, table.geometry),
+            *(f"{name}: {note}" for note in _note_defaulted(table)),
+        ),
     )
+
+
+def list_defaulted(table: ScaleTable) -> list[int]:
+    """List the layers for which a file has no scale, so that engines use 1.0."""
+    return [
+        layer.index
+        for layer, attention in table.geometry.attentions()
+        if table.scales[attention.site(Role.K)].source is ScaleSource.DEFAULTED
+    ]
+
+
+def _note_defaulted(table: ScaleTable) -> Iterator[str]:
+    if layers := list_defaulted(table):
+        yield f"the file has no scale for {name_ranges(layers)}: 1.0, as engines serve it"
 
 
 def _note_misreads(name: str, reads: Reads, geometry: ModelGeometry) -> Iterator[str]:
@@ -493,7 +511,9 @@ def build_checkpoint(
     kv = Candidate(name=opened.name, description="", emulation=Emulation())
     if opened.found is not None:
         kv = _build_kv(opened.name, "", opened.found.table, numerics)
-        parts.append(f"KV cache {opened.found.table.fmt.name}")
+        table = opened.found.table
+        parts.append(f"KV cache {table.fmt.name}")
+        parts += _note_defaulted(table)
     quantizers = {**emulation.quantizers, **kv.emulation.quantizers}
     emulation = replace(emulation, quantizers=quantizers, reads=kv.emulation.reads)
     return replace(

@@ -161,6 +161,16 @@ class CandidateResult(_Model):
         return self.kv_cache is not None and self.kv_cache.is_own_type
 
 
+class RefusedCandidate(_Model):
+    """A candidate that cannot be read or emulated, while others are compared."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is refused: {self.why}"
+
+
 class LayerResult(_Model):
     """What quantization did to one tensor of one candidate."""
 
@@ -380,6 +390,8 @@ class VerifyReport(WithOverview, _Model):
     duration_s: float
     reference: ReferenceResult
     candidates: tuple[CandidateResult, ...]
+    refused: tuple[RefusedCandidate, ...] = ()
+    """What was asked for and is not among `candidates`."""
     layers: tuple[LayerResult, ...]
     decision: Decision
     kv: KvNeed | None = None
@@ -434,12 +446,12 @@ class VerifyReport(WithOverview, _Model):
 
     @property
     def passed(self) -> bool:
-        """Whether no verdict in `judged` is `fail` or `cannot-tell`."""
-        return self.find_failure() is None
+        """Whether no candidate is refused, and no verdict in `judged` `fail` or `cannot-tell`."""
+        return self.find_failure() is None and not self.refused
 
     def overview(self) -> Overview:
         """Give the figures of each candidate, the conclusion and the warnings."""
-        table = candidates_table(self.candidates).without("KLD p99")
+        table = candidates_table(self.candidates, self.refused).without("KLD p99")
         return Overview(
             f"{type(self).__name__} of {self.model}: {self.tokens:,} tokens, emulating "
             f"{self.engine_version}",
@@ -449,7 +461,9 @@ class VerifyReport(WithOverview, _Model):
         )
 
 
-def candidates_table(candidates: Iterable[CandidateResult], title: str = "") -> Table:
+def candidates_table(
+    candidates: Iterable[CandidateResult], refused: Iterable[RefusedCandidate], title: str = ""
+) -> Table:
     """Make the table of candidates that every report shows."""
     rows: list[list[str | Cell]] = [
         [
@@ -465,6 +479,14 @@ def candidates_table(candidates: Iterable[CandidateResult], title: str = "") -> 
             format_share(each.top1_agreement),
         ]
         for each in candidates
+    ]
+    rows += [
+        [
+            Cell(each.name, kind="name"),
+            Cell("refused", aside=each.why, kind="refused"),
+            *["-"] * 4,
+        ]
+        for each in refused
     ]
     columns = ["candidate", "verdict", "KLD mean ± se", "KLD p99", "ratio ± se", "top-1"]
     return Table(title=title, columns=columns, rows=rows, words=(0, 1))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fp8calib.data.sequences import DataPlan, batches, replace_sequences, take_sequences
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import VerificationError, cut_list
+from fp8calib.errors import ModelError, VerificationError, cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.progress import Progress
@@ -63,6 +63,7 @@ from fp8calib.verification.report import (
     NoiseResult,
     PairedResult,
     ReferenceResult,
+    RefusedCandidate,
     RuleResult,
     Verdict,
     VerifyReport,
@@ -125,6 +126,10 @@ class VerificationRequest:
     """Whether text is also scored as it is served: a prompt, then tokens one at a time."""
     refused: Collection[str] = ()
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
+    opened: Collection[str] = ()
+    """The candidates of files: one that is damaged is left out while another is left."""
+    left_out: tuple[RefusedCandidate, ...] = ()
+    """Those that are left out already."""
     warnings: tuple[str, ...] = ()
 
 
@@ -167,12 +172,26 @@ def verify(
         return TextRuns(comparison, list(batches(text, size)), progress)
 
     runs = open_runs(plan)
-    compared = runs.run_stage(
-        "verifying",
-        list_emulations(request),
-        reference_hooks=measurements,
-        watched=None if companion is None else companion.watched,
-    )
+    try:
+        compared = runs.run_stage(
+            "verifying",
+            list_emulations(request),
+            reference_hooks=measurements,
+            watched=None if companion is None else companion.watched,
+        )
+    except (ModelError, VerificationError) as error:
+        rest = leave_out(request, error)
+        if rest is None:
+            raise
+        return verify(
+            reference,
+            rest,
+            plan,
+            batch_size=batch_size,
+            progress=progress,
+            comparison=comparison,
+            companion=companion,
+        )
     _require_quantized(request.candidates, compared)
     fits = _measure_fits(request, measurements, reference.geometry)
     fitted = _run_fitted(runs, request, compared, fits)
@@ -223,6 +242,29 @@ def verify(
         report, more = companion.complete(report, gate, plan)
         logprobs |= more
     return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
+
+
+def leave_out(
+    request: VerificationRequest, error: ModelError | VerificationError
+) -> VerificationRequest | None:
+    """Leave out the candidate that an error is about; None if it is not known, or the last one."""
+    rest = [name for name in request.opened if name != error.candidate]
+    if not rest or len(rest) == len(request.opened):
+        return None
+    candidates = tuple(c for c in request.candidates if c.name != error.candidate)
+    is_sensitive = request.sensitivity_of is not None
+    is_diagnosed = request.diagnosis_of != error.candidate
+    refused = RefusedCandidate(name=error.candidate, why=error.message)
+    return replace(
+        request,
+        candidates=candidates,
+        opened=rest,
+        left_out=(*request.left_out, refused),
+        warnings=(*request.warnings, str(refused)),
+        sensitivity_of=candidates[0] if is_sensitive else None,
+        diagnosis_of=request.diagnosis_of if is_diagnosed else "",
+        per_head=request.per_head if is_diagnosed else {},
+    )
 
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
@@ -404,6 +446,7 @@ def _build_report(
         seq_len=plan.seq_len,
         reference=ReferenceResult(ppl=ppl),
         candidates=results,
+        refused=request.left_out,
         layers=layers,
         decision=decide(basis, cached),
         kv=need,

@@ -468,6 +468,134 @@ def test_force_replaces_only_what_verify_writes(
     assert path.stat().st_size
 
 
+# --- a candidate that is refused alone ---------------------------------------------------------
+
+
+def damage(source: Path, target: Path, name: str, value: float | None) -> Path:
+    """Copy a file of scales; put `value` in the place of one, or leave it out."""
+    scales = load_file(source)
+    if value is None:
+        del scales[name]
+    else:
+        scales[name] = torch.tensor(value)
+    save_file(scales, target)
+    return target
+
+
+@pytest.fixture
+def nan_scale(files: Path, tmp_path: Path) -> Path:
+    source = files / "kv_scales.safetensors"
+    return damage(
+        source, tmp_path / "nan.safetensors", "model.layers.1.self_attn.k_scale", math.nan
+    )
+
+
+def test_a_damaged_candidate_is_refused_alone(
+    model: Path, held_out: Path, files: Path, nan_scale: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    command = (
+        "verify",
+        model,
+        "--data",
+        held_out,
+        *QUICK,
+        "--scales",
+        nan_scale,
+        "--scales",
+        files,
+    )
+    found = run(*command, "--json", "--report", page)
+    assert (found.code, found.json["passed"]) == (8, False)
+    assert [each["name"] for each in found.json["candidates"]] == [str(files), "scale-1.0"]
+    (refused,) = found.json["refused"]
+    assert refused["name"] == str(nan_scale)
+    assert "model.layers.1.self_attn.k_scale: nan is not a scale" in refused["why"]
+    shown = run(*command).out
+    assert re.search(rf"{re.escape(nan_scale.name)} *.* refused", shown)
+    assert "nan is not a scale" in shown
+    assert "nan is not a scale" in page.read_text()
+    planned = run(*command, "--dry-run", "--json")
+    assert planned.json["plan"]["candidates"] == [str(files), "scale-1.0"]
+    assert "nan is not a scale" in planned.err
+
+
+def test_where_no_candidate_is_left_the_first_fault_is_the_error(
+    refuse: Any, nan_scale: Path, files: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.safetensors"
+    damage(files / "kv_scales.safetensors", other, "model.layers.0.self_attn.v_scale", -1.0)
+    assert "nan is not a scale" in refuse(4, "--scales", nan_scale)
+    assert "nan is not a scale" in refuse(4, "--scales", nan_scale, "--scales", other)
+    assert "-1.0 is not a scale" in refuse(4, "--scales", other, "--scales", nan_scale)
+
+
+def test_scales_of_another_format_are_refused_alone(
+    model: Path, held_out: Path, files: Path, tmp_path: Path
+) -> None:
+    """What the file holds is right; it cannot be emulated in an e5m2 cache."""
+    table = json.loads((files / "kv_cache_scales.tp1.json").read_text())
+    table["kv_cache"]["dtype"] = "float8_e4m3fnuz"
+    other = tmp_path / "kv_cache_scales.json"
+    other.write_text(json.dumps(table))
+    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--scales", other)
+    found = run(*command, "--scales", files)
+    assert found.code == 8
+    assert "the scales are for e4m3fnuz" in found.json["refused"][0]["why"]
+    assert run(*command).code == 4
+
+
+def test_a_candidate_whose_logits_are_nan_is_refused_alone(
+    model: Path, held_out: Path, files: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "fp8"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out)
+    stored = next(path for path in out.glob("*.safetensors") if "scale" in str(load_file(path)))
+    weights = load_file(stored)
+    name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name].view(torch.uint8)[0, 0] = 0x7F
+    save_file(weights, stored, metadata={"format": "pt"})
+    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--scales", out)
+    found = run(*command, "--scales", files)
+    assert found.code == 8
+    assert [each["name"] for each in found.json["candidates"]] == [str(files), "scale-1.0"]
+    assert [each["name"] for each in found.json["refused"]] == [str(out)]
+    assert "NaN" in found.json["refused"][0]["why"]
+    assert run(*command).code in {4, 8}
+
+
+@pytest.mark.parametrize("kind", ["kv_scales.safetensors", "kv-overlay", "kv-overlay-head"])
+def test_a_layer_without_scales_is_emulated_at_one_as_the_engine_serves_it(
+    model: Path, held_out: Path, files: Path, tmp_path: Path, kind: str
+) -> None:
+    source, bad = files / kind, tmp_path / "bad"
+    names = [f"model.layers.1.self_attn.{role}_scale" for role in "kv"]
+    if source.is_dir():
+        shutil.copytree(source, bad)
+        path = next(path for path in bad.glob("*.safetensors") if names[0] in load_file(path))
+        change_tensors(bad, dict.fromkeys(names), path.name)
+        index = bad / "model.safetensors.index.json"
+        listed = json.loads(index.read_text())
+        listed["weight_map"] = {k: v for k, v in listed["weight_map"].items() if k not in names}
+        index.write_text(json.dumps(listed))
+    else:
+        bad = tmp_path / source.name
+        damage(damage(source, bad, names[0], None), bad, names[1], None)
+    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--scales", bad)
+    found = run(*command)
+    assert found.code == 0
+    mine = [row for row in found.json["layers"] if row["candidate"] == str(bad)]
+    scales = {row["site"]: row["scale"] for row in mine}
+    assert [scales[f"model.layers.1.self_attn.{role}"] for role in "kv"] == [1.0, 1.0]
+    assert 1.0 not in [scales[f"model.layers.0.self_attn.{role}"] for role in "kv"]
+    (candidate, _) = found.json["candidates"]
+    assert (
+        "; the file has no scale for layer 1: 1.0, as engines serve it" in candidate["description"]
+    )
+    assert any("no scale for layer 1" in text for text in found.json["warnings"])
+    assert not any("does not use its KV scales" in text for text in found.json["warnings"])
+
+
 # --- bad input ---------------------------------------------------------------------------------
 
 

@@ -80,9 +80,11 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     if bad_queries:
         scales = [item for item in scales if Role.Q not in item[1].name.roles]
     values = _merge(place, scales)
-    _check_complete(place, geometry, values)
+    filled = _fill_layers(geometry, values) if found.fills_layers else {}
+    _check_complete(place, geometry, values | filled)
     return ParsedScales(
-        values=values,
+        values=values | filled,
+        filled=filled,
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, config, [item.file for _, item in scales]),
         origin=find_origin(place, [item.file for _, item in scales]),
@@ -197,6 +199,24 @@ def _fill_from_single(
         raise refusal(
             place, fault, hint="engines differ in which one they read; remove the wrong one"
         )
+
+
+def _fill_layers(
+    geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
+) -> dict[Site, torch.Tensor]:
+    """Give 1.0 to k and v, and to q where other layers have one, of the layers without a scale."""
+    roles = {site.role for site in values}
+    shapes = {
+        role: next(v.dim() for site, v in values.items() if site.role is role) for role in roles
+    }
+    filled = {}
+    for attention in geometry.owners().values():
+        sites = [attention.site(role) for role in roles]
+        if not any(site in values for site in sites):
+            for site in sites:
+                heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
+                filled[site] = torch.ones((1, heads) if shapes[site.role] == 2 else (1,))
+    return filled
 
 
 def _check_complete(

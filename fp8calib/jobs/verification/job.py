@@ -21,6 +21,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.companion import Companion
 from fp8calib.verification.judge.gates import Gate
+from fp8calib.verification.report import RefusedCandidate
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -78,4 +79,6 @@ class VerifyJob(RunModel):
     """Makes the candidates, instead of those of the options."""
     refused: Collection[str]
     """The candidates that the engine cannot load, or whose KV scales it does not use."""
+    left_out: tuple[RefusedCandidate, ...] = ()
+    """Those that cannot be read or emulated."""
     warnings: tuple[str, ...]

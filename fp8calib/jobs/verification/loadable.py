@@ -21,7 +21,12 @@ from fp8calib.jobs.replayed_geometry import read_replayed_geometry
 from fp8calib.jobs.verification.job import VerifyOptions
 from fp8calib.quantization.plan import make_plan
 from fp8calib.selection.select import find_selection
-from fp8calib.verification.candidates import OpenedCandidate, find_candidate, plan_scheme
+from fp8calib.verification.candidates import (
+    OpenedCandidate,
+    find_candidate,
+    list_defaulted,
+    plan_scheme,
+)
 from fp8calib.verification.report import SCALE_ONE
 
 
@@ -112,7 +117,11 @@ def _find_unused(
         folder, ranks = open_folder(model.source.folder), found.table.tp
         checked = check_file(path, found.table.geometry, [engine.key], ranks, model=folder)
         report = checked.engines[engine.key]
-    verdicts = [] if report is None else report.verdicts
+    emulated = list_defaulted(found.table)
+    layers = (
+        [] if report is None else [each for each in report.layers if each.layer not in emulated]
+    )
+    verdicts = (verdict for layer in layers for verdict in (layer.k, layer.v))
     return next((shorten(each.why) for each in verdicts if each.status in unused), "")
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from fp8calib.dialects.read import FoundScales
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Site
@@ -88,11 +88,24 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         measures_noise=job.options.measures_noise,
         scores_decoding=asked.decode,
         refused=tuple(job.refused),
+        opened=[each.name for each in job.opened],
+        left_out=job.left_out,
         warnings=(
             *(*job.plan.warnings, *job.warnings, *_list_left_types(job)),
             *(*_note_tiles(job), *notes),
         ),
     )
+
+
+def find_fault(
+    job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
+) -> ModelError | VerificationError | None:
+    """Find why a candidate cannot be emulated; None if it can."""
+    try:
+        check_sites(_build_candidate(job, opened, model), job.target.geometry)
+    except (ModelError, VerificationError) as error:
+        return error
+    return None
 
 
 def _list_left_types(job: VerifyJob) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.data.rows import Row
 from fp8calib.data.sequences import FEW_TOKENS, DataPlan, list_other_warnings
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import Fp8CalibError, ModelError, UsageError, VerificationError
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.jobs.models import RunModel, fields_of
@@ -21,7 +21,7 @@ from fp8calib.jobs.text import plan_text
 from fp8calib.jobs.verification.job import JobCompanion, VerifyJob, VerifyOptions
 from fp8calib.jobs.verification.loadable import judge_loading, warn_of_loading
 from fp8calib.jobs.verification.memory import open_reference
-from fp8calib.jobs.verification.request import build_request, list_histograms
+from fp8calib.jobs.verification.request import build_request, find_fault, list_histograms
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.machine.progress import Progress
 from fp8calib.model.live_model import LiveCheckpoint
@@ -41,7 +41,7 @@ from fp8calib.verification.candidates import (
     open_stats,
 )
 from fp8calib.verification.emulation.decoding import find_decoded
-from fp8calib.verification.report import RunProvenance
+from fp8calib.verification.report import RefusedCandidate, RunProvenance
 from fp8calib.verification.verify import (
     VerificationResult,
     list_emulations,
@@ -96,7 +96,7 @@ def open_verify_job(
         fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
         geometry=model.prepared.geometry,
     )
-    opened = tuple(_open_candidates(options, target))
+    opened, left_out = _open_candidates(options, target)
     plan = text if isinstance(text, DataPlan) else text(model.source)
     request = options.request
     if request.decode:
@@ -108,7 +108,6 @@ def open_verify_job(
         _check_auto(plan, opened)
     if companion is not None and say is not None:
         plan = companion.connect(model.source, plan, say)
-    loading = judge_loading(options, model, opened)
     job = VerifyJob(
         **fields_of(model),
         options=options,
@@ -116,17 +115,50 @@ def open_verify_job(
         opened=opened,
         plan=plan,
         companion=companion,
+        refused=(),
+        left_out=left_out,
+        warnings=(),
+    )
+    try:
+        build_request(job, model.prepared.model)
+    except (ModelError, VerificationError):
+        job = _leave_unfit(job)
+        build_request(job, model.prepared.model)
+    loading = judge_loading(options, model, job.opened)
+    return replace(
+        job,
         refused=loading.refused.keys() | loading.unused.keys(),
         warnings=(
+            *map(str, job.left_out),
             *model.describe_decoded(),
             *_warn_of_leftovers(model.name, model.prepared),
-            *_warn_of_overlap(plan, opened),
-            *_warn_of_ignored_kv(options.scheme, opened),
+            *_warn_of_overlap(plan, job.opened),
+            *_warn_of_ignored_kv(options.scheme, job.opened),
             *warn_of_loading(options, loading),
         ),
     )
-    build_request(job, model.prepared.model)
-    return job
+
+
+def _leave_unfit(job: VerifyJob) -> VerifyJob:
+    """Leave out the candidates that cannot be emulated."""
+    faults = {each.name: find_fault(job, each, job.prepared.model) for each in job.opened}
+    left_out = {name: fault for name, fault in faults.items() if fault is not None}
+    _require_one(faults, left_out)
+    return replace(
+        job,
+        opened=tuple(each for each in job.opened if each.name not in left_out),
+        left_out=(*job.left_out, *map(_refuse, left_out, left_out.values())),
+    )
+
+
+def _require_one(names: Collection[str], faults: Mapping[str, Fp8CalibError]) -> None:
+    """Raise the first fault if it leaves no candidate."""
+    if faults and len(faults) == len(names):
+        raise next(iter(faults.values()))
+
+
+def _refuse(name: str, fault: Fp8CalibError) -> RefusedCandidate:
+    return RefusedCandidate(name=name, why=fault.message)
 
 
 def require_text(plan: DataPlan, option: str) -> None:
@@ -230,12 +262,24 @@ def _change_report(verified: VerificationResult, **fields: Any) -> VerificationR
     return replace(verified, report=verified.report.model_copy(update=fields))
 
 
-def _open_candidates(options: VerifyOptions, target: Target) -> Iterator[OpenedCandidate]:
+def _open_candidates(
+    options: VerifyOptions, target: Target
+) -> tuple[tuple[OpenedCandidate, ...], tuple[RefusedCandidate, ...]]:
+    """Open the candidates; one that cannot be read is left out while another is left."""
+    opened: list[OpenedCandidate] = []
+    faults: dict[str, Fp8CalibError] = {}
     for index, item in enumerate(options.scales):
-        if isinstance(item, CalibrationStats):
-            yield open_stats("statistics" if not index else f"statistics-{index}", item, target)
-        else:
-            yield open_candidate(item, target, options.numerics)
+        name = f"statistics-{index}" if index else "statistics"
+        try:
+            if isinstance(item, CalibrationStats):
+                opened.append(open_stats(name, item, target))
+            else:
+                name = item
+                opened.append(open_candidate(name, target, options.numerics))
+        except ModelError as error:
+            faults[name] = error
+    _require_one([*faults, *(each.name for each in opened)], faults)
+    return tuple(opened), tuple(map(_refuse, faults, faults.values()))
 
 
 def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:

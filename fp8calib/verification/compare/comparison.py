@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from fp8calib.data.sequences import Batch
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.compare.token_scores import (
@@ -90,6 +91,16 @@ def advance_by_share(share: int, advance: Advance) -> Advance:
     return advance_share
 
 
+@contextmanager
+def blaming(candidate: str) -> Iterator[None]:
+    """Note on an error which candidate it is about."""
+    try:
+        yield
+    except (ModelError, VerificationError) as error:
+        error.candidate = candidate
+        raise
+
+
 class ScoreCollector:
     """Scores the batches of a comparison, the reference first, then each candidate."""
 
@@ -116,7 +127,8 @@ class ScoreCollector:
             batch, reference, others, logits, self.vocab_size, self._find_watched(batch)
         )
         for name, found in zip((_REFERENCE, *self._names), scores, strict=True):
-            _require_finite(name, found, batch, self._dtype)
+            with blaming(name):
+                _require_finite(name, found, batch, self._dtype)
         self._scores.append(scores)
 
     def _find_watched(self, batch: Batch) -> torch.Tensor | None:

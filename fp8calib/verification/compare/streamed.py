@@ -32,6 +32,7 @@ from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
     ScoreCollector,
+    blaming,
 )
 from fp8calib.verification.compare.token_scores import Logits
 from fp8calib.verification.emulation.decoding import make_hooks
@@ -45,6 +46,8 @@ class _Lane:
     """One of the models that run through the layers side by side: the reference or a candidate."""
 
     number: int
+    name: str
+    """That of the candidate; empty for the reference."""
     emulation: Emulation
     hooks: EmulationHooks
     by_layer: Mapping[int, tuple[WeightChange, ...]]
@@ -139,12 +142,15 @@ class StreamedComparison:
     def _make_lanes(
         self, emulations: Mapping[str, Emulation], reference: EmulationHooks
     ) -> list[_Lane]:
-        lanes = [self._make_lane(0, Emulation(), reference)]
-        for number, emulation in enumerate(emulations.values(), start=1):
-            lanes.append(self._make_lane(number, emulation, make_hooks(emulation)))
+        lanes = [self._make_lane(0, "", Emulation(), reference)]
+        for number, (name, emulation) in enumerate(emulations.items(), start=1):
+            with blaming(name):
+                lanes.append(self._make_lane(number, name, emulation, make_hooks(emulation)))
         return lanes
 
-    def _make_lane(self, number: int, emulation: Emulation, hooks: EmulationHooks) -> _Lane:
+    def _make_lane(
+        self, number: int, name: str, emulation: Emulation, hooks: EmulationHooks
+    ) -> _Lane:
         by_layer: dict[int, tuple[WeightChange, ...]] = {}
         around: list[WeightChange] = []
         rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
@@ -160,6 +166,7 @@ class StreamedComparison:
                 around.append(change)
         lane = _Lane(
             number=number,
+            name=name,
             emulation=emulation,
             hooks=hooks,
             by_layer=by_layer,
@@ -248,6 +255,7 @@ class StreamedComparison:
     def _changed(self, lane: _Lane, layer: StreamedLayer | None) -> Iterator[None]:
         """Apply a model's changes to the weights around the layers, and to one layer if given."""
         with ExitStack() as stack:
+            stack.enter_context(blaming(lane.name))
             for embedding, rows in lane.rows:
                 stack.enter_context(embedding.replaced(rows))
             told = lane.hooks.damage, lane.hooks.weight_scales

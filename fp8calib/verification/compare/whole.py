@@ -16,6 +16,7 @@ from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
     ScoreCollector,
+    blaming,
 )
 from fp8calib.verification.emulation.decoding import make_hooks
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
@@ -58,8 +59,8 @@ class WholeComparison:
         keep_freed_memory()
         hooks = [make_hooks(emulation) for emulation in emulations.values()]
         models = [
-            (Emulation(), reference_hooks or EmulationHooks({})),
-            *zip(emulations.values(), hooks, strict=True),
+            ("", Emulation(), reference_hooks or EmulationHooks({})),
+            *zip(emulations, emulations.values(), hooks, strict=True),
         ]
         scores = ScoreCollector(self._model, emulations, watched)
         for group in self._groups(batches, emulations):
@@ -72,14 +73,22 @@ class WholeComparison:
         return scores.finish(hooks)
 
     def _run_group(
-        self, group: Sequence[Batch], emulation: Emulation, hooks: EmulationHooks, advance: Advance
+        self,
+        group: Sequence[Batch],
+        name: str,
+        emulation: Emulation,
+        hooks: EmulationHooks,
+        advance: Advance,
     ) -> Iterator[torch.Tensor]:
         """Run batches under one emulation; give the last hidden state [B, S, C] of each."""
-        with emulated(
-            *(self._model, self._geometry, emulation, hooks),
-            originals=self._originals,
-            decoder=self._decoder,
-        ) as run:
+        with (
+            blaming(name),
+            emulated(
+                *(self._model, self._geometry, emulation, hooks),
+                originals=self._originals,
+                decoder=self._decoder,
+            ) as run,
+        ):
             for batch in group:
                 yield run(batch)
                 advance(batch.num_tokens)
