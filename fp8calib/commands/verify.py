@@ -9,12 +9,13 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.output_files import output_files, probe_output_files
 from fp8calib.data.sequences import DataPlan
+from fp8calib.data.sources import split_data
+from fp8calib.data.specs import Specs
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.hashes import hash_run
 from fp8calib.jobs.models import open_run_model
 from fp8calib.jobs.reporter import Reporter
-from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import read_settings
 from fp8calib.jobs.verification.dump import is_dump, write_dump
 from fp8calib.jobs.verification.job import JobCompanion, VerifyJob
@@ -34,7 +35,6 @@ from fp8calib.jobs.verification.run_job import (
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import ModelSource
-from fp8calib.options.recipe_keys import Specs
 from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.hashes import RunHashes

@@ -9,8 +9,7 @@ import math
 import re
 import stat
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -83,27 +82,6 @@ class Medium:
         return f"{self.origin} ({shorten(str(value))})" if is_path else self.origin
 
 
-def parse_media(column: str, value: object, origin: str, folder: Path) -> tuple[Medium, ...]:
-    """Make the media of a column: one, or a list of them.
-
-    Raises:
-        DataError: an item is null or holds no medium.
-    """
-    kind = MEDIA_COLUMNS[column]
-    items = value if isinstance(value, list | tuple) else [value]
-    found = []
-    for index, item in enumerate(items):
-        where = f"{origin}: {column}" + (f"[{index}]" if items is value else "")
-        medium = parse_media_part({"type": str(kind), str(kind): item}, where, folder)
-        if not isinstance(medium, Medium):
-            raise DataError(
-                f"{where}: {type(item).__name__} without {kind}" if item else f"{where} is empty",
-                hint=f"name a file, or leave the {kind} out",
-            )
-        found.append(medium)
-    return tuple(found)
-
-
 def parse_media_part(
     part: Mapping[str, Any], origin: str, folder: Path
 ) -> Medium | Modality | None:
@@ -117,16 +95,18 @@ def parse_media_part(
     kind = _TYPES.get(str(part.get("type")))
     if kind is None:
         return None
-    names = (str(kind), f"{kind}_url", f"input_{kind}", *_KEYS)
-    holder, found = part, next((name for name in names if part.get(name) is not None), "")
-    while found and isinstance(holder[found], Mapping) and not _HELD & holder[found].keys():
-        holder = holder[found]
-        found = next((name for name in _KEYS if holder.get(name) is not None), "")
-    value = holder[found] if found else None
-    if found in _BASE64 and isinstance(value, str) and not _DATA_URI.match(value):
-        value = f"data:;base64,{value}"
+    holder = part
+    names: tuple[str, ...] = (str(kind), f"{kind}_url", f"input_{kind}", *_KEYS)
+    while True:
+        key = next((name for name in names if holder.get(name) is not None), "")
+        value = holder.get(key)
+        if not isinstance(value, Mapping) or _HELD & value.keys():
+            break
+        holder, names = value, _KEYS
     if value is None:
         return kind
+    if key in _BASE64 and isinstance(value, str) and not _DATA_URI.match(value):
+        value = f"data:;base64,{value}"
     return Medium(kind=kind, value=value, origin=origin, folder=folder)
 
 
@@ -146,54 +126,32 @@ def load_image(medium: Medium) -> Any:
 
     Raises:
         UsageError: Pillow is not installed.
-        DataError: the image is missing, damaged or too large.
+        DataError: the image is missing, damaged, or above Pillow's limit of 89,478,485 pixels.
     """
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415  optional
     except ImportError as error:
         raise _missing("images", "Pillow", medium) from error
+    image = medium.value
     try:
-        if isinstance(medium.value, Image.Image):
-            return _convert(ImageOps.exif_transpose(medium.value))
-        if isinstance(medium.value, np.ndarray):
-            return _convert(_from_array(medium.value))
-        with _open_image(medium) as image:
-            return _convert(ImageOps.exif_transpose(image))
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8:
+                raise TypeError(f"an array of pixels is uint8, found {image.dtype}")
+            image = Image.fromarray(image)
+        elif not isinstance(image, Image.Image):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                image = Image.open(io.BytesIO(read_bytes(medium)))
+        return _convert(ImageOps.exif_transpose(image))
     except Fp8CalibError:
         raise
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{medium.label}: the {medium.kind} is too large ({first_line(error)})",
+            hint="scale it down: no model sees that many pixels",
+        ) from error
     except Exception as error:  # decoders raise anything for damaged files
         raise _unreadable(medium, error) from error
-
-
-def _from_array(value: npt.NDArray[Any]) -> Any:
-    from PIL import Image  # noqa: PLC0415  optional
-
-    if value.dtype != np.uint8:
-        raise TypeError(f"an array of pixels is uint8, found {value.dtype}")
-    return Image.fromarray(value)
-
-
-@contextmanager
-def _open_image(medium: Medium) -> Iterator[Any]:
-    """Open an image that is encoded.
-
-    Raises:
-        DataError: it cannot be read, or has more pixels than Pillow's limit, 89,478,485.
-    """
-    from PIL import Image  # noqa: PLC0415  optional
-
-    raw = read_bytes(medium)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            opened = Image.open(io.BytesIO(raw))
-        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-            raise DataError(
-                f"{medium.label}: the {medium.kind} is too large ({first_line(error)})",
-                hint="scale it down: no model sees that many pixels",
-            ) from error
-    with opened as image:
-        yield image
 
 
 def _convert(image: Any) -> Any:
@@ -220,39 +178,43 @@ def load_audio(medium: Medium, rate: int) -> npt.NDArray[np.float32]:
         UsageError: soundfile is not installed, or soxr where the rate differs.
         DataError: the sound is missing, damaged, empty, or holds NaN or inf.
     """
+    value = medium.value
+    had = float(rate)  # an array alone has the rate of the model
     try:
-        found, had = _read_audio(medium, rate)
+        if isinstance(value, np.ndarray):
+            samples = _as_samples(value)
+        elif isinstance(value, Mapping) and value.get("array") is not None:
+            samples, had = _as_samples(np.asarray(value["array"])), float(value["sampling_rate"])
+        else:
+            samples, had = _decode_audio(medium)
     except Fp8CalibError:
         raise
     except Exception as error:  # soundfile's own errors share no base class
         raise _unreadable(medium, error) from error
-    if found.ndim == 2:
-        found = found.mean(axis=int(np.argmin(found.shape)))
-    if found.ndim != 1 or not found.size:
+    if samples.ndim == 2:
+        samples = samples.mean(axis=int(np.argmin(samples.shape)))
+    if samples.ndim != 1 or not samples.size:
         raise DataError(
             f"{medium.label}: the sound has no samples"
-            if not found.size
-            else f"{medium.label}: the sound has shape {list(found.shape)}",
+            if not samples.size
+            else f"{medium.label}: the sound has shape {list(samples.shape)}",
             hint="write it again, as [samples] of one channel",
         )
-    if not np.isfinite(found).all():
+    if not np.isfinite(samples).all():
         raise DataError(f"{medium.label}: the sound holds NaN or inf", hint="write it again")
     if not 0 < had < math.inf:
         raise DataError(
             f"{medium.label}: the sound has a rate of {had} Hz", hint="write it with its rate"
         )
-    _require_length(max(len(found), len(found) * rate / had), medium)
-    return found if had == rate else _resample(found, had, rate, medium)
-
-
-def _read_audio(medium: Medium, rate: int) -> tuple[npt.NDArray[np.float32], float]:
-    """Give the samples of a sound and their rate; an array alone has the rate of the model."""
-    value = medium.value
-    if isinstance(value, np.ndarray):
-        return _as_samples(value), rate
-    if isinstance(value, Mapping) and value.get("array") is not None:
-        return _as_samples(np.asarray(value["array"])), float(value["sampling_rate"])
-    return _decode_audio(medium)
+    _require_length(max(len(samples), len(samples) * rate / had), medium)
+    if had == rate:
+        return samples
+    try:
+        import soxr  # noqa: PLC0415  optional
+    except ImportError as error:
+        raise _missing("audio", "soxr", medium) from error
+    resampled: npt.NDArray[np.float32] = soxr.resample(samples, had, rate)
+    return resampled
 
 
 def _as_samples(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -342,19 +304,8 @@ def _decode_audio(medium: Medium) -> tuple[npt.NDArray[np.float32], float]:
                 f"{medium.label}: the file ends after {cut[2]} of {cut[1]} bytes of sound",
                 hint="copy the file again",
             )
-        found: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
-        return found.mean(axis=1), float(file.samplerate)
-
-
-def _resample(
-    found: npt.NDArray[np.float32], had: float, rate: int, medium: Medium
-) -> npt.NDArray[np.float32]:
-    try:
-        import soxr  # noqa: PLC0415  optional
-    except ImportError as error:
-        raise _missing("audio", "soxr", medium) from error
-    resampled: npt.NDArray[np.float32] = soxr.resample(found, had, rate)
-    return resampled
+        samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+        return samples.mean(axis=1), float(file.samplerate)
 
 
 def _missing(extra: str, package: str, medium: Medium) -> UsageError:
@@ -370,13 +321,3 @@ def _unreadable(medium: Medium, error: Exception) -> DataError:
         f"({type(error).__name__}: {_BUFFER.sub('it', first_line(error))})",
         hint="it may be truncated, or of another format: write it again",
     )
-
-
-def iter_media(messages: Sequence[Mapping[str, Any]]) -> Iterator[Medium]:
-    """Iterate over the media of messages, in order."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            value = part.get(part["type"])
-            if isinstance(value, Medium):
-                yield value

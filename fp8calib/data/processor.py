@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.data.media import (
-    MEDIA,
-    MODALITIES,
-    Medium,
-    Modality,
-    load_audio,
-    load_image,
-)
+from fp8calib.data.media import MEDIA, MODALITIES, Medium, Modality, load_audio, load_image
 from fp8calib.data.rows import Message, Row, has_chat_template
 from fp8calib.errors import DataError, Fp8CalibError, UsageError, first_line
 
@@ -47,19 +40,38 @@ class MediaRow:
     """int8 [S]: the index in `MODALITIES` of what each token stands for."""
     digest: str
     """sha256 (hex) over all tensors of the row: pixels, samples and their shapes."""
-    load: Callable[[], Mapping[str, torch.Tensor]]
-    """Gives the tensors that the model takes beside the tokens, for a batch of this row alone."""
-    open: Callable[[], OpenRow]
-    """Gives the row as an engine takes it, whose own processor expands placeholders."""
-    special: frozenset[int]
-    """Tokens that no text makes: those of the template, and around the parts of an image."""
+    encoder: MediaEncoder
     num_cut: int = 0
     """How many tokens at the end of the row are left out."""
 
     @property
     def text_ids(self) -> list[int]:
-        """The tokens of the text itself: none of media, and no special ones."""
-        return [x for x in self.ids[self.kinds == 0].tolist() if x not in self.special]
+        """The tokens of the text itself: none of media, of the template, or around an image."""
+        special = self.encoder.special
+        return [token for token in self.ids[self.kinds == 0].tolist() if token not in special]
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Give the tensors that the model takes beside the tokens, for a batch of this row alone.
+
+        Raises:
+            DataError: they are not those that were planned.
+        """
+        tensors = self.encoder.process(self.row)
+        if _hash_tensors(tensors) != self.digest:
+            raise DataError(
+                f"{self.row.origin}: its media changed while the run went on",
+                hint="leave the files as they are until the run ends",
+            )
+        length = len(self.ids)
+        return {
+            name: x[:, :length] if self.num_cut and name.endswith(_PER_TOKEN) else x
+            for name, x in tensors.items()
+            if name not in _NO_MEDIA
+        }
+
+    def open(self) -> OpenRow:
+        """Give the row as an engine takes it, whose own processor expands placeholders."""
+        return self.encoder.open(self.row)
 
     def cut(self, length: int) -> MediaRow:
         """Drop the text after `length` tokens.
@@ -67,24 +79,16 @@ class MediaRow:
         Raises:
             DataError: a medium would be cut.
         """
-        whole, needed = len(self.ids), int(self.kinds.nonzero().max()) + 1
-        if length >= whole:
+        needed = int(self.kinds.nonzero().max()) + 1
+        if length >= len(self.ids):
             return self
         if length < needed:
             raise DataError(
                 f"{self.row.origin}: its media end at token {needed}, beyond --seq-len {length}",
                 hint=f"use --seq-len {needed} or more, or smaller images",
             )
-        return replace(
-            self,
-            ids=self.ids[:length],
-            kinds=self.kinds[:length],
-            num_cut=whole - length,
-            load=lambda: {
-                key: x[:, :length] if key.endswith(_PER_TOKEN) else x
-                for key, x in self.load().items()
-            },
-        )
+        num_cut = len(self.ids) - length
+        return replace(self, ids=self.ids[:length], kinds=self.kinds[:length], num_cut=num_cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +109,12 @@ class MediaEncoder:
         self._name = name
         self._placeholders = find_placeholders(config, processor)
         self.tokenizer = processor.tokenizer
-        self._special = _list_special(self.tokenizer)
-
-    @property
-    def template(self) -> Any:
-        """What has the chat template: the processor, or its tokenizer."""
-        return self._processor if has_chat_template(self._processor) else self.tokenizer
+        self.template = processor if has_chat_template(processor) else self.tokenizer
+        try:
+            added = self.tokenizer.added_tokens_decoder
+            self.special = frozenset(id_ for id_, token in added.items() if token.special)
+        except NotImplementedError:  # mistral-common's
+            self.special = frozenset(self.tokenizer.all_special_ids)
 
     def encode(self, row: Row) -> MediaRow:
         """Encode a row that has media.
@@ -118,46 +122,47 @@ class MediaEncoder:
         Raises:
             DataError: a medium cannot be read, or the processor refuses the row.
         """
-        self._require_taken(row)
-        found = self._run(row)
-        digest = _hash_tensors(found)
-        ids = found["input_ids"][0].to(torch.int64)
+        taken = set(self._placeholders.values())
+        if medium := _find_other(row, taken):
+            raise DataError(
+                f"{medium.origin}: {self._name} takes no {medium.kind}, only "
+                f"{' and '.join(kind for kind in MEDIA if kind in taken) or 'text'}",
+                hint="use other data; --text-column leaves out columns of media",
+            )
+        tensors = self.process(row)
+        ids = tensors["input_ids"][0].to(torch.int64)
         kinds = torch.zeros(len(ids), dtype=torch.int8)
         for token, kind in self._placeholders.items():
             kinds[ids == token] = MODALITIES.index(kind)
-        self._require_tokens(row, kinds)
-        return MediaRow(
-            row=row,
-            ids=ids,
-            kinds=kinds,
-            digest=digest,
-            load=lambda: self._load(row, digest),
-            open=lambda: self._open(row),
-            special=self._special,
-        )
-
-    def _load(self, row: Row, digest: str) -> dict[str, torch.Tensor]:
-        found = self._run(row)
-        if _hash_tensors(found) != digest:
+        if medium := _find_other(row, {MODALITIES[code] for code in set(kinds.tolist())}):
             raise DataError(
-                f"{row.origin}: its media changed while the run went on",
-                hint="leave the files as they are until the run ends",
+                f"{medium.label}: the processor and chat template of {self._name} leave no token "
+                f"for the {medium.kind}",
+                hint=f"the {medium.kind} is too small or short for one, or the template is for "
+                "text only: copy the one published with the model",
             )
-        return {name: tensor for name, tensor in found.items() if name not in _NO_MEDIA}
+        return MediaRow(row=row, ids=ids, kinds=kinds, digest=_hash_tensors(tensors), encoder=self)
 
-    def _open(self, row: Row) -> OpenRow:
+    def open(self, row: Row) -> OpenRow:
+        """Decode the media of a row, and write its text with one placeholder a medium."""
         messages = [self._decode_message(message) for message in row.messages or ()]
         media = _list_media(messages)
-        media[Modality.AUDIO] = [(sound, self._rate) for sound in media[Modality.AUDIO]]
+        if Modality.AUDIO in media:
+            media[Modality.AUDIO] = [(sound, self._rate) for sound in media[Modality.AUDIO]]
         if has_chat_template(self._processor):
             text = str(self._processor.apply_chat_template(messages, tokenize=False))
         else:
             text = self._write_prompt(messages)
-        tokenizer = self.tokenizer
-        ids = tokenizer(text, add_special_tokens=self._adds_special(text))["input_ids"]
-        return OpenRow(ids=list(ids), media={kind: each for kind, each in media.items() if each})
+        ids = self.tokenizer(text, add_special_tokens=self._adds_special(text))["input_ids"]
+        return OpenRow(ids=list(ids), media=media)
 
-    def _run(self, row: Row) -> dict[str, torch.Tensor]:
+    def process(self, row: Row) -> dict[str, torch.Tensor]:
+        """Let the processor make all tensors of a row.
+
+        Raises:
+            DataError: a medium cannot be read, or the processor refuses the row.
+            UsageError: the processor needs a package that is not installed.
+        """
         messages = [self._decode_message(message) for message in row.messages or ()]
         try:
             return {
@@ -185,26 +190,26 @@ class MediaEncoder:
     def _call(self, messages: list[Message]) -> Mapping[str, Any]:
         """Let the processor make the inputs; one without a chat template takes a plain prompt."""
         media = _list_media(messages)
-        options = {"sampling_rate": self._rate} if media[Modality.AUDIO] else {}
+        options = {"sampling_rate": self._rate} if Modality.AUDIO in media else {}
+        inputs: Mapping[str, Any]
         if has_chat_template(self._processor):
-            made: Mapping[str, Any] = self._processor.apply_chat_template(
+            inputs = self._processor.apply_chat_template(
                 messages,
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
                 processor_kwargs=options,
             )
-            return made
+            return inputs
         text = self._write_prompt(messages)
-        given = {_ARGUMENTS[kind]: values for kind, values in media.items() if values}
-        called: Mapping[str, Any] = self._processor(
+        inputs = self._processor(
             text=text,
             return_tensors="pt",
             add_special_tokens=self._adds_special(text),
-            **given,
+            **{_ARGUMENTS[kind]: values for kind, values in media.items()},
             **options,
         )
-        return called
+        return inputs
 
     def _adds_special(self, text: str) -> bool:
         """Whether the tokenizer adds special tokens: as transformers, unless the text has them."""
@@ -257,55 +262,17 @@ class MediaEncoder:
                 return int(rate)
         return _DEFAULT_RATE
 
-    def _require_taken(self, row: Row) -> None:
-        """Refuse a row with media of a kind for which the model has no token."""
-        taken = set(self._placeholders.values())
-        if medium := _find_other(row, taken):
-            raise DataError(
-                f"{medium.origin}: {self._name} takes no {medium.kind}, only "
-                f"{' and '.join(kind for kind in MEDIA if kind in taken) or 'text'}",
-                hint="use other data; --text-column leaves out columns of media",
-            )
 
-    def _require_tokens(self, row: Row, kinds: torch.Tensor) -> None:
-        """Refuse a row of whose media no token can be told."""
-        present = {MODALITIES[code] for code in torch.unique(kinds).tolist()}
-        if medium := _find_other(row, present):
-            raise DataError(
-                f"{medium.label}: the processor and chat template of {self._name} leave no token "
-                f"for the {medium.kind}",
-                hint=f"the {medium.kind} is too small or short for one, or the template is for "
-                "text only: copy the one published with the model",
-            )
-
-
-def _list_special(tokenizer: Any) -> frozenset[int]:
-    try:
-        added = tokenizer.added_tokens_decoder
-    except NotImplementedError:  # mistral-common's
-        return frozenset(tokenizer.all_special_ids)
-    return frozenset(token for token, each in added.items() if each.special)
-
-
-def _find_other(row: Row, kinds: Set[Modality]) -> Medium | None:
+def _find_other(row: Row, kinds: Collection[Modality]) -> Medium | None:
     """Find the first medium of none of these kinds."""
     return next((medium for medium in row.media if medium.kind not in kinds), None)
 
 
 def _list_media(messages: Sequence[Message]) -> dict[Modality, list[Any]]:
     """List the media of decoded messages, by their kind."""
-    found: dict[Modality, list[Any]] = {kind: [] for kind in MEDIA}
-    for message in messages:
-        for part in message["content"]:
-            if part["type"] in found:
-                found[part["type"]].append(part[part["type"]])
-    return found
-
-
-def list_modalities(config: Any) -> tuple[Modality, ...]:
-    """List what a model takes beside text, by the config of the whole model."""
-    found = set(find_placeholders(config).values())
-    return tuple(kind for kind in MODALITIES if kind in found)
+    parts = [part for message in messages for part in message["content"]]
+    media = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in MEDIA}
+    return {kind: values for kind, values in media.items() if values}
 
 
 def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]:
@@ -316,10 +283,10 @@ def find_placeholders(config: Any, processor: Any = None) -> dict[int, Modality]
     """
     names = getattr(config, "sub_configs", None) or {}
     parts = [getattr(config, name, None) for name in names]
-    found = dict(pair for source in (*parts, config) for pair in _list_placeholders(source))
+    placeholders = dict(pair for source in (*parts, config) for pair in _list_placeholders(source))
     of_processor = dict(_list_placeholders(processor))
-    known = set(found.values())
-    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **found}
+    known = set(placeholders.values())
+    return {**{i: kind for i, kind in of_processor.items() if kind not in known}, **placeholders}
 
 
 def _list_placeholders(source: Any) -> Iterator[tuple[int, Modality]]:

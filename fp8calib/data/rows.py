@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,8 +16,6 @@ from fp8calib.data.media import (
     VIDEO_COLUMNS,
     Medium,
     Modality,
-    iter_media,
-    parse_media,
     parse_media_part,
     refuse_video,
 )
@@ -79,7 +77,8 @@ class Row:
     @property
     def media(self) -> tuple[Medium, ...]:
         """The images and sounds of its messages, in order."""
-        return tuple(iter_media(self.messages or ()))
+        contents = [m["content"] for m in self.messages or () if isinstance(m["content"], list)]
+        return tuple(p[p["type"]] for parts in contents for p in parts if p["type"] != "text")
 
 
 def parse_row(
@@ -103,35 +102,29 @@ def parse_row(
     """
     if not isinstance(value, dict):
         raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")
-    row = _parse_content_of(value, origin, folder, allow_blank, text_column)
-    columns = {} if text_column is not None else _find_media(value, origin, folder)
-    return _place_media(row, columns)
-
-
-def _parse_content_of(
-    value: dict[Any, Any], origin: str, folder: Path, allow_blank: bool, text_column: str | None
-) -> Row:
     if text_column is not None:
         column, kind = text_column, _name_kind(value, text_column, origin)
     else:
-        found = (form for form in FORMS if all(value.get(name) is not None for name in form))
-        column = kind = next(found, ("",))[0]
+        usable = (form for form in FORMS if all(value.get(name) is not None for name in form))
+        column = kind = next(usable, ("",))[0]
+    where = f"{origin}: {column}"
     match kind:
         case "input_ids":
             ids = _parse_input_ids(value[column], origin)
             mask = value.get(MASK)
-            return Row(origin, input_ids=ids if mask is None else _drop_padding(ids, mask, origin))
+            row = Row(origin, input_ids=ids if mask is None else _drop_padding(ids, mask, origin))
         case "text" | "content":
-            text = _parse_text(value[column], f"{origin}: {column}", allow_blank=allow_blank)
-            return Row(origin, text=text)
+            text = _parse_text(value[column], where)
+            row = Row(origin, text=text if allow_blank else _require_filled(text, where))
         case "messages" | "conversations":
-            messages = _parse_messages(value[column], f"{origin}: {column}", folder)
-            return Row(origin, messages=messages)
+            row = Row(origin, messages=_parse_messages(value[column], where, folder))
         case "prompt":
-            return _parse_completion(value, origin, folder)
+            row = _parse_completion(value, origin, folder)
         case "instruction":
-            return _parse_instruction(value, origin)
-    raise _row_error(f"{origin}: no usable field; {_list_keys(value)}")
+            row = _parse_instruction(value, origin)
+        case _:
+            raise _row_error(f"{origin}: no usable field; {_list_keys(value)}")
+    return _place_media(row, {} if text_column is not None else _find_media(value, origin, folder))
 
 
 def _name_kind(value: dict[Any, Any], column: str, origin: str) -> str:
@@ -160,21 +153,19 @@ def _parse_completion(value: dict[Any, Any], origin: str, folder: Path) -> Row:
         messages = _parse_messages(prompt, f"{origin}: prompt", folder)
         more = _parse_messages(completion, f"{origin}: completion", folder)
         return Row(origin, messages=messages + more)
-    parts = (
-        _parse_text(each, f"{origin}: {name}", allow_blank=True)
-        for name, each in (("prompt", prompt), ("completion", completion))
-    )
-    text = _parse_text("".join(parts), f"{origin}: prompt and completion", allow_blank=False)
-    return Row(origin, text=text)
+    parts = (_parse_text(value[name], f"{origin}: {name}") for name in ("prompt", "completion"))
+    text = "".join(parts)
+    return Row(origin, text=_require_filled(text, f"{origin}: prompt and completion"))
 
 
 def _parse_instruction(value: dict[Any, Any], origin: str) -> Row:
     """Parse an instruction and its answer: a conversation of two turns."""
-    asked = [_parse_text(value["instruction"], f"{origin}: instruction", allow_blank=False)]
+    where = f"{origin}: instruction"
+    question = _require_filled(_parse_text(value["instruction"], where), where)
     if value.get(CONTEXT) is not None:
-        asked.append(_parse_text(value[CONTEXT], f"{origin}: {CONTEXT}", allow_blank=True))
-    question = "\n\n".join(filter(str.strip, asked))
-    answer = _parse_text(value["output"], f"{origin}: output", allow_blank=True)
+        context = _parse_text(value[CONTEXT], f"{origin}: {CONTEXT}")
+        question = "\n\n".join(filter(str.strip, (question, context)))
+    answer = _parse_text(value["output"], f"{origin}: output")
     messages = (
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
@@ -223,12 +214,16 @@ def _drop_padding(ids: tuple[int, ...], mask: object, origin: str) -> tuple[int,
     return ids[start:stop]
 
 
-def _parse_text(value: object, where: str, *, allow_blank: bool) -> str:
+def _parse_text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise _row_error(f"{where} must be a string, found {_name_type(value)}")
-    if not allow_blank and not value.strip():
-        raise DataError(f"{where} is empty", hint="remove the row from the file")
     return require_unicode(value, where)
+
+
+def _require_filled(text: str, where: str) -> str:
+    if not text.strip():
+        raise DataError(f"{where} is empty", hint="remove the row from the file")
+    return text
 
 
 def _parse_messages(value: object, where: str, folder: Path) -> tuple[Message, ...]:
@@ -245,26 +240,18 @@ def _parse_message(value: object, where: str, folder: Path) -> Message:
     if not isinstance(value, dict):
         raise _row_error(f"{where} must be an object, found {_name_type(value)}")
     present = {key: item for key, item in value.items() if item is not None}
+    if "role" not in present and "from" not in present:
+        raise _row_error(f"{where} has neither `role` nor `from`; {_list_keys(value)}")
+    role = present.get("role", present.get("from"))
+    if not isinstance(role, str) or not role:
+        raise _row_error(f"{where}: the role must be a string, found {role!r:.40}")
     if "role" in present:
         content = present.get("content", "" if "tool_calls" in present else None)
-        return {
-            **present,
-            "role": _parse_role(present["role"], where),
-            "content": _parse_content(content, f"{where}.content", folder),
-        }
-    if "from" in present:
-        role = _SHAREGPT_ROLES.get(_parse_role(present["from"], where))
-        if role is None:
-            raise _row_error(f"{where} is from {present['from']!r:.40}, an unknown role")
-        content = _parse_content(present.get("value"), f"{where}.value", folder)
-        return {"role": role, "content": content}
-    raise _row_error(f"{where} has neither `role` nor `from`; {_list_keys(value)}")
-
-
-def _parse_role(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise _row_error(f"{where}: the role must be a string, found {value!r:.40}")
-    return value
+        return {**present, "content": _parse_content(content, f"{where}.content", folder)}
+    if role not in _SHAREGPT_ROLES:
+        raise _row_error(f"{where} is from {role!r:.40}, an unknown role")
+    content = _parse_content(present.get("value"), f"{where}.value", folder)
+    return {"role": _SHAREGPT_ROLES[role], "content": content}
 
 
 def _parse_content(value: object, where: str, folder: Path) -> str | list[Message]:
@@ -279,16 +266,20 @@ def _parse_content(value: object, where: str, folder: Path) -> str | list[Messag
 
 
 def _parse_part(part: object, where: str, folder: Path) -> Message:
-    present = part if isinstance(part, dict) else {}
-    found = parse_media_part(present, where, folder)
-    if isinstance(found, Medium):
-        return {"type": str(found.kind), str(found.kind): found}
-    if found is not None:
-        return {"type": str(found)}
-    text = present.get("text") if present.get("type") in ("text", "input_text") else None
+    fields = part if isinstance(part, dict) else {}
+    medium = parse_media_part(fields, where, folder)
+    if isinstance(medium, Medium):
+        return _make_part(medium)
+    if medium is not None:
+        return {"type": str(medium)}
+    text = fields.get("text") if fields.get("type") in ("text", "input_text") else None
     if not isinstance(text, str):
         raise _row_error(f"{where} is a part of no known type: {part!r:.60}")
     return {"type": "text", "text": require_unicode(text, where)}
+
+
+def _make_part(medium: Medium) -> Message:
+    return {"type": str(medium.kind), str(medium.kind): medium}
 
 
 # --- media of columns ----------------------------------------------------------------------------
@@ -296,91 +287,93 @@ def _parse_part(part: object, where: str, folder: Path) -> Message:
 
 def _find_media(
     value: Mapping[str, Any], origin: str, folder: Path
-) -> dict[Modality, tuple[Medium, ...]]:
+) -> dict[Modality, list[Medium]]:
     """Find the media in columns, by their kind.
 
     Raises:
         DataError: two columns hold media of one kind, or a value is none; or a video.
     """
-    for name in VIDEO_COLUMNS:
-        held = value.get(name)
-        if held is not None and not (isinstance(held, list | tuple) and not held):
-            raise refuse_video(f"{origin}: {name}")
-    found: dict[Modality, tuple[Medium, ...]] = {}
-    for name, kind in MEDIA_COLUMNS.items():
-        if value.get(name) is None:
+    media: dict[Modality, list[Medium]] = {}
+    for name in (*VIDEO_COLUMNS, *MEDIA_COLUMNS):
+        content = value.get(name)
+        is_list = isinstance(content, list | tuple)
+        if content is None or (is_list and not content):
             continue
-        if media := parse_media(name, value[name], origin, folder):
-            if kind in found:
+        if name in VIDEO_COLUMNS:
+            raise refuse_video(f"{origin}: {name}")
+        kind = MEDIA_COLUMNS[name]
+        if kind in media:
+            raise DataError(
+                f"{origin}: both {kind}s and {kind} hold media", hint="keep one of the columns"
+            )
+        media[kind] = []
+        for index, item in enumerate(content if is_list else [content]):
+            where = f"{origin}: {name}" + (f"[{index}]" if is_list else "")
+            medium = parse_media_part({"type": str(kind), str(kind): item}, where, folder)
+            if not isinstance(medium, Medium):
                 raise DataError(
-                    f"{origin}: both {kind}s and {kind} hold media", hint="keep one of the columns"
+                    f"{where}: {type(item).__name__} without {kind}"
+                    if item
+                    else f"{where} is empty",
+                    hint=f"name a file, or leave the {kind} out",
                 )
-            found[kind] = media
-    return found
+            media[kind].append(medium)
+    return media
 
 
-def _place_media(row: Row, columns: Mapping[Modality, Sequence[Medium]]) -> Row:
+def _place_media(row: Row, media: Mapping[Modality, list[Medium]]) -> Row:
     """Put the media of columns where a row has marks or empty parts; else before its first text.
 
     Raises:
         DataError: there are more media than places, or fewer.
     """
     messages = row.messages
-    if columns and messages is None:
+    if media and messages is None:
         if row.text is None:
             raise DataError(
-                f"{row.origin}: input_ids stand beside {next(iter(columns))}s",
+                f"{row.origin}: input_ids stand beside {next(iter(media))}s",
                 hint="give text or messages: the model's processor makes the token ids",
             )
         messages = ({"role": "user", "content": row.text},)
-    if messages is None or not (columns or any(isinstance(m["content"], list) for m in messages)):
+    if messages is None or not (media or any(isinstance(m["content"], list) for m in messages)):
         return row
-    pattern = "|".join(re.escape(MARKS[kind]) for kind in columns)
-    parts = [list(_split_content(message["content"], pattern)) for message in messages]
-    first = next((place for place, m in enumerate(messages) if m["role"] == "user"), 0)
+    contents = [list(_split_content(message["content"], media)) for message in messages]
+    first = next((index for index, m in enumerate(messages) if m["role"] == "user"), 0)
     for kind in reversed(MEDIA):  # each is put before those that were put first
-        _fill(parts, kind, columns.get(kind, ()), row.origin, first)
+        items = media.get(kind, [])
+        places = [part for parts in contents for part in parts if part == {"type": str(kind)}]
+        if items and not places:
+            contents[first][:0] = map(_make_part, items)
+            continue
+        if len(places) != len(items):
+            raise DataError(
+                f"{row.origin}: {len(items)} {kind}s beside {len(places)} places for them",
+                hint=f"write {MARKS[kind]} in the text, or a part of type {kind}, once for each"
+                if items
+                else f"give the part a path, url or base64, or the row a column {kind}s",
+            )
+        for place, medium in zip(places, items, strict=True):
+            place[str(kind)] = medium
     placed = (
-        {**message, "content": content} for message, content in zip(messages, parts, strict=True)
+        {**message, "content": content} for message, content in zip(messages, contents, strict=True)
     )
     return replace(row, text=None, messages=tuple(placed))
 
 
-def _split_content(content: str | list[Message], pattern: str) -> Iterator[Message]:
+def _split_content(
+    content: str | list[Message], media: Mapping[Modality, list[Medium]]
+) -> Iterator[Message]:
     """Split a content into parts, its text at the marks of media."""
-    kinds = {mark: kind for kind, mark in MARKS.items()}
+    kinds = {MARKS[kind]: kind for kind in media}
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        if part["type"] != "text" or not pattern:
+        if part["type"] != "text" or not kinds:
             yield part
             continue
-        for piece in re.split(f"({pattern})", part["text"]):
+        for piece in re.split(f"({'|'.join(map(re.escape, kinds))})", part["text"]):
             if piece in kinds:
                 yield {"type": str(kinds[piece])}
             elif piece:
                 yield {"type": "text", "text": piece}
-
-
-def _fill(
-    messages: Sequence[list[Message]],
-    kind: Modality,
-    media: Sequence[Medium],
-    origin: str,
-    first: int,
-) -> None:
-    """Fill the empty parts of one kind; without any, put the media before message `first`."""
-    places = [part for parts in messages for part in parts if part == {"type": str(kind)}]
-    if media and not places:
-        messages[first][:0] = [{"type": str(kind), str(kind): medium} for medium in media]
-        return
-    if len(places) != len(media):
-        raise DataError(
-            f"{origin}: {len(media)} {kind}s beside {len(places)} places for them",
-            hint=f"write {MARKS[kind]} in the text, or a part of type {kind}, once for each"
-            if media
-            else f"give the part a path, url or base64, or the row a column {kind}s",
-        )
-    for place, medium in zip(places, media, strict=True):
-        place[str(kind)] = medium
 
 
 def _row_error(message: str) -> DataError:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -13,22 +12,61 @@ import numpy as np
 import torch
 
 from fp8calib.data.media import MODALITIES, Modality
-from fp8calib.data.processor import MediaEncoder, MediaRow
-from fp8calib.data.rows import Row
-from fp8calib.data.rows_used import RowsUsed, summarize_rows
-from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
-from fp8calib.data.specs import DataSpec, FileSource, parse_spec
+from fp8calib.data.processor import MediaRow
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import NUM_SHOWN, PackedRows, keep_rows, pack_rows, tokenize_rows
-from fp8calib.errors import DataError, UsageError, format_count, shorten
+from fp8calib.errors import DataError
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
+_FEW_FOR_SCALES = "scales may miss large values"
 _QUARTERS = 4
-MOST_REJECTED = 0.1
-"""The share of rows that a chat template may reject before the text is refused."""
-IN_MEMORY = "in memory"
-"""The source of a plan of rows that no spec names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsUsed:
+    """The rows that a run read and used, with the first used ones as examples."""
+
+    read: int
+    """Rows after the last one that is needed are not read."""
+    used: int
+    too_short: int
+    """Rows without the tokens of a sequence."""
+    rejected: int
+    """Conversations that the chat template does not accept."""
+    cut: int
+    """Used rows whose last tokens are in no sequence."""
+    conversations: int
+    """Rows read that are messages or instructions."""
+    chat_template: str | None
+    """sha256 (hex) of the tokenizer's or processor's chat template if it was applied, else None."""
+    examples: tuple[str, ...]
+    """The beginning and the end of the first rows used, special tokens included; one line each."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the fields for a report."""
+        return asdict(self) | {"examples": list(self.examples)}
+
+    def describe(self) -> Iterator[str]:
+        """Describe the rows in a few lines: their number, the chat template, the examples."""
+        beside = (
+            (self.too_short, "too short"),
+            (self.rejected, "rejected by the chat template"),
+            (self.cut, "cut at their end"),
+        )
+        notes = "".join(f", {count:,} {what}" for count, what in beside if count)
+        yield f"rows: {self.used:,} used of {self.read:,} read{notes}"
+        if not self.conversations:
+            template = "not applied, as no row is a conversation"
+        elif self.chat_template is None:
+            template = "the tokenizer has none: instruction and answer are joined as plain text"
+        else:
+            template = (
+                f"the tokenizer's (sha256 {self.chat_template[:12]}), applied to "
+                f"{self.conversations:,} of {self.read:,} rows"
+            )
+        yield f"chat template: {template}"
+        for number, text in enumerate(self.examples, start=1):
+            yield f"row {number}: {text}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +78,11 @@ class DataPlan:
     packed: bool
     seq_len: int
     fingerprint: str
-    """sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited; and the
-    digests of rows with media."""
+    """Of all sequences in order, see `compute_fingerprint`."""
     text: TextHashes
     """Hashes of the rows that are in a sequence (see `PackedRows.text`)."""
     sources: tuple[str, ...]
-    """The specs as given; of a path, only its last component."""
+    """The specs as given, but only the last component of a path."""
     warnings: tuple[str, ...]
     longest_padded: int | None = None
     """Longer sequences are never padded: only equally long ones share a batch. None: no limit."""
@@ -64,16 +101,14 @@ class DataPlan:
         """Tokens of all sequences by what they stand for; empty for a plan of text."""
         if not self.media:
             return {}
-        counts = [0] * len(MODALITIES)
-        for row in self.media.values():
-            for code, count in enumerate(row.kinds.bincount(minlength=len(MODALITIES)).tolist()):
-                counts[code] += count
-        counts[0] += self.num_tokens - sum(counts)
+        kinds = torch.cat([row.kinds for row in self.media.values()])
+        counts = kinds.bincount(minlength=len(MODALITIES)).tolist()
+        counts[0] += self.num_tokens - len(kinds)
         return {kind: count for kind, count in zip(MODALITIES, counts, strict=True) if count}
 
     @property
     def lengths(self) -> list[int]:
-        """Of each sequence: one more than its tokens that are scored, which are text."""
+        """Per sequence: number of scored text tokens, plus one."""
         return [
             int(_are_scored(self.media[index].kinds).sum()) + 1
             if index in self.media
@@ -85,7 +120,7 @@ class DataPlan:
 def _are_scored(kinds: torch.Tensor) -> torch.Tensor:
     """Say of every token but the first whether it is scored: bool [N - 1].
 
-    It is, if it is text: no model predicts what stands for an image.
+    Only text is: no model predicts what stands for an image.
     """
     return kinds[1:] == 0
 
@@ -119,7 +154,7 @@ class Batch:
 
     @property
     def scored_lengths(self) -> list[int]:
-        """Of each sequence: one more than its tokens that are scored."""
+        """Per sequence: number of scored tokens, plus one."""
         return [len(index) + 1 for index in self.scored]
 
     @property
@@ -129,96 +164,6 @@ class Batch:
         if all(length == width for length in self.lengths):
             return None
         return torch.arange(width)[None, :] < torch.tensor(self.lengths)[:, None]
-
-
-def build_plan(
-    specs: Sequence[str],
-    *,
-    tokenizer: Callable[[], Any],
-    vocab_size: int,
-    samples: int,
-    seq_len: int,
-    pack: bool = True,
-    seed: int = 0,
-    part: BuiltinPart = "calibrate",
-    longest_padded: int | None = None,
-    rows: Iterable[Row] | None = None,
-    text_column: str | None = None,
-    encoder: Callable[[], MediaEncoder] | None = None,
-) -> DataPlan:
-    """Read the first `samples` sequences of at most `seq_len` tokens.
-
-    `tokenizer` loads the tokenizer, and `encoder` the processor of media; each is called at most
-    once, when the first row needs it. Without `encoder` the model takes text alone. Without
-    specs, the built-in text is used; `part` selects which part of it. `seed` affects only the
-    order of weighted specs. Sequences longer than `longest_padded` are never padded. `rows` are
-    read instead of specs. Rows of specs are read from `text_column` if given (see `parse_row`).
-
-    Raises:
-        UsageError: a spec is invalid.
-        DataError: the data cannot be read, or gives no sequence of two tokens.
-
-    """
-    parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
-    begun: set[int] = set()
-    if rows is None:
-        _check_columns(parsed, text_column)
-        read = [iter_rows(spec, part=part, text_column=text_column) for spec in parsed]
-        noted = [_note_begun(each, begun, index) for index, each in enumerate(read)]
-        rows = mix_rows([(n, s.weight) for n, s in zip(noted, parsed, strict=True)], seed=seed)
-    load = functools.cache(tokenizer)
-    encode = None if encoder is None else functools.cache(encoder)
-    conversations = 0
-
-    def count_conversations(rows: Iterable[Row]) -> Iterator[Row]:
-        nonlocal conversations
-        for row in rows:
-            conversations += row.messages is not None
-            yield row
-
-    rejected: list[str] = []
-    encoded = tokenize_rows(
-        count_conversations(rows),
-        tokenizer=load,
-        encoder=encode,
-        vocab_size=vocab_size,
-        rejected=rejected,
-    )
-    found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
-    sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
-    skipped = _describe_rejected(rejected, found.num_rows + len(rejected))
-    if rejected and len(rejected) > MOST_REJECTED * (found.num_rows + len(rejected)):
-        raise DataError(skipped, hint="check the order and names of the roles")
-    if not found.sequences:
-        raise DataError(
-            f"{', '.join(sources)}: no sequence of two tokens in "
-            f"{format_count(found.num_rows, 'row')}",
-            hint="use more text" if pack else "use longer rows, or omit --no-pack",
-        )
-    return DataPlan(
-        sequences=found.sequences,
-        packed=pack,
-        seq_len=seq_len,
-        fingerprint=_compute_fingerprint(
-            found.sequences, found.media, packed=pack, seq_len=seq_len
-        ),
-        text=found.text,
-        sources=sources,
-        warnings=(
-            *_list_unread(parsed, begun, samples),
-            *([f"{skipped}; they were skipped"] if rejected else ()),
-            *_list_warnings(specs, parsed, found, samples=samples),
-        ),
-        longest_padded=longest_padded,
-        rows=summarize_rows(
-            found,
-            conversations,
-            len(rejected),
-            load() if load.cache_info().currsize else None,
-            encode() if encode is not None and found.media else None,
-        ),
-        media=found.media,
-    )
 
 
 def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
@@ -238,12 +183,12 @@ def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
 
 
 def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
-    found = take_sequences(plan, start, stop)
+    part = take_sequences(plan, start, stop)
     rows = (
-        found.media[index].text_ids if index in found.media else sequence.tolist()
-        for index, sequence in enumerate(found.sequences)
+        part.media[index].text_ids if index in part.media else sequence.tolist()
+        for index, sequence in enumerate(part.sequences)
     )
-    return replace(found, text=hash_text(rows))
+    return replace(part, text=hash_text(rows))
 
 
 def take_sequences(plan: DataPlan, start: int, stop: int | None) -> DataPlan:
@@ -257,7 +202,7 @@ def replace_sequences(
 ) -> DataPlan:
     """Give a plan with other sequences; those with media by their index."""
     kept = {index: row for index, row in (media or {}).items() if index < len(sequences)}
-    fingerprint = _compute_fingerprint(sequences, kept, packed=plan.packed, seq_len=plan.seq_len)
+    fingerprint = compute_fingerprint(sequences, kept, packed=plan.packed, seq_len=plan.seq_len)
     return replace(plan, sequences=tuple(sequences), media=kept, fingerprint=fingerprint)
 
 
@@ -278,8 +223,8 @@ def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
         alone = index if index in plan.media else -1
         return _QUARTERS * index // len(sequences), 0 if is_alike else length, alone
 
-    for (quarter, _, alone), found in groupby(range(len(sequences)), place):
-        indices = list(found)
+    for (quarter, _, alone), group in groupby(range(len(sequences)), place):
+        indices = list(group)
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
             ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
@@ -315,21 +260,17 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
     )
 
 
-def _check_columns(parsed: Sequence[DataSpec], text_column: str | None) -> None:
-    if text_column is not None and not any(spec.has_columns for spec in parsed):
-        raise UsageError(
-            f"--text-column {shorten(text_column)}: {parsed[0].label} has no columns",
-            hint="name data with columns by --data, or leave --text-column out",
-        )
-
-
-def _compute_fingerprint(
+def compute_fingerprint(
     sequences: Sequence[torch.Tensor],
     media: Mapping[int, MediaRow],
     *,
     packed: bool,
     seq_len: int,
 ) -> str:
+    """Give the sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited.
+
+    The digests of rows with media follow.
+    """
     digest = hashlib.sha256(np.array([packed, seq_len], dtype="<i8").tobytes())
     for sequence in sequences:
         digest.update(np.array([len(sequence)], dtype="<i8").tobytes())
@@ -337,50 +278,6 @@ def _compute_fingerprint(
     for index in sorted(media):
         digest.update(f"{index}:{media[index].digest};".encode())
     return digest.hexdigest()
-
-
-def _describe_rejected(rejected: Sequence[str], num_rows: int) -> str:
-    """Say how many rows the chat template rejected, and why the first three."""
-    verb = "is" if len(rejected) == 1 else "are"
-    more = "; ..." if len(rejected) > NUM_SHOWN else ""
-    return (
-        f"{len(rejected)} of {format_count(num_rows, 'row')} {verb} rejected by the chat template: "
-        f"{'; '.join(rejected[:NUM_SHOWN])}{more}"
-    )
-
-
-def _note_begun(rows: Iterator[Row], begun: set[int], index: int) -> Iterator[Row]:
-    """Pass the rows of a source on, and note that one was asked for."""
-    begun.add(index)
-    yield from rows
-
-
-def _list_unread(parsed: Sequence[DataSpec], begun: Collection[int], samples: int) -> Iterator[str]:
-    """Warn of sources whose rows were not needed."""
-    for index, spec in enumerate(parsed):
-        if index not in begun:
-            yield (
-                f"no row of {spec.label} was read: other sources gave all {samples} sequences; "
-                "weights (PATH@0.5) or more --samples mix them"
-            )
-
-
-def _list_warnings(
-    specs: Sequence[str], parsed: Sequence[DataSpec], found: PackedRows, *, samples: int
-) -> Iterator[str]:
-    if parsed and not specs:
-        yield "no --data given: using the text that ships with Python (builtin)"
-    for spec in parsed:
-        if isinstance(spec.source, FileSource) and spec.source.ignored:
-            yield f"{spec.label}: ignored, not data files: {', '.join(spec.source.ignored)}"
-    if found.num_dropped:
-        yield f"{found.num_dropped} of {found.num_rows} rows were too short and were skipped"
-    if parsed and len(found.sequences) < samples:
-        yield f"the data gave {len(found.sequences)} of the {samples} requested sequences"
-    yield from warn_of_scales(sum(map(len, found.sequences)))
-
-
-_FEW_FOR_SCALES = "scales may miss large values"
 
 
 def warn_of_scales(num_tokens: int) -> Iterator[str]:

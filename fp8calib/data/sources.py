@@ -5,19 +5,93 @@ from __future__ import annotations
 import codecs
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence, Set
+from bisect import bisect
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
 from fp8calib.data.rows import COLUMNS, MASK, Row, parse_row
-from fp8calib.data.specs import DataSpec, FileSource, HubSource, SavedSource
-from fp8calib.errors import DataError, first_line
+from fp8calib.data.specs import (
+    DataSpec,
+    FileSource,
+    HubSource,
+    SavedSource,
+    Specs,
+    looks_like_spec,
+)
+from fp8calib.errors import DataError, UsageError, first_line
 
 BuiltinPart = Literal["calibrate", "verify"]
 """Which part of the built-in text is read; other sources have no parts."""
 
 _PARQUET_ROWS_AT_ONCE = 64
+_Values = Iterator[tuple[str, object]]
+"""Decoded rows of a file, each after its origin."""
+
+
+def split_data(
+    data: str | Path | Iterable[Any] | None, *, text_column: str | None = None
+) -> tuple[tuple[str, ...], Iterator[Row] | None]:
+    """Tell specs from rows in memory: a string or a path is a spec, and so are several paths.
+
+    Rows that are mappings are read from `text_column` if given (see `parse_row`).
+
+    Raises:
+        DataError: there are no rows.
+    """
+    if data is None or isinstance(data, str | Path):
+        return (() if data is None else (str(data),)), None
+    if isinstance(data, Specs):
+        return data, None
+    if isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
+        raise DataError(
+            f"data: it is {type(data).__name__}, not rows",
+            hint="pass one spec, or a list of texts, paths, 1-D tensors of token ids, or rows",
+        )
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        raise DataError("data: it holds no rows", hint="leave it out for the built-in text")
+    if text_column is not None and not isinstance(first, Mapping | Path):
+        raise UsageError(
+            f"--text-column {text_column}: the first row of data is {type(first).__name__}, "
+            "without columns",
+            hint="pass rows as mappings, or leave it out",
+        )
+    if isinstance(first, Path):
+        paths = [first, *items]
+        if not all(isinstance(path, str | Path) for path in paths):
+            raise DataError("data: paths and rows are mixed", hint="pass paths, or rows")
+        return tuple(map(str, paths)), None
+    numbered = enumerate(chain([first], items))
+    return (), (_make_row(item, f"row {index}", text_column) for index, item in numbered)
+
+
+def _make_row(item: object, origin: str, text_column: str | None) -> Row:
+    if isinstance(item, np.ndarray):
+        item = torch.from_numpy(item)
+    if isinstance(item, torch.Tensor):
+        if item.dim() != 1 or item.dtype.is_floating_point or item.dtype == torch.bool:
+            raise DataError(
+                f"data: {origin} is {item.dtype} of shape {list(item.shape)}",
+                hint="token ids are a 1-D tensor of integers for each row",
+            )
+        item = item.tolist()
+    if isinstance(item, list | tuple) and all(type(token) is int for token in item):
+        return parse_row({"input_ids": list(item)}, origin)
+    if isinstance(item, str):
+        if looks_like_spec(item):
+            raise UsageError(
+                f"data: {origin} is {item!r}, which names data; a list of strings is a list of "
+                "texts",
+                hint="pass one spec as a string of its own, several as pathlib.Path",
+            )
+        return parse_row({"text": item}, origin)
+    return parse_row(item, origin, text_column=text_column)
 
 
 def mix_rows(
@@ -30,14 +104,24 @@ def mix_rows(
     order within a source never changes.
     """
     if all(weight is None for _, weight in sources):
-        return chain.from_iterable(rows for rows, _ in sources)
-    weighted = [(rows, 1.0 if weight is None else weight) for rows, weight in sources]
-    return _draw_rows(weighted, random.Random(seed))  # noqa: S311  an order, not a secret
+        yield from chain.from_iterable(rows for rows, _ in sources)
+        return
+    rng = random.Random(seed)  # noqa: S311  an order, not a secret
+    left = [(rows, 1.0 if weight is None else weight) for rows, weight in sources]
+    while left:
+        # Only random() gives the same numbers in every version of Python, so choices() is not used.
+        ends = list(accumulate(weight for _, weight in left))
+        index = min(bisect(ends, rng.random() * ends[-1]), len(ends) - 1)
+        row = next(left[index][0], None)
+        if row is None:
+            del left[index]
+        else:
+            yield row
 
 
 def iter_rows(
     spec: DataSpec, *, part: BuiltinPart = "calibrate", text_column: str | None = None
-) -> Iterator[Row]:
+) -> Generator[Row]:
     """Yield the rows of one spec, read from `text_column` if given (see `parse_row`).
 
     Raises:
@@ -48,25 +132,38 @@ def iter_rows(
         case FileSource(paths=paths):
             for path in paths:
                 yield from iter_file_rows(path, text_column=text_column)
+            return
         case HubSource() as source:
-            values = _iter_hub_values(source)
-            rows = _parse_dataset(values, f"hub:{source.name}", text_column, Path())
-            yield from _require_rows(rows, spec.label)
+            values, name, folder = _iter_hub(source), f"hub:{source.name}", Path()
         case SavedSource(folder=folder):
-            values = _iter_saved_values(folder, spec.label, text_column)
-            rows = _parse_dataset(values, spec.label, text_column, folder)
-            yield from _require_rows(rows, spec.label)
+            values, name = _iter_saved(folder, spec.label, text_column), spec.label
         case _:
             yield from iter_builtin_rows(part)
+            return
+    # Datasets such as wikitext have blank rows, which the user cannot remove.
+    rows = (
+        parse_row(
+            value, f"{name} row {i}", allow_blank=True, text_column=text_column, folder=folder
+        )
+        for i, value in enumerate(values, start=1)
+    )
+    yield from _require_rows(rows, spec.label)
 
 
 def iter_file_rows(path: Path, *, text_column: str | None = None) -> Iterator[Row]:
     """Yield the rows of one data file; its suffix selects the format."""
-    suffix = path.suffix.lower()
-    column = None if suffix == ".txt" else text_column
-    values = _iter_parquet(path, column) if suffix == ".parquet" else _READERS[suffix](path)
+    match path.suffix.lower():
+        case ".jsonl":
+            values = _read_jsonl(path)
+        case ".json":
+            values = _read_json(path)
+        case ".parquet":
+            values = _read_parquet(path, text_column)
+        case _:
+            values, text_column = _read_txt(path), None  # it has no columns
     rows = (
-        parse_row(value, origin, text_column=column, folder=path.parent) for origin, value in values
+        parse_row(value, origin, text_column=text_column, folder=path.parent)
+        for origin, value in values
     )
     try:
         yield from _require_rows(rows, path.name)
@@ -83,49 +180,6 @@ def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
     `verify`. `verify` excludes topics whose text a longer topic of `calibrate` repeats ("try",
     "while", "with").
     """
-    calibrate, verify = _split_topics()
-    for name, text in calibrate.items() if part == "calibrate" else verify.items():
-        yield Row(f"builtin:{name}", text=text)
-
-
-def _draw_rows(sources: list[tuple[Iterator[Row], float]], rng: random.Random) -> Iterator[Row]:
-    while sources:
-        index = _draw_index([weight for _, weight in sources], rng)
-        row = next(sources[index][0], None)
-        if row is None:
-            del sources[index]
-        else:
-            yield row
-
-
-def _draw_index(weights: list[float], rng: random.Random) -> int:
-    # Only random() gives the same numbers in every version of Python, so choices() is not used.
-    ends = list(accumulate(weights))
-    point = rng.random() * ends[-1]
-    return next((index for index, end in enumerate(ends) if point < end), len(ends) - 1)
-
-
-def _split_topics() -> tuple[dict[str, str], dict[str, str]]:
-    topics = _load_topics()
-    total = sum(map(len, topics.values()))
-    names = sorted(topics)
-    ends = dict(zip(names, accumulate(len(topics[name]) for name in names), strict=True))
-    calibrate = {name: topics[name] for name, end in ends.items() if 5 * end <= 4 * total}
-    seen = frozenset(line for text in calibrate.values() for line in text.splitlines())
-    verify = {
-        name: topics[name]
-        for name in ends
-        if name not in calibrate and not _is_repeated(topics[name], seen)
-    }
-    return calibrate, verify
-
-
-def _is_repeated(text: str, seen: Set[str]) -> bool:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return 2 * sum(line in seen for line in lines) > len(lines)
-
-
-def _load_topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte, rarely needed
     except ImportError as error:
@@ -133,7 +187,18 @@ def _load_topics() -> dict[str, str]:
             "builtin: this Python has no pydoc_data, which holds the text of help()",
             hint="name a data file with --data",
         ) from error
-    return {name: text.strip() + "\n" for name, text in topics.items() if text.strip()}
+    texts = {name: text.strip() + "\n" for name, text in sorted(topics.items()) if text.strip()}
+    ends = list(accumulate(map(len, texts.values())))
+    first = {name for name, end in zip(texts, ends, strict=True) if 5 * end <= 4 * ends[-1]}
+    known = {line for name in first for line in texts[name].splitlines()}
+    for name, text in texts.items():
+        if name not in first:
+            lines = [line for line in text.splitlines() if line.strip()]
+            is_in = part == "verify" and 2 * sum(line in known for line in lines) <= len(lines)
+        else:
+            is_in = part == "calibrate"
+        if is_in:
+            yield Row(f"builtin:{name}", text=text)
 
 
 def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
@@ -142,24 +207,6 @@ def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
         raise DataError(f"{where}: no rows", hint="use a file that holds data")
     yield first
     yield from rows
-
-
-def _parse_dataset(
-    values: Iterator[Any], name: str, text_column: str | None, folder: Path
-) -> Iterator[Row]:
-    for number, value in enumerate(values, start=1):
-        # Datasets such as wikitext have blank rows, which the user cannot remove.
-        yield parse_row(
-            value,
-            f"{name} row {number}",
-            allow_blank=True,
-            text_column=text_column,
-            folder=folder,
-        )
-
-
-_Values = Iterator[tuple[str, object]]
-"""Decoded rows of a file, each after its origin."""
 
 
 def _read_jsonl(path: Path) -> _Values:
@@ -175,8 +222,16 @@ def _read_json(path: Path) -> _Values:
     text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
     if not text.strip():
         return
-    for number, value in enumerate(_find_rows(_parse_json(text, path.name), path.name), start=1):
-        yield f"{path.name} row {number}", value
+    value = _parse_json(text, path.name)
+    candidates = list(value.values()) if isinstance(value, dict) else [value]
+    lists = [item for item in candidates if isinstance(item, list)]
+    if len(lists) != 1:
+        raise DataError(
+            f"{path.name}: holds neither a list of rows nor an object with one list of rows",
+            hint="write [{...}, {...}], or one object per line in a .jsonl file",
+        )
+    for number, row in enumerate(lists[0], start=1):
+        yield f"{path.name} row {number}", row
 
 
 def _read_txt(path: Path) -> _Values:
@@ -185,7 +240,7 @@ def _read_txt(path: Path) -> _Values:
         yield path.name, {"text": text}
 
 
-def _iter_parquet(path: Path, text_column: str | None) -> _Values:
+def _read_parquet(path: Path, text_column: str | None) -> _Values:
     import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415  slow, rarely needed
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415
 
@@ -210,7 +265,7 @@ def _choose_columns(names: Sequence[str], text_column: str | None) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def _iter_saved_values(folder: Path, label: str, text_column: str | None) -> Iterator[Any]:
+def _iter_saved(folder: Path, label: str, text_column: str | None) -> Iterator[Any]:
     try:
         from datasets import load_from_disk  # noqa: PLC0415  takes seconds to import
 
@@ -228,7 +283,7 @@ def _iter_saved_values(folder: Path, label: str, text_column: str | None) -> Ite
         ) from error
 
 
-def _iter_hub_values(source: HubSource) -> Iterator[Any]:
+def _iter_hub(source: HubSource) -> Iterator[Any]:
     try:
         from datasets import load_dataset  # noqa: PLC0415  takes seconds to import
 
@@ -246,24 +301,13 @@ def _iter_hub_values(source: HubSource) -> Iterator[Any]:
 def _keep_encoded(dataset: Any) -> Any:
     """Leave the media of a dataset as bytes or paths: few rows are decoded."""
     for name, feature in (getattr(dataset, "features", None) or {}).items():
-        held = getattr(feature, "feature", feature)  # a list has its items' feature
-        if type(held).__name__ in {"Image", "Audio", "Video"}:
-            encoded = type(held)(decode=False)
+        item = getattr(feature, "feature", feature)  # a list has its items' feature
+        if type(item).__name__ in {"Image", "Audio", "Video"}:
+            encoded = type(item)(decode=False)
             dataset = dataset.cast_column(
-                name, encoded if held is feature else type(feature)(encoded)
+                name, encoded if item is feature else type(feature)(encoded)
             )
     return dataset
-
-
-def _find_rows(value: object, where: str) -> list[Any]:
-    candidates = list(value.values()) if isinstance(value, dict) else [value]
-    lists = [item for item in candidates if isinstance(item, list)]
-    if len(lists) == 1:
-        return lists[0]
-    raise DataError(
-        f"{where}: holds neither a list of rows nor an object with one list of rows",
-        hint="write [{...}, {...}], or one object per line in a .jsonl file",
-    )
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -287,10 +331,3 @@ def _parse_json(text: str, where: str) -> object:
             f"{where}: JSON cannot be read ({first_line(error)})",
             hint="the row holds a number with too many digits, or is nested too deeply",
         ) from error
-
-
-_READERS: dict[str, Callable[[Path], _Values]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".txt": _read_txt,
-}

@@ -22,6 +22,12 @@ _SPLITS_FILE = "dataset_dict.json"
 _SAVED_FILES = ("dataset_info.json", "state.json")
 # A single word after `hub:NAME:` is a split if it is one of these, else a configuration.
 _SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev"})
+# Unlike the methods of Path, these are false if a name is too long or a folder may not be read.
+_exists, _is_dir, _is_file = os.path.exists, os.path.isdir, os.path.isfile
+
+
+class Specs(tuple[str, ...]):
+    """Data specs from `--data`; any other list of strings is a list of texts."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +60,15 @@ class BuiltinSource:
     """The text of `help()`, which is part of CPython."""
 
 
-Source = FileSource | HubSource | SavedSource | BuiltinSource
-
-
 @dataclass(frozen=True)
 class DataSpec:
     """One resolved `--data` option."""
 
-    source: Source
+    source: FileSource | HubSource | SavedSource | BuiltinSource
     label: str
-    """The spec as given, but of a path only its last component; it is stored in artifacts."""
+    """The spec as given, but only the last component of a path; it is stored in artifacts."""
     weight: float | None = None
     """Share of the rows when specs are mixed; None when the spec has no weight."""
-
-    @property
-    def has_columns(self) -> bool:
-        """Whether its rows have named columns; plain text has none."""
-        match self.source:
-            case FileSource(paths=paths):
-                return any(path.suffix.lower() != ".txt" for path in paths)
-            case BuiltinSource():
-                return False
-        return True
 
 
 def parse_spec(text: str) -> DataSpec:
@@ -89,68 +82,88 @@ def parse_spec(text: str) -> DataSpec:
         DataError: the file or folder does not exist, or the folder holds no data file.
 
     """
-    body, separator, weight = text.rpartition("@")
-    if _is_data_path(text) or not separator or not _is_number(weight):
-        body, weight = text, ""
+    body, weight = _split_weight(text)
     if not body.strip():
         raise UsageError(f"--data {text!r}: the spec is empty", hint=_SPEC_HINT)
-    value = _parse_weight(weight, text) if weight else None
-    source, label = _parse_source(body)
-    return DataSpec(source, f"{label}@{weight}" if weight else label, value)
+    after = text[len(body) :]
+    folder, split = _split_saved(body)
+    label = Path(folder).absolute().name or folder
+    if body == "builtin":
+        return DataSpec(BuiltinSource(), text, weight)
+    if body.startswith("hub:") and not _is_data_path(body):
+        return DataSpec(_parse_hub(body), text, weight)
+    if split or _is_file(Path(folder) / _SPLITS_FILE):
+        source = _find_split(Path(folder), split, body)
+        return DataSpec(source, f"{label}:{split}{after}" if split else label + after, weight)
+    if _is_saved(Path(folder)):
+        return DataSpec(SavedSource(Path(folder)), label + after, weight)
+    return DataSpec(_find_files(Path(body), body), label + after, weight)
 
 
 def looks_like_spec(text: str) -> bool:
     """Whether a text is more likely meant as a spec: it names data, and is no text to run."""
     is_named = text == "builtin" or text.startswith("hub:")
-    return is_named or _is_data_path(text) or _is_split(text)
+    return is_named or _is_data_path(text) or bool(_split_saved(text)[1])
 
 
-def _parse_source(body: str) -> tuple[Source, str]:
-    if body == "builtin":
-        return BuiltinSource(), body
-    if body.startswith("hub:") and not _is_data_path(body):
-        return _parse_hub(body), body
-    path = Path(body)
-    if _is_split(body):
-        folder, _, split = body.rpartition(":")
-        return _open_split(Path(folder), split, body), f"{Path(folder).absolute().name}:{split}"
-    if _is_saved(path):
-        return SavedSource(path), path.absolute().name or body
-    if _is_file(path / _SPLITS_FILE):
-        return _open_split(path, None, body), path.absolute().name or body
-    return _parse_path(path, body), path.absolute().name or body
+def _split_weight(text: str) -> tuple[str, float | None]:
+    body, separator, number = text.rpartition("@")
+    try:
+        weight = float(number)
+    except ValueError:
+        return text, None
+    if not separator or _is_data_path(text):
+        return text, None
+    if not math.isfinite(weight) or weight <= 0:
+        raise UsageError(
+            f"--data {text}: the weight {number} is not a positive finite number",
+            hint="use a positive weight such as @0.5, or omit the spec",
+        )
+    return body, weight
 
 
-def _is_split(text: str) -> bool:
-    """Whether a text is FOLDER:SPLIT, of a folder that `datasets` saved."""
-    folder, separator, split = text.rpartition(":")
-    if not (folder and separator and split) or _is_dir(text):
-        return False
-    return _is_file(Path(folder) / _SPLITS_FILE) or _is_saved(Path(folder))
+def _split_saved(text: str) -> tuple[str, str]:
+    """Split FOLDER:SPLIT of a folder that `datasets` saved; any other text has no split."""
+    folder, _, split = text.rpartition(":")
+    if not (folder and split) or _is_dir(text):
+        return text, ""
+    is_saved = _is_file(Path(folder) / _SPLITS_FILE) or _is_saved(Path(folder))
+    return (folder, split) if is_saved else (text, "")
 
 
 def _is_saved(folder: Path) -> bool:
     return all(_is_file(folder / name) for name in _SAVED_FILES)
 
 
-def _open_split(folder: Path, split: str | None, body: str) -> SavedSource:
+def _find_split(folder: Path, split: str, body: str) -> SavedSource:
     """Find a split of a saved DatasetDict; without a name, the only one.
 
     Raises:
         UsageError: there are several splits and none is named, or no split has that name.
         DataError: the folder is damaged.
     """
-    if not _is_file(folder / _SPLITS_FILE):
+    path = folder / _SPLITS_FILE
+    if not _is_file(path):
         raise UsageError(
             f"--data {body}: the folder is one dataset, without splits", hint=f"use {folder}"
         )
-    splits = _read_splits(folder, body)
-    if split is None and len(splits) > 1:
+    try:
+        splits = json.loads(path.read_text(encoding="utf-8"))["splits"]
+        if not isinstance(splits, list) or any(
+            not isinstance(name, str) or name in {"", ".", ".."} or "/" in name for name in splits
+        ):
+            raise ValueError("`splits` must be a list of names")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"--data {body}: {path} cannot be read ({first_line(error)})",
+            hint="save the dataset again with datasets.save_to_disk",
+        ) from error
+    if not split and len(splits) > 1:
         raise UsageError(
             f"--data {body}: the folder has the splits {cut_list(splits)}",
             hint=f"name one: {folder}:{shorten(splits[0])}",
         )
-    name = splits[0] if split is None and splits else split
+    name = split or "".join(splits)
     if name not in splits:
         raise UsageError(
             f"--data {body}: no such split; the folder has {cut_list(splits) or 'none'}",
@@ -162,25 +175,6 @@ def _open_split(folder: Path, split: str | None, body: str) -> SavedSource:
             hint="save it again with datasets.save_to_disk",
         )
     return SavedSource(folder / name)
-
-
-def _read_splits(folder: Path, body: str) -> list[str]:
-    path = folder / _SPLITS_FILE
-    try:
-        splits = json.loads(path.read_text(encoding="utf-8"))["splits"]
-        if not isinstance(splits, list) or not all(map(_is_name, splits)):
-            raise ValueError("`splits` must be a list of names")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"--data {body}: {path} cannot be read ({first_line(error)})",
-            hint="save the dataset again with datasets.save_to_disk",
-        ) from error
-    return splits
-
-
-def _is_name(value: object) -> bool:
-    """Whether a value names a folder inside of another."""
-    return isinstance(value, str) and value not in {"", ".", ".."} and "/" not in value
 
 
 def _parse_hub(body: str) -> HubSource:
@@ -196,15 +190,14 @@ def _parse_hub(body: str) -> HubSource:
     return HubSource(name, config or None, split or "train")
 
 
-def _parse_path(path: Path, body: str) -> FileSource:
+def _find_files(path: Path, body: str) -> FileSource:
     if _is_dir(path):
         return _list_folder(path, body)
     suffix = path.suffix.lower()
     if suffix not in ACCEPTED_SUFFIXES and (suffix or _is_file(path)):
-        found = f"the suffix {suffix!r}" if suffix else "a file without suffix"
-        accepted = ", ".join(ACCEPTED_SUFFIXES)
+        ending = f"the suffix {suffix!r}" if suffix else "a file without suffix"
         raise UsageError(
-            f"--data {body}: {found} is not accepted; accepted are {accepted}",
+            f"--data {body}: {ending} is not accepted; accepted are {', '.join(ACCEPTED_SUFFIXES)}",
             hint=_SPEC_HINT,
         )
     if _exists(path) and not _is_file(path):
@@ -225,7 +218,7 @@ def _list_folder(path: Path, body: str) -> FileSource:
             f"--data {body}: the folder cannot be listed ({error.strerror})",
             hint="check its permissions",
         ) from error
-    paths = tuple(entry for entry in entries if _is_file(entry) and _has_accepted_suffix(entry))
+    paths = tuple(e for e in entries if _is_file(e) and e.suffix.lower() in ACCEPTED_SUFFIXES)
     if not paths:
         raise DataError(
             f"--data {body}: the folder holds no {', '.join(ACCEPTED_SUFFIXES)} file",
@@ -234,33 +227,5 @@ def _list_folder(path: Path, body: str) -> FileSource:
     return FileSource(paths, tuple(entry.name for entry in entries if entry not in paths))
 
 
-def _parse_weight(weight: str, spec: str) -> float:
-    value = float(weight)
-    if not math.isfinite(value) or value <= 0:
-        raise UsageError(
-            f"--data {spec}: the weight {weight} is not a positive finite number",
-            hint="use a positive weight such as @0.5, or omit the spec",
-        )
-    return value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_data_path(text: str) -> bool:
-    return _is_dir(text) or (_is_file(text) and _has_accepted_suffix(Path(text)))
-
-
-def _has_accepted_suffix(path: Path) -> bool:
-    return path.suffix.lower() in ACCEPTED_SUFFIXES
-
-
-# Unlike the methods of Path, these are false if a name is too long or a folder may not be read.
-_exists = os.path.exists
-_is_dir = os.path.isdir
-_is_file = os.path.isfile
+    return _is_dir(text) or (_is_file(text) and Path(text).suffix.lower() in ACCEPTED_SUFFIXES)

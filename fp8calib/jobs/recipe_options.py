@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fp8calib.data.rows import Row
+from fp8calib.data.sources import split_data
 from fp8calib.dialects.registry import (
     find_dialect,
     list_format_names,
@@ -17,7 +18,6 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import RecipeError, UsageError, cut_list, shorten, suggest
 from fp8calib.geometry.tensor_parallel import check_degree
-from fp8calib.jobs.rows import split_data
 from fp8calib.options.option import Declared, list_options
 from fp8calib.options.recipe_keys import (
     BATCH_SIZE,

@@ -1,28 +1,25 @@
-"""The text of a run: data specs as on the command line, or rows that are in memory."""
+"""The text of a run, for one model: data specs as on the command line, or rows in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
+from fp8calib.data.plan import build_plan
+from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import Row, has_chat_template
 from fp8calib.data.sequences import (
     FEW_TOKENS,
     DataPlan,
-    build_plan,
     list_other_warnings,
     split_plan,
     warn_of_scales,
 )
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
-from fp8calib.jobs.rows import list_specs
 from fp8calib.model.load import ModelSource, load_processor, load_tokenizer
 from fp8calib.options.recipe_keys import DEFAULT_SEQ_LEN
 from fp8calib.recipe import Data
@@ -60,7 +57,6 @@ def plan_text(
             f"tokenizer: {type(tokenizer).__name__} is not a tokenizer",
             hint="pass what AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained returns",
         )
-    vocab_size = int(source.text_config.vocab_size)
     longest = source.max_positions
     length = data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     if longest is not None and length > longest:
@@ -68,17 +64,29 @@ def plan_text(
             f"--seq-len {length} is above the model's maximum of {longest} positions",
             hint=f"use --seq-len {longest} or less",
         )
-    processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
-    modalities = list_modalities(source.config)
-    plan = build_plan(
+    processor: Any = tokenizer if hasattr(tokenizer, "tokenizer") else None
+    placeholders = find_placeholders(source.config)
+
+    def give_tokenizer() -> Any:
+        if tokenizer is None:
+            return load_tokenizer(source)
+        given = tokenizer if processor is None else processor.tokenizer
+        if has_chat_template(given) or not has_chat_template(processor):
+            return given
+        given = copy(given)
+        given.chat_template = processor.chat_template
+        return given
+
+    def make_encoder() -> MediaEncoder:
+        loaded = load_processor(source) if processor is None else processor
+        return MediaEncoder(loaded, source.config, source.folder.name)
+
+    return build_plan(
         data.sources,
-        tokenizer=lambda: (
-            load_tokenizer(source)
-            if tokenizer is None
-            else _give_template(getattr(processor, "tokenizer", tokenizer), processor)
-        ),
-        encoder=partial(_make_encoder, source, processor) if modalities else None,
-        vocab_size=vocab_size,
+        tokenizer=give_tokenizer,
+        encoder=make_encoder if placeholders else None,
+        placeholders=placeholders,
+        vocab_size=int(source.text_config.vocab_size),
         samples=data.samples,
         seq_len=length,
         pack=data.pack,
@@ -88,44 +96,6 @@ def plan_text(
         rows=rows,
         text_column=data.text_column,
     )
-    if modalities and not plan.media:
-        taken = " and ".join(modalities)
-        note = (
-            f"the model takes {taken}, and all rows are text: no scale is set by them; give rows "
-            "with media (docs/media.md)"
-        )
-        plan = replace(plan, warnings=(*plan.warnings, note))
-    if modalities and (count := _count_places(plan, source)):
-        note = (
-            f"{count} sequences of text hold tokens that stand for media, and no media: is their "
-            "column named image, images, audio or audios?"
-        )
-        plan = replace(plan, warnings=(*plan.warnings, note))
-    return plan
-
-
-def _give_template(tokenizer: Any, processor: Any) -> Any:
-    """Give a copy of a tokenizer without a chat template that of its processor."""
-    if has_chat_template(tokenizer) or not has_chat_template(processor):
-        return tokenizer
-    found = copy(tokenizer)
-    found.chat_template = processor.chat_template
-    return found
-
-
-def _count_places(plan: DataPlan, source: ModelSource) -> int:
-    """Count the sequences of text alone with a token that a medium would fill."""
-    tokens = torch.tensor(list(find_placeholders(source.config)))
-    return sum(
-        bool(torch.isin(ids, tokens).any())
-        for index, ids in enumerate(plan.sequences)
-        if index not in plan.media
-    )
-
-
-def _make_encoder(source: ModelSource, processor: Any) -> MediaEncoder:
-    found = load_processor(source) if processor is None else processor
-    return MediaEncoder(found, source.config, source.folder.name)
 
 
 def plan_texts(task: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPlan]:
@@ -134,7 +104,8 @@ def plan_texts(task: PlanRequest, source: ModelSource) -> tuple[DataPlan, DataPl
     Raises:
         DataError: the data cannot be read, or is one sequence.
     """
-    data = read_settings(task, list_specs(task.data))
+    specs = (task.data,) if isinstance(task.data, str | Path) else task.data or ()
+    data = read_settings(task, tuple(map(str, specs)))
 
     def plan(part: BuiltinPart, samples: int) -> DataPlan:
         return plan_text(source, data.model_copy(update={"samples": samples}), part=part)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from fp8calib.data.specs import ACCEPTED_SUFFIXES, parse_spec
+from fp8calib.data.specs import ACCEPTED_SUFFIXES, Specs, parse_spec
 from fp8calib.dialects.registry import (
     find_dialect,
     list_format_names,
@@ -19,10 +19,6 @@ from fp8calib.scales.rules import AMAX, Fallback, parse_rule
 
 DEFAULT_SEQ_LEN = 2048
 _DEFAULT_SAMPLES = 512
-
-
-class Specs(tuple[str, ...]):
-    """Data specs from `--data`; any other list of strings is a list of texts."""
 
 
 def split_names(values: Sequence[str] | None) -> list[str] | None:

@@ -16,8 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fp8calib
+from fp8calib.data.plan import build_plan
 from fp8calib.data.rows import Row
-from fp8calib.data.sequences import Batch, DataPlan, batches, build_plan
+from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.results.hashes import RunHashes
 from fp8calib.verification.compare.text_runs import TextRuns

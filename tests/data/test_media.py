@@ -21,10 +21,9 @@ from PIL import Image
 
 from fp8calib.data.media import Medium, Modality, load_audio, load_image
 from fp8calib.data.rows import Row, parse_row
-from fp8calib.data.sources import iter_rows
+from fp8calib.data.sources import iter_rows, split_data
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
-from fp8calib.jobs.rows import split_data
 
 PIXELS = np.array(
     [[[255, 0, 0], [0, 255, 0], [0, 0, 255]], [[9, 8, 7], [250, 251, 252], [0, 0, 0]]], np.uint8

@@ -14,9 +14,10 @@ from PIL import Image
 from transformers import PreTrainedConfig
 
 from fp8calib.data.media import Modality
-from fp8calib.data.processor import MediaEncoder, find_placeholders, list_modalities
+from fp8calib.data.plan import build_plan
+from fp8calib.data.processor import MediaEncoder, find_placeholders
 from fp8calib.data.rows import parse_row
-from fp8calib.data.sequences import DataPlan, batches, build_plan, split_plan
+from fp8calib.data.sequences import DataPlan, batches, split_plan
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.errors import DataError
@@ -223,4 +224,3 @@ class Renamed(PreTrainedConfig):
 def test_tokens_that_a_config_renames_are_found() -> None:
     config = Renamed()
     assert find_placeholders(config) == {7: Modality.IMAGE}
-    assert list_modalities(config) == (Modality.IMAGE,)

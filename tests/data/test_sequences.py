@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.data.sequences import Batch, DataPlan, batches, build_plan
+from fp8calib.data.plan import build_plan
+from fp8calib.data.sequences import Batch, DataPlan, batches
 from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.data.text_hashes import hash_text

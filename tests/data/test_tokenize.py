@@ -8,7 +8,7 @@ import pytest
 
 from fp8calib.data.rows import Row
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, render_messages, tokenize_rows
+from fp8calib.data.tokenize import PackedRows, RowEncoder, pack_rows, render_messages
 from fp8calib.errors import DataError
 from tests.data.tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
 
@@ -22,9 +22,7 @@ def refuse_tokenizer() -> Any:
 
 
 def encode(*rows: Row, vocab_size: int = 12, **options: Any) -> list[list[int]]:
-    encoded = tokenize_rows(
-        rows, tokenizer=lambda: make_tokenizer(**options), vocab_size=vocab_size
-    )
+    encoded = RowEncoder(lambda: make_tokenizer(**options), vocab_size).encode(rows)
     return [list(ids) for ids in encoded]
 
 
@@ -53,7 +51,7 @@ def test_conversations_are_rendered_and_blank_text_has_no_tokens() -> None:
 
 def test_input_ids_are_taken_as_they_are_without_a_tokenizer() -> None:
     rows = [Row("x:1", input_ids=(0, 11, 5))]
-    encoded = tokenize_rows(rows, tokenizer=refuse_tokenizer, vocab_size=12)
+    encoded = RowEncoder(refuse_tokenizer, 12).encode(rows)
     assert list(encoded) == [(0, 11, 5)]
 
 
@@ -138,15 +136,15 @@ def test_packed_rows_are_joined_and_cut(
 def test_unpacked_rows_stay_whole_and_short_ones_are_counted(
     rows: list[list[int]], samples: int, expected: list[list[int]]
 ) -> None:
-    kept = keep_rows(rows, samples=samples, seq_len=4)
+    kept = pack_rows(rows, samples=samples, seq_len=4, pack=False)
     assert lists(kept) == expected
     used = [ids[:32] for ids in rows if len(ids) > 1][:samples]
     assert hashes(kept.text) == hashes(hash_text(used))
     assert kept.num_dropped == len(rows) - len(expected)
 
 
-@pytest.mark.parametrize(("make", "expected"), [(pack_rows, 4), (keep_rows, 2)])
-def test_no_row_is_read_that_is_not_needed(make: Any, expected: int) -> None:
+@pytest.mark.parametrize(("pack", "expected"), [(True, 4), (False, 2)])
+def test_no_row_is_read_that_is_not_needed(pack: bool, expected: int) -> None:
     read: list[int] = []
 
     def endless() -> Iterator[Sequence[int]]:
@@ -154,7 +152,7 @@ def test_no_row_is_read_that_is_not_needed(make: Any, expected: int) -> None:
             read.append(len(read))
             yield [1, 2]
 
-    assert len(make(endless(), samples=2, seq_len=4).sequences) == 2
+    assert len(pack_rows(endless(), samples=2, seq_len=4, pack=pack).sequences) == 2
     assert len(read) == expected
 
 

@@ -15,8 +15,8 @@ import pytest
 from fp8calib.calibration import make_header
 from fp8calib.data.media import MODALITIES
 from fp8calib.data.sequences import DataPlan
+from fp8calib.data.sources import split_data
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.jobs.rows import split_data
 from fp8calib.jobs.text import plan_text
 from fp8calib.model.load import open_source
 from fp8calib.recipe import Data

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.sequences import DataPlan, build_plan
+from fp8calib.data.plan import build_plan
+from fp8calib.data.sequences import DataPlan
 from fp8calib.jobs.reporter import CallbackProgress
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 import transformers
 
-from fp8calib.data.sequences import build_plan
+from fp8calib.data.plan import build_plan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.model.load import load_tokenizer, open_source
 
