@@ -43,22 +43,12 @@ def build_plan(
     encoder: Callable[[], MediaEncoder] | None = None,
     placeholders: Mapping[int, Modality] | None = None,
 ) -> DataPlan:
-    """Read the first `samples` sequences of at most `seq_len` tokens.
+    """Read the first `samples` sequences of at most `seq_len` tokens, of specs or of `rows`.
 
-    Args:
-        specs: data specs; without any, the built-in text is used.
-        tokenizer: loads the tokenizer; called at most once, when the first row needs it.
-        vocab_size: rows of the model's embedding.
-        samples: sequences that are read at most.
-        seq_len: tokens of a sequence.
-        pack: whether rows are joined.
-        seed: of the order of weighted specs.
-        part: which part of the built-in text is read.
-        longest_padded: longer sequences are never padded.
-        rows: are read instead of specs.
-        text_column: the column that rows of specs are read from (see `parse_row`).
-        encoder: loads the processor of media, as `tokenizer`; None: the model takes text alone.
-        placeholders: the ids of the tokens that media fill.
+    `tokenizer` and `encoder` are called at most once, when the first row needs them. Without
+    `encoder` the model takes text alone; `placeholders` are the ids of the tokens that media fill.
+    Without specs, `part` of the built-in text is used. `seed` affects only the order of weighted
+    specs.
 
     Raises:
         UsageError: a spec is invalid.

@@ -217,11 +217,7 @@ class MediaEncoder:
         return bos is None or not text.startswith(bos)
 
     def _write_prompt(self, messages: Sequence[Message]) -> str:
-        """Write messages with the tokens that stand for media, by the tokenizer's template if any.
-
-        Raises:
-            DataError: no token stands for a medium.
-        """
+        """Write messages with the tokens that stand for media."""
         tokenizer = self.tokenizer
         texts = ["".join(map(self._write_part, message["content"])) for message in messages]
         if not has_chat_template(tokenizer):

@@ -128,11 +128,7 @@ def parse_row(
 
 
 def _name_kind(value: dict[Any, Any], column: str, origin: str) -> str:
-    """Name the field whose form the value of a column has.
-
-    Raises:
-        DataError: the column is missing or null.
-    """
+    """Name the field whose form the value of a column has."""
     content = value.get(column)
     if content is None:
         missing = "is null" if column in value else "is missing"
@@ -288,11 +284,7 @@ def _make_part(medium: Medium) -> Message:
 def _find_media(
     value: Mapping[str, Any], origin: str, folder: Path
 ) -> dict[Modality, list[Medium]]:
-    """Find the media in columns, by their kind.
-
-    Raises:
-        DataError: two columns hold media of one kind, or a value is none; or a video.
-    """
+    """Find the media in columns, by their kind."""
     media: dict[Modality, list[Medium]] = {}
     for name in (*VIDEO_COLUMNS, *MEDIA_COLUMNS):
         content = value.get(name)
@@ -322,11 +314,7 @@ def _find_media(
 
 
 def _place_media(row: Row, media: Mapping[Modality, list[Medium]]) -> Row:
-    """Put the media of columns where a row has marks or empty parts; else before its first text.
-
-    Raises:
-        DataError: there are more media than places, or fewer.
-    """
+    """Put the media of columns where a row has marks or empty parts; else before its first text."""
     messages = row.messages
     if media and messages is None:
         if row.text is None:

@@ -136,12 +136,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _find_split(folder: Path, split: str, body: str) -> SavedSource:
-    """Find a split of a saved DatasetDict; without a name, the only one.
-
-    Raises:
-        UsageError: there are several splits and none is named, or no split has that name.
-        DataError: the folder is damaged.
-    """
+    """Find a split of a saved DatasetDict; without a name, the only one."""
     path = folder / _SPLITS_FILE
     if not _is_file(path):
         raise UsageError(
