@@ -47,7 +47,7 @@ class OutputFolder:
     """Held on the temporary folder until the run ends in any way."""
 
     def __enter__(self) -> Path:
-        self._check()
+        check_output(self.path, self.owned, self.force, inputs=self.inputs)
         self._target = self.path.resolve()
         self._made_parents: list[Path] = []
         try:
@@ -93,27 +93,22 @@ class OutputFolder:
                     return staging
                 self._unlock()
 
-    def _check(self) -> None:
-        check_output(self.path, self.owned, self.force, inputs=self.inputs)
-
     def _commit(self) -> None:
-        self._check()  # again: hours may have passed
+        # again: hours may have passed
+        check_output(self.path, self.owned, self.force, inputs=self.inputs)
         target, new = self._target, {entry.name for entry in self._staging.iterdir()}
         old = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
         if target.is_dir():
             shutil.copymode(target, self._staging)
         if self._staging.parent == target or not old <= new:
-            self._replace_entries(old & new, new)
+            self._replaced.mkdir()
+            away = [(target / name, self._replaced / name) for name in sorted(old & new)]
+            _move_all([*away, *((self._staging / name, target / name) for name in sorted(new))])
         elif old:
             _move_all([(target, self._replaced), (self._staging, target)])
         else:
             self._staging.rename(target)
         shutil.rmtree(self._replaced, ignore_errors=True)
-
-    def _replace_entries(self, old: Collection[str], new: Collection[str]) -> None:
-        self._replaced.mkdir()
-        away = [(self._target / name, self._replaced / name) for name in sorted(old)]
-        _move_all([*away, *((self._staging / name, self._target / name) for name in sorted(new))])
 
 
 def check_output(
@@ -136,9 +131,8 @@ def check_output(
                 raise UsageError(message, hint="name another folder")
         if target.exists():
             _check_entries(path, owned, force)
-        _refuse_unwritable(_choose_staging_parent(target), path)
-        if target.is_dir():
-            _refuse_unwritable(target, path)
+        for folder in (_choose_staging_parent(target), *([target] if target.is_dir() else [])):
+            _refuse_unwritable(folder, path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
 
@@ -271,12 +265,10 @@ def _remove_leftovers(target: Path) -> None:
     """
     pattern, kept = _match_temporary(target), name_kept_staging(target)
     parents = [folder for folder in (target.parent, target) if folder.is_dir()]
-    entries = [entry for folder in parents for entry in folder.iterdir()]
-    for entry in entries:
+    for entry in [entry for folder in parents for entry in folder.iterdir()]:
         is_replacing = entry.with_name(f"{entry.name}.old").exists()
-        if not pattern.fullmatch(entry.name) or entry.suffix == ".old" or is_replacing:
-            continue
-        if entry.name == kept or entry.is_symlink():
+        is_temporary = pattern.fullmatch(entry.name) and entry.suffix != ".old"
+        if not is_temporary or is_replacing or entry.name == kept or entry.is_symlink():
             continue
         with suppress(OSError):  # another run was faster, or it is not ours to remove
             lock = FolderLock(entry)

@@ -77,8 +77,13 @@ class Checkpoint:
         """
         names, index = find_weights(folder)
         checkpoint = cls(folder, files=[TensorFile(folder / name) for name in names], index=index)
-        if index is not None:
-            _check_index(index, checkpoint)
+        absent = [] if index is None else [n for n in index.weight_map if n not in checkpoint]
+        if index is not None and absent:
+            message = f"the tensor {absent[0]!a:.200} is not in {index.weight_map[absent[0]]}"
+            raise ModelError(
+                f"{index.path}: {message}",
+                hint="index and shards do not match; download both again",
+            )
         return checkpoint
 
     @property
@@ -181,10 +186,3 @@ def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
                 "names another file for it",
                 hint="remove the copy, or download the checkpoint again",
             )
-
-
-def _check_index(index: WeightIndex, checkpoint: Checkpoint) -> None:
-    for name, file_name in index.weight_map.items():
-        if name not in checkpoint:
-            message = f"{index.path}: the tensor {name!a:.200} is not in {file_name}"
-            raise ModelError(message, hint="index and shards do not match; download both again")

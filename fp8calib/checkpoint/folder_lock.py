@@ -17,7 +17,10 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """Locks a folder, if its file system supports locks."""
+    """Locks a folder, if its file system supports locks.
+
+    The folder itself is locked, by flock: a file for the lock would become part of the output.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -30,7 +33,7 @@ class FolderLock:
             UsageError: another process holds it.
         """
         until = time.monotonic() + _TIMEOUT_S
-        while not self._try(fcntl.LOCK_EX):
+        while not self.acquire_now(if_unknown=True):
             if time.monotonic() > until:
                 self.release()
                 raise UsageError(
@@ -39,19 +42,8 @@ class FolderLock:
                 )
             time.sleep(_POLL_S)
 
-    def acquire_now(self, *, if_unknown: bool) -> bool:
+    def acquire_now(self, *, if_unknown: bool, operation: int = fcntl.LOCK_EX) -> bool:
         """Lock the folder if no process holds it; `if_unknown` if the file system has no locks."""
-        return self._try(fcntl.LOCK_EX, if_unknown=if_unknown)
-
-    def share(self) -> None:
-        """Downgrade to a shared lock, so that other processes of the run can lock it too."""
-        self._try(fcntl.LOCK_SH)
-
-    def release(self) -> None:
-        """Unlock the folder."""
-        os.close(self._descriptor)
-
-    def _try(self, operation: int, *, if_unknown: bool = True) -> bool:
         try:
             fcntl.flock(self._descriptor, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,6 +51,14 @@ class FolderLock:
         except OSError:  # the file system does not support locks
             return if_unknown
         return True
+
+    def share(self) -> None:
+        """Downgrade to a shared lock, so that other processes of the run can lock it too."""
+        self.acquire_now(if_unknown=True, operation=fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        os.close(self._descriptor)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NoReturn
 
 from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.errors import ModelError
@@ -72,16 +71,20 @@ def read_header(path: Path) -> ShardHeader:
     try:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
-            raw = _read_raw_header(file, path=path, size_bytes=size_bytes)
+            length = _check_length(path, file.read(8), size_bytes)
+            raw = file.read(length)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    document = _parse_header(raw, path)
-    metadata = _check_metadata(document.pop("__metadata__", None), path)
-    data_start = 8 + len(raw)
-    entries = {name: _parse_entry(path, name, document[name], data_start) for name in document}
-    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
-    _check_layout(path, tensors, data_start=data_start, size_bytes=size_bytes)
-    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
+    try:
+        header = _parse_header(raw)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+    end = max((entry.stop for entry in header.tensors.values()), default=8 + length)
+    if end != size_bytes:
+        fault = "truncated" if end > size_bytes else "longer than its header says"
+        message = f"{path}: {fault}: header says the file has {end} bytes, it has {size_bytes}"
+        raise ModelError(message, hint=_TRUNCATED_HINT)
+    return header
 
 
 def encode_header(document: Mapping[str, object]) -> bytes:
@@ -91,8 +94,7 @@ def encode_header(document: Mapping[str, object]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_raw_header(file: BinaryIO, *, path: Path, size_bytes: int) -> bytes:
-    prefix = file.read(8)
+def _check_length(path: Path, prefix: bytes, size_bytes: int) -> int:
     if prefix == _LFS_POINTER:
         message = f"{path}: a Git LFS pointer, not the weights"
         raise ModelError(message, hint="run `git lfs pull` in the folder")
@@ -101,84 +103,67 @@ def _read_raw_header(file: BinaryIO, *, path: Path, size_bytes: int) -> bytes:
         raise ModelError(message, hint=_TRUNCATED_HINT)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        _refuse(path, f"not a safetensors file: its header would be {length} bytes long")
+        raise ModelError(f"{path}: not a safetensors file: its header would be {length} bytes long")
     if 8 + length > size_bytes:
         message = (
             f"{path}: truncated: the header alone ends at byte {8 + length}, "
             f"the file has {size_bytes} bytes"
         )
         raise ModelError(message, hint=_TRUNCATED_HINT)
-    return file.read(length)
+    return length
 
 
-def _parse_header(raw: bytes, path: Path) -> dict[str, object]:
+def _parse_header(raw: bytes) -> ShardHeader:
+    """Parse a header; a ValueError says what is wrong with it."""
     if not raw.startswith(b"{"):
-        _refuse(path, "not a safetensors file: its header is not a JSON object")
+        raise ValueError("not a safetensors file: its header is not a JSON object")
     try:
         document = parse_strict(raw.decode("utf-8"), counts_only=True)
     except ValueError as error:
-        raise ModelError(f"{path}: the header is not valid: {error}") from error
-    if not isinstance(document, dict):
-        _refuse(path, "not a safetensors file: its header is not a JSON object")
-    return document
-
-
-def _check_metadata(value: object, path: Path) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        _refuse(path, "__metadata__ is not an object of strings")
-    if not all(_is_unicode(key) and _is_unicode(text) for key, text in value.items()):
-        _refuse(path, "__metadata__ holds text that is not valid Unicode")
-    return dict(value)
-
-
-def _parse_entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntry:
-    where = f"tensor {name!a:.200}"
-    if not _is_unicode(name):
-        _refuse(path, f"{where}: the name is not valid Unicode")
-    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
-        _refuse(path, f"{where}: not an object with dtype, shape and data_offsets")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ITEM_SIZE_BITS:
-        _refuse(path, f"{where}: unknown dtype {dtype!a:.60}")
-    if not _is_count_list(shape):
-        _refuse(path, f"{where}: shape {shape!a:.60} is not a list of sizes")
-    if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse(path, f"{where}: data_offsets {offsets!a:.60} are not a start and a stop")
-    needed_bits = _count_bits(shape, _ITEM_SIZE_BITS[dtype])
-    start, stop = offsets
-    if (stop - start) * 8 != needed_bits:
-        needed = f"{needed_bits / 8:.15g}"
-        _refuse(path, f"{where}: {dtype} {shape!r:.60} takes {needed} bytes, not {stop - start}")
-    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
-
-
-def _count_bits(shape: list[int], item_size_bits: int) -> int:
-    """Multiply the sizes; stop once no file can hold the result, so integers stay small."""
-    if 0 in shape:
-        return 0
-    total = item_size_bits
-    for size in shape:
-        total *= size
-        if total >= 2**66:
-            break
-    return total
-
-
-def _check_layout(
-    path: Path, tensors: Mapping[str, TensorEntry], *, data_start: int, size_bytes: int
-) -> None:
-    end = data_start
+        raise ValueError(f"the header is not valid: {error}") from error
+    assert isinstance(document, dict)  # noqa: S101 -- it starts with a brace
+    metadata = document.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
+        raise ValueError("__metadata__ is not an object of strings")
+    if not all(_is_unicode(key) and _is_unicode(text) for key, text in metadata.items()):
+        raise ValueError("__metadata__ holds text that is not valid Unicode")
+    start = end = 8 + len(raw)
+    entries = {name: _parse_entry(name, fields, start) for name, fields in document.items()}
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, entry in tensors.items():
         if entry.start != end:
             fault = "overlaps the tensor before it" if entry.start < end else "leaves a gap before"
-            _refuse(path, f"tensor {name!a:.200}: its data {fault} (byte {entry.start})")
+            raise ValueError(f"tensor {name!a:.200}: its data {fault} (byte {entry.start})")
         end = entry.stop
-    if end != size_bytes:
-        fault = "truncated" if end > size_bytes else "longer than its header says"
-        message = f"{path}: {fault}: header says the file has {end} bytes, it has {size_bytes}"
-        raise ModelError(message, hint=_TRUNCATED_HINT)
+    return ShardHeader(MappingProxyType(tensors), MappingProxyType(metadata))
+
+
+def _parse_entry(name: str, fields: object, data_start: int) -> TensorEntry:
+    where = f"tensor {name!a:.200}"
+    if not _is_unicode(name):
+        raise ValueError(f"{where}: the name is not valid Unicode")
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise ValueError(f"{where}: not an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_SIZE_BITS:
+        raise ValueError(f"{where}: unknown dtype {dtype!a:.60}")
+    if not _is_count_list(shape):
+        raise ValueError(f"{where}: shape {shape!a:.60} is not a list of sizes")
+    if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{where}: data_offsets {offsets!a:.60} are not a start and a stop")
+    start, stop = offsets
+    needed_bits = 0 if 0 in shape else _ITEM_SIZE_BITS[dtype]
+    for size in shape:
+        needed_bits *= size
+        if needed_bits >= 2**66:  # no file can hold it: integers stay small
+            break
+    if (stop - start) * 8 != needed_bits:
+        needed = f"{needed_bits / 8:.15g}"
+        raise ValueError(f"{where}: {dtype} {shape!r:.60} takes {needed} bytes, not {stop - start}")
+    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _is_count_list(value: object) -> bool:
@@ -187,7 +172,3 @@ def _is_count_list(value: object) -> bool:
 
 def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _refuse(path: Path, fault: str) -> NoReturn:
-    raise ModelError(f"{path}: {fault}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.errors import ExportError, UsageError
@@ -19,13 +19,15 @@ def output_files(paths: Collection[Path]) -> Iterator[Mapping[Path, Path]]:
     After an exception, the temporary files are removed and no file is renamed.
 
     Raises:
-        ExportError: a folder cannot be written.
+        ExportError: a folder cannot be written, or a file name is not allowed.
     """
     with _temporary_paths(paths) as temporary:
         yield temporary
         for path, place in temporary.items():
-            with _explained(path):
+            try:
                 os.replace(place, path.resolve())  # noqa: PTH105 -- both are paths of files
+            except OSError as error:
+                raise explain_os_error(error, path) from error
 
 
 def probe_output_files(paths: Collection[Path]) -> None:
@@ -35,36 +37,28 @@ def probe_output_files(paths: Collection[Path]) -> None:
         UsageError: a folder cannot be written, or a file name is not allowed.
     """
     try:
-        with _temporary_paths(paths) as temporary:
-            for path, place in temporary.items():
-                with _explained(path):
-                    place.touch()
+        with _temporary_paths(paths):
+            pass
     except ExportError as error:
         raise UsageError(error.message, hint="name another file") from error
 
 
 @contextmanager
 def _temporary_paths(paths: Collection[Path]) -> Iterator[Mapping[Path, Path]]:
-    """Give a path in a temporary folder beside each file; remove the folders at the end."""
+    """Give a path that can be written in a temporary folder beside each file."""
     temporary: dict[Path, Path] = {}
-    try:
+    with ExitStack() as folders:
         for path in paths:
             target = path.resolve()
-            with _explained(path):
-                folder = mkdtemp(prefix=f".{target.name[:64]}.tmp-", dir=target.parent)
-            temporary[path] = Path(folder) / target.name
+            try:
+                folder = TemporaryDirectory(
+                    prefix=f".{target.name[:64]}.tmp-",
+                    dir=target.parent,
+                    ignore_cleanup_errors=True,
+                )
+                temporary[path] = Path(folders.enter_context(folder)) / target.name
+                temporary[path].touch()
+                temporary[path].unlink()
+            except OSError as error:
+                raise explain_os_error(error, path) from error
         yield temporary
-    finally:
-        for place in temporary.values():
-            with suppress(OSError):
-                place.unlink(missing_ok=True)
-            with suppress(OSError):
-                place.parent.rmdir()
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise explain_os_error(error, path) from error

@@ -11,8 +11,8 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -40,16 +40,8 @@ _WEIGHT_SUFFIXES = frozenset(
 _COPY_CHUNK_BYTES = 1 << 24
 _MAX_SIDE_FILE_BYTES = 100_000_000
 _LARGE_SIDE_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-_NO_LINK_ERRORS = frozenset(
-    {
-        errno.EXDEV,
-        errno.EPERM,
-        errno.EACCES,
-        errno.EMLINK,
-        errno.ENOSYS,
-        errno.EOPNOTSUPP,
-        errno.ENOTSUP,
-    }
+_NO_LINK_ERRORS = frozenset(  # ENOTSUP is EOPNOTSUPP on Linux
+    {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
 )
 
 
@@ -87,7 +79,9 @@ def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> Overla
     emptied = {file.path for file in source.files if set(file.tensors) <= set(without)} & affected
     if source.is_sharded:
         weights = {path.name: path for path in source.weight_files if path not in emptied}
-        scales_name = _choose_free_name(weights)
+        numbered = (f"{_SHARDED_SCALES_STEM}-{number}.safetensors" for number in count(2))
+        names = chain([f"{_SHARDED_SCALES_STEM}.safetensors"], numbered)
+        scales_name = next(name for name in names if name not in weights)
     else:
         weights = {_SINGLE_WEIGHTS_NAME: source.weight_files[0]}
         scales_name = _SINGLE_SCALES_NAME
@@ -126,7 +120,11 @@ def write_overlay(
         ModelError: the source's config.json is missing or invalid.
         ExportError: a tensor name exists already, the folder is not empty, or the disk is full.
     """
-    _refuse_taken_names(source, [name for name in scales if name not in without])
+    unlisted = {tensor.name for tensor in source.unlisted}
+    for name in scales:
+        if name not in without and (name in source or name in unlisted):
+            message = f"{source.folder}: the checkpoint already has a tensor {name}"
+            raise ExportError(message, hint="start from the model without scales")
     config = source.load_config()
     plan = plan_overlay(source, without=without)
     try:
@@ -162,10 +160,12 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
     for path in sorted(source.folder.iterdir()):
         if path.name.startswith(".") or path.name in {CONFIG_NAME, CARD_NAME, *weights}:
             continue
-        if path.name == _TEMPLATES_FOLDER and path.is_dir():
-            sides |= {f"{path.name}/{file.name}": file for file in _list_visible_files(path)}
-        elif path.name in modules and path.is_dir():
-            sides |= {f"{path.name}/{file.name}": file for file in _list_module_files(path)}
+        if path.name in {_TEMPLATES_FOLDER, *modules} and path.is_dir():
+            files = [f for f in path.iterdir() if f.is_file() and not f.name.startswith(".")]
+            # Of a module, such as a dense layer, weights in one format are enough.
+            if path.name in modules and any(file.suffix == ".safetensors" for file in files):
+                files = [file for file in files if file.suffix not in _WEIGHT_SUFFIXES]
+            sides |= {f"{path.name}/{file.name}": file for file in sorted(files)}
         elif reason := _skip_reason(path, is_indexed=source.is_sharded):
             skipped[path.name] = reason
         elif path.name != INDEX_NAME:
@@ -185,14 +185,6 @@ def copy_side_files(side_files: Mapping[str, Path], destination: Path) -> None:
         target = destination / name
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
-
-
-def _choose_free_name(taken: Collection[str]) -> str:
-    name, number = f"{_SHARDED_SCALES_STEM}.safetensors", 1
-    while name in taken:
-        number += 1
-        name = f"{_SHARDED_SCALES_STEM}-{number}.safetensors"
-    return name
 
 
 def _skip_reason(path: Path, *, is_indexed: bool) -> str:
@@ -217,11 +209,6 @@ def _skip_reason(path: Path, *, is_indexed: bool) -> str:
     return reason
 
 
-def _list_visible_files(folder: Path) -> list[Path]:
-    files = (path for path in folder.iterdir() if path.is_file())
-    return sorted(path for path in files if not path.name.startswith("."))
-
-
 def _name_modules(path: Path) -> frozenset[str]:
     """Name the folders of the modules that sentence-transformers lists in `modules.json`."""
     try:
@@ -231,22 +218,6 @@ def _name_modules(path: Path) -> frozenset[str]:
     listed = modules if isinstance(modules, list) else []
     folders = (module.get("path") for module in listed if isinstance(module, dict))
     return frozenset(name for name in folders if isinstance(name, str))
-
-
-def _list_module_files(path: Path) -> list[Path]:
-    """List the files of a module, such as a pooling config or the weights of a dense layer."""
-    files = _list_visible_files(path)
-    if all(file.suffix != ".safetensors" for file in files):
-        return files
-    return [file for file in files if file.suffix not in _WEIGHT_SUFFIXES]
-
-
-def _refuse_taken_names(source: Checkpoint, scales: Collection[str]) -> None:
-    unlisted = {tensor.name for tensor in source.unlisted}
-    for name in scales:
-        if name in source or name in unlisted:
-            message = f"{source.folder}: the checkpoint already has a tensor {name}"
-            raise ExportError(message, hint="start from the model without scales")
 
 
 def _link_or_copy(files: Mapping[str, Path], destination: Path) -> dict[str, str]:
@@ -282,18 +253,14 @@ def _copy_without(source: Path, target: Path, without: Collection[str]) -> str:
     with source.open("rb") as old, target.open("xb") as new:
         new.write(encode_header(fields))
         for _, entry in kept:
-            _copy_range(old, new, entry.start, entry.size_bytes)
+            old.seek(entry.start)
+            for start in range(entry.start, entry.stop, _COPY_CHUNK_BYTES):
+                wanted = min(entry.stop - start, _COPY_CHUNK_BYTES)
+                data = old.read(wanted)
+                if len(data) < wanted:
+                    raise ModelError(f"{source}: the file was truncated while it was read")
+                new.write(data)
     return f"copied ({format_size(target.stat().st_size)}), because it held scales"
-
-
-def _copy_range(old: BinaryIO, new: BinaryIO, start: int, size_bytes: int) -> None:
-    old.seek(start)
-    while size_bytes:
-        data = old.read(min(size_bytes, _COPY_CHUNK_BYTES))
-        if not data:
-            raise ModelError(f"{old.name}: the file was truncated while it was read")
-        new.write(data)
-        size_bytes -= len(data)
 
 
 def _make_index(

@@ -61,6 +61,7 @@ class ResumableFolder(OutputFolder):
         is_inside = parent == self._target
         name = name_kept_staging(self._target) if is_inside else f"{self._target.name}.partial"
         staging = parent / name
+        progress = staging / PROGRESS_NAME
         try:
             if staging.exists():
                 self._lock_folder(staging)
@@ -68,10 +69,15 @@ class ResumableFolder(OutputFolder):
                 if not self.resume:
                     self.discarded = any(path.name != PROGRESS_NAME for path in staging.iterdir())
                     shutil.rmtree(staging)
-            _make_folder(staging)
+            try:
+                staging.mkdir(exist_ok=True)
+            except FileNotFoundError as error:  # the parent, such as /proc, can hold no folders
+                raise UsageError(
+                    f"{staging}: cannot be created: {error.strerror}",
+                    hint="name another output folder",
+                ) from error
             self._lock_folder(staging)
-            progress = staging / PROGRESS_NAME
-            if not progress.exists() or _read_tag(progress) is None:
+            if _read_tag(progress) is None:
                 write_file_atomic(progress, json.dumps({"tag": self.tag}).encode())
         except (FileNotFoundError, ExportError) as error:
             if staging.exists():
@@ -99,12 +105,14 @@ class ResumableFolder(OutputFolder):
                 f"{staging}: the folder is not empty, and was not made by an interrupted run",
                 hint="move it away, or name another output folder",
             )
-        if self.resume and progress.is_file() and _read_tag(progress) not in (None, self.tag):
+        if not self.resume:
+            return
+        if _read_tag(progress) not in (None, self.tag):
             raise UsageError(
                 f"{staging}: the interrupted run had another model or other options",
                 hint="omit --resume to start again, or use the options of that run",
             )
-        if self.resume and self.check_resumed is not None:
+        if self.check_resumed is not None:
             self.check_resumed(staging)
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
@@ -116,13 +124,11 @@ class ResumableFolder(OutputFolder):
             self._unlock()
 
     def _is_kept(self, exc: BaseException) -> bool:
-        """Tell whether a later run can continue; if so, add a note to an interruption.
-
-        All progress of a run is in safetensors files: shards, codes, or checkpoints. If other
-        processes use the folder, they may still save such files.
-        """
+        """Tell whether a later run can continue; if so, add a note to an interruption."""
         if not isinstance(exc, KeyboardInterrupt):
             return True
+        # All progress of a run is in safetensors files: shards, codes, or checkpoints. If other
+        # processes use the folder, they may still save such files.
         is_kept = self._is_shared or any(self._staging.rglob("*.safetensors"))
         if is_kept:
             exc.add_note(RESUMABLE)
@@ -145,15 +151,6 @@ class ResumableFolder(OutputFolder):
             super()._clean_up()
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(exist_ok=True)
-    except FileNotFoundError as error:  # the parent, such as /proc, can hold no folders
-        raise UsageError(
-            f"{folder}: cannot be created: {error.strerror}", hint="name another output folder"
-        ) from error
-
-
 def remove_progress_file(folder: Path) -> None:
     """Remove the progress file from a complete output folder."""
     (folder / PROGRESS_NAME).unlink(missing_ok=True)
@@ -163,7 +160,7 @@ def _read_tag(progress: Path) -> str | None:
     """Read the tag; None if the run died before the progress file was complete."""
     try:
         document = json.loads(progress.read_bytes())
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return None
     tag = document.get("tag") if isinstance(document, dict) else None
     return tag if isinstance(tag, str) else None

@@ -97,7 +97,7 @@ class TensorFile:
         if entry.start % TORCH_DTYPES[entry.dtype].itemsize:
             shift = 0  # such a tensor cannot be used unaligned
         flat = room[shift : shift + entry.size_bytes]
-        self._fill_lines(flat, entry.start)
+        self._fill(flat, entry.start)
         return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ class TensorFile:
         first = index * height + rows.start
         start = entry.start + (first * width + columns.start) * dtype.itemsize
         flat = torch.empty(lines * length * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        self._fill_lines(flat, start, count=lines, stride=width * dtype.itemsize)
+        self._fill(flat, start, count=lines, stride=width * dtype.itemsize)
         return flat.view(dtype).reshape(len(rows), len(columns))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -168,36 +168,29 @@ class TensorFile:
     def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Read bytes into a new uint8 tensor, aligned for every dtype."""
         flat = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        self._fill_lines(flat, offset)
+        self._fill(flat, offset)
         return flat
 
-    def _fill_lines(
-        self, flat: torch.Tensor, offset: int, *, count: int = 1, stride: int = 0
-    ) -> None:
+    def _fill(self, flat: torch.Tensor, offset: int, *, count: int = 1, stride: int = 0) -> None:
         """Read `count` equal pieces of the file, `stride` bytes apart, into one buffer."""
         target = flat.numpy().data
         length = len(target) // count
         try:
+            with self._lock:
+                if self._file is None:
+                    self._file = io.FileIO(self.path, "rb")
+                descriptor = self._file.fileno()
             for line in range(count):
-                self._fill(target[line * length : (line + 1) * length], offset + line * stride)
+                done, stop = line * length, (line + 1) * length
+                place = offset + line * (stride - length)
+                while done < stop:
+                    piece = target[done : min(done + _READ_CHUNK_BYTES, stop)]
+                    size = os.preadv(descriptor, [piece], place + done)
+                    if size == 0:
+                        raise ModelError(f"{self.path}: the file was truncated while it was read")
+                    done += size
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
-
-    def _fill(self, target: memoryview, offset: int) -> None:
-        descriptor = self._descriptor()
-        done = 0
-        while done < len(target):
-            piece = target[done : done + _READ_CHUNK_BYTES]
-            count = os.preadv(descriptor, [piece], offset + done)
-            if count == 0:
-                raise ModelError(f"{self.path}: the file was truncated while it was read")
-            done += count
-
-    def _descriptor(self) -> int:
-        with self._lock:
-            if self._file is None:
-                self._file = io.FileIO(self.path, "rb")
-            return self._file.fileno()
 
 
 def nonfinite_tensor_error(name: str, value: float, index: Sequence[int]) -> ModelError:

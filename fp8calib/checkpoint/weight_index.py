@@ -15,6 +15,7 @@ SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _ADAPTER_NAME = "adapter_model.safetensors"
 GGUF_HINT = "use the safetensors model that the GGUF was made from"
+_SHARD_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors", re.DOTALL)
 _SERIES = re.compile(r"-\d+-of-\d+\.safetensors$")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _NO_PICKLED_WEIGHTS = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt"})
@@ -44,12 +45,15 @@ def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
     if INDEX_NAME in names:
         index = read_index(folder / INDEX_NAME)
         files = sorted(set(index.weight_map.values()))
-        _check_present(index, files)
+        if missing := [name for name in files if not (folder / name).is_file()]:
+            message = f"{index.path}: {len(missing)} of {len(files)} shards are missing: "
+            raise ModelError(message + cut_list(missing, 3), hint="the download is incomplete")
         return tuple(files), index
     weights = [name for name in names if name.endswith(".safetensors") and name != _ADAPTER_NAME]
     if not weights:
         raise _explain_no_weights(folder, names)
-    if len(weights) > 1 or _is_one_of_several(weights[0]):
+    is_shard = _SERIES.search(weights[0]) and not weights[0].endswith("-00001-of-00001.safetensors")
+    if len(weights) > 1 or is_shard:
         message = f"{folder}: {INDEX_NAME} is missing, but there is {cut_list(weights, 3)}"
         raise ModelError(message, hint="download the index, which maps tensors to files")
     return (weights[0],), None
@@ -66,7 +70,9 @@ def read_index(path: Path) -> WeightIndex:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path}: there is no weight_map, which maps tensors to files")
     for name, file_name in weight_map.items():
-        if not _is_shard_name(file_name):
+        # A plain name: shards are in the folder itself, never outside it.
+        is_shard = isinstance(file_name, str) and _SHARD_NAME.fullmatch(file_name)
+        if not is_shard:
             message = f"{path}: the tensor {name!a:.200} is mapped to {file_name!a:.200}"
             raise ModelError(message, hint="a shard is a *.safetensors file in the same folder")
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -91,27 +97,6 @@ def _list_names(folder: Path) -> list[str]:
     return names
 
 
-def _is_shard_name(name: object) -> bool:
-    """Tell whether it is a plain file name: shards are in the folder itself, never outside it."""
-    return (
-        isinstance(name, str)
-        and name.endswith(".safetensors")
-        and not any(character in name for character in "/\\\0")
-        and not name.startswith(".")
-    )
-
-
-def _check_present(index: WeightIndex, files: Collection[str]) -> None:
-    missing = [name for name in files if not (index.path.parent / name).is_file()]
-    if missing:
-        message = f"{index.path}: {len(missing)} of {len(files)} shards are missing: "
-        raise ModelError(message + cut_list(missing, 3), hint="the download is incomplete")
-
-
-def _is_one_of_several(name: str) -> bool:
-    return bool(_SERIES.search(name)) and not name.endswith("-00001-of-00001.safetensors")
-
-
 def list_pickled(names: Collection[str]) -> list[str]:
     """List the names of files that hold pickled weights."""
     suffixes, others = _PICKLE_SUFFIXES, _NO_PICKLED_WEIGHTS
@@ -125,20 +110,14 @@ def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
         message = f"{folder}: {_ADAPTER_NAME} is an adapter, not a model"
         return ModelError(message, hint="merge it into its base model and save the result")
     if pickled:
-        message = (
-            f"{folder}: the weights are pickled ({cut_list(pickled, 3)}), which is not supported"
+        return ModelError(
+            f"{folder}: the weights are pickled ({cut_list(pickled, 3)}), which is not supported",
+            hint='convert them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('converted')\""
+            ", then copy the tokenizer files",
         )
-        return ModelError(message, hint=_conversion_hint(folder))
     if packed:
         message = f"{folder}: the weights are GGUF ({cut_list(packed, 3)}), which is not supported"
         return ModelError(message, hint=GGUF_HINT)
     message = f"{folder}: there are no *.safetensors weights"
     return ModelError(message, hint=f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards")
-
-
-def _conversion_hint(folder: Path) -> str:
-    return (
-        'convert them: python -c "from transformers import AutoModelForCausalLM as M; '
-        f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('converted')\""
-        ", then copy the tokenizer files"
-    )
