@@ -7,9 +7,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from fp8calib.checkpoint.disk import explain_os_error, find_existing
@@ -22,9 +21,11 @@ _TOKEN_DIGITS = 8
 _MAX_NAME_BYTES = 200  # file systems allow 255; the rest is for the temporary suffix
 
 
-@dataclass
-class OutputFolder:
-    """A context manager that gives a temporary folder, and renames it to `path` on success.
+@contextmanager
+def output_folder(
+    path: Path, *, owned: frozenset[str], force: bool = False, inputs: Collection[Path] = ()
+) -> Iterator[Path]:
+    """Give a temporary folder, and rename it to `path` on success.
 
     The temporary folder is a hidden sibling of `path`. It is inside `path` if the whole folder
     cannot or should not be renamed: it is a mount point (a container's volume) or the working
@@ -34,87 +35,87 @@ class OutputFolder:
     An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
     any exception, the temporary folder and the parent folders made for it are removed. A process
     that is killed leaves its temporary folder; the next run with the same `path` removes it.
-    The fields are the arguments of `check_output`. What commands printed with `--json` may lie in
+    The arguments are those of `check_output`. What commands printed with `--json` may lie in
     `path`, and stays there.
     """
-
-    path: Path
-    _: KW_ONLY
-    owned: frozenset[str]
-    force: bool = False
-    inputs: Collection[Path] = ()
-    _lock: FolderLock | None = field(default=None, init=False)
-    """Held on the temporary folder until the run ends in any way."""
-
-    def __enter__(self) -> Path:
-        check_output(self.path, self.owned, self.force, inputs=self.inputs)
-        self._target = self.path.resolve()
-        self._made_parents: list[Path] = []
+    check_output(path, owned, force, inputs=inputs)
+    with opened_target(path) as target:
+        with explained(path):
+            staging, lock = _make_staging(target)
         try:
-            _make_folders(self._target.parent, self._made_parents)
-            _remove_leftovers(self._target)
-            self._staging = self._make_staging(_choose_staging_parent(self._target))
-        except OSError as error:
-            _remove_empty(self._made_parents)
-            raise explain_os_error(error, self.path) from error
-        self._replaced = self._staging.with_name(f"{self._staging.name}.old")
-        return self._staging
-
-    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        try:
-            if isinstance(exc, OSError):
-                needed_bytes = measure_folder(self._staging)
-                raise explain_os_error(exc, self.path, needed_bytes=needed_bytes) from exc
-            if exc is None:
-                self._commit()
-        except OSError as error:
-            raise explain_os_error(error, self.path) from error
+            with explained(path, staging):
+                yield staging
+                check_output(path, owned, force, inputs=inputs)  # again: hours may have passed
+                put_in_place(staging, target)
         finally:
-            self._clean_up()
-            self._unlock()
+            shutil.rmtree(staging, ignore_errors=True)
+            lock.close()
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
 
-    def _clean_up(self) -> None:
-        shutil.rmtree(self._staging, ignore_errors=True)
-        _remove_empty([*self._made_parents, self._replaced])
+@contextmanager
+def opened_target(path: Path) -> Iterator[Path]:
+    """Resolve an output folder, make its parents, and remove what killed runs left beside it.
 
-    def _make_staging(self, parent: Path) -> Path:
-        """Make a folder and lock it; in between, another run may take it for a leftover."""
-        while True:
-            staging = parent / _name_temporary(self._target)
-            staging.mkdir()
-            with suppress(FileNotFoundError):
-                self._lock = FolderLock(staging)
-                if self._lock.acquire_now(if_unknown=True) and staging.is_dir():
-                    return staging
-                self._unlock()
+    Parents that are empty at the end are removed.
+    """
+    target, made_parents = path.resolve(), list[Path]()
+    try:
+        with explained(path):
+            _make_folders(target.parent, made_parents)
+            _remove_leftovers(target)
+        yield target
+    finally:
+        _remove_empty(made_parents)
 
-    def _commit(self) -> None:
-        # again: hours may have passed
-        check_output(self.path, self.owned, self.force, inputs=self.inputs)
-        target, new = self._target, {entry.name for entry in self._staging.iterdir()}
-        old = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
-        if target.is_dir():
-            shutil.copymode(target, self._staging)
-        if self._staging.parent == target or not old <= new:
-            self._replaced.mkdir()
-            away = [(target / name, self._replaced / name) for name in sorted(old & new)]
-            _move_all([*away, *((self._staging / name, target / name) for name in sorted(new))])
+
+@contextmanager
+def explained(path: Path, staging: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into an ExportError of `path`, for which `staging` is written."""
+    try:
+        yield
+    except OSError as error:
+        needed_bytes = 0 if staging is None else measure_folder(staging)
+        raise explain_os_error(error, path, needed_bytes=needed_bytes) from error
+
+
+def _make_staging(target: Path) -> tuple[Path, FolderLock]:
+    """Make a folder and lock it; in between, another run may take it for a leftover."""
+    while True:
+        staging = choose_staging_parent(target) / _name_temporary(target)
+        staging.mkdir()
+        with suppress(FileNotFoundError):
+            lock = FolderLock(staging)
+            if lock.acquire_now(if_unknown=True) and staging.is_dir():
+                return staging, lock
+            lock.close()
+
+
+def put_in_place(staging: Path, target: Path) -> None:
+    """Rename a complete temporary folder, or its entries, to its final name."""
+    new = {entry.name for entry in staging.iterdir()}
+    old = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
+    replaced = staging.with_name(f"{staging.name}.old")
+    if target.is_dir():
+        shutil.copymode(target, staging)
+    try:
+        if staging.parent == target or not old <= new:
+            replaced.mkdir()
+            away = [(target / name, replaced / name) for name in sorted(old & new)]
+            _move_all([*away, *((staging / name, target / name) for name in sorted(new))])
         elif old:
-            _move_all([(target, self._replaced), (self._staging, target)])
+            _move_all([(target, replaced), (staging, target)])
         else:
-            self._staging.rename(target)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+            staging.rename(target)
+    except BaseException:
+        _remove_empty([replaced])  # all that was moved there is back
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def check_output(
     path: Path, owned: frozenset[str], force: bool, *, inputs: Collection[Path] = ()
 ) -> None:
-    """Refuse an output folder that `OutputFolder` would refuse; write nothing.
+    """Refuse an output folder that `output_folder` would refuse; write nothing.
 
     The folder and its parents need not exist. `owned` are the names of all entries that the command
     writes; `force` allows replacing them. The output may neither replace nor contain the paths in
@@ -131,7 +132,7 @@ def check_output(
                 raise UsageError(message, hint="name another folder")
         if target.exists():
             _check_entries(path, owned, force)
-        for folder in (_choose_staging_parent(target), *([target] if target.is_dir() else [])):
+        for folder in (choose_staging_parent(target), *([target] if target.is_dir() else [])):
             _refuse_unwritable(folder, path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
@@ -214,7 +215,7 @@ def _refuse_unwritable(folder: Path, path: Path) -> None:
         raise UsageError(f"{path}: {folder} cannot be written", hint="name another path")
 
 
-def _choose_staging_parent(target: Path) -> Path:
+def choose_staging_parent(target: Path) -> Path:
     """Choose the parent of the temporary folder: `target`'s parent, or `target` if necessary."""
     parent = find_existing(target.parent)
     if target.is_dir() and (
@@ -270,13 +271,10 @@ def _remove_leftovers(target: Path) -> None:
         is_temporary = pattern.fullmatch(entry.name) and entry.suffix != ".old"
         if not is_temporary or is_replacing or entry.name == kept or entry.is_symlink():
             continue
-        with suppress(OSError):  # another run was faster, or it is not ours to remove
-            lock = FolderLock(entry)
-            try:
-                if lock.acquire_now(if_unknown=False):
-                    shutil.rmtree(entry, ignore_errors=True)
-            finally:
-                lock.release()
+        # Another run may be faster, or it is not ours to remove.
+        with suppress(OSError), closing(FolderLock(entry)) as lock:
+            if lock.acquire_now(if_unknown=False):
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def name_kept_staging(target: Path) -> str:
@@ -285,7 +283,7 @@ def name_kept_staging(target: Path) -> str:
 
 
 def _match_temporary(target: Path) -> re.Pattern[str]:
-    """Match the names of temporary folders of an `OutputFolder`."""
+    """Match the names of temporary folders of `output_folder`."""
     stem = re.escape(_name_temporary(target)[:-_TOKEN_DIGITS])
     return re.compile(rf"{stem}[0-9a-f]{{{_TOKEN_DIGITS}}}(\.old)?")
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from fp8calib.errors import UsageError
@@ -35,7 +35,6 @@ class FolderLock:
         until = time.monotonic() + _TIMEOUT_S
         while not self.acquire_now(if_unknown=True):
             if time.monotonic() > until:
-                self.release()
                 raise UsageError(
                     f"{self._folder}: another run is using this folder",
                     hint="wait until it ends, stop it, or name another output folder",
@@ -56,7 +55,7 @@ class FolderLock:
         """Downgrade to a shared lock, so that other processes of the run can lock it too."""
         self.acquire_now(if_unknown=True, operation=fcntl.LOCK_SH)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Unlock the folder."""
         os.close(self._descriptor)
 
@@ -67,9 +66,6 @@ def shared_lock(folder: Path) -> Iterator[None]:
     if not folder.is_dir():
         yield
         return
-    lock = FolderLock(folder)
-    lock.share()
-    try:
+    with closing(FolderLock(folder)) as lock:
+        lock.share()
         yield
-    finally:
-        lock.release()

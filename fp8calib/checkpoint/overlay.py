@@ -104,7 +104,7 @@ def write_overlay(
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
     The folder may exist if it is empty. A failure leaves an incomplete overlay: write it inside an
-    `OutputFolder`.
+    `output_folder`.
 
     Args:
         source: the checkpoint.

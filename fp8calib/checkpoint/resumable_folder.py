@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import OutputFolder, name_kept_staging, write_file_atomic
+from fp8calib.checkpoint.atomic import (
+    check_output,
+    choose_staging_parent,
+    explained,
+    name_kept_staging,
+    opened_target,
+    put_in_place,
+    write_file_atomic,
+)
 from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import RESUMABLE, ExportError, Fp8CalibError, UsageError
 
@@ -22,133 +30,120 @@ PROGRESS_NAME = "fp8calib-partial.json"
 that the run itself records. It is removed when the output is complete."""
 
 
-@dataclass
-class ResumableFolder(OutputFolder):
-    """An `OutputFolder` whose temporary folder survives an interruption.
+@contextmanager
+def resumable_folder(
+    path: Path,
+    *,
+    owned: frozenset[str],
+    tag: str,
+    resume: bool,
+    force: bool = False,
+    inputs: Collection[Path] = (),
+    is_shared: bool = False,
+    on_old: Callable[[Path], object] = lambda _: None,
+    kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
+) -> Iterator[Path]:
+    """Give a temporary folder as `output_folder` does; after `kept_after` it stays.
 
-    If the temporary folder must be inside `path` (a mount point, the working directory), it is
-    named like other temporary folders, which later runs do not count as contents.
+    With `resume` it is that of an interrupted run of the same `tag`, if there is one. `on_old` is
+    called with it before anything in it is changed. `is_shared` lets other processes of this run
+    lock it too. If it must be inside `path` (a mount point, the working directory), it is named
+    like other temporary folders, which later runs do not count as contents.
     """
-
-    _: KW_ONLY
-    tag: str
-    """Identifies what is being written: only a run with the same tag may continue."""
-    resume: bool
-    """Continue from the temporary folder of an interrupted run."""
-    check_resumed: Callable[[Path], object] | None = None
-    """Check the temporary folder before the run continues; if it raises, nothing is changed."""
-    kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
-    """The exceptions after which the temporary folder is kept."""
-    discarded: bool = field(default=False, init=False)
-    """Whether the progress of an interrupted run was removed, to start again."""
-    _is_complete: bool = field(default=False, init=False)
-    _is_shared: bool = field(default=False, init=False)
-
-    def share(self) -> None:
-        """Let other processes of this run lock the temporary folder too."""
-        self._is_shared = True
-        if self._lock is not None:
-            self._lock.share()
-
-    def __enter__(self) -> Path:
+    check_output(path, owned, force, inputs=inputs)
+    with opened_target(path) as target, ExitStack() as locked:
+        with explained(path):
+            parent = choose_staging_parent(target)
+            is_inside = parent == target
+            name = name_kept_staging(target) if is_inside else f"{target.name}.partial"
+            staging = parent / name
+            lock = locked.enter_context(closing(_open_staging(staging, tag, resume, on_old)))
+        if is_shared:
+            lock.share()
+        is_kept = False
         try:
-            return super().__enter__()
-        except BaseException:
-            self._unlock()
+            with explained(path, staging):
+                yield staging
+                is_kept = True  # until it is renamed, a later run can still continue
+                check_output(path, owned, force, inputs=inputs)  # again: hours may have passed
+                put_in_place(staging, target)
+            is_kept = False
+        except kept_after as error:
+            is_kept = is_kept or _is_kept(staging, error, is_shared)
             raise
-
-    def _make_staging(self, parent: Path) -> Path:
-        is_inside = parent == self._target
-        name = name_kept_staging(self._target) if is_inside else f"{self._target.name}.partial"
-        staging = parent / name
-        progress = staging / PROGRESS_NAME
-        try:
-            if staging.exists():
-                self._lock_folder(staging)
-                self._check_old(staging)
-                if not self.resume:
-                    self.discarded = any(path.name != PROGRESS_NAME for path in staging.iterdir())
-                    shutil.rmtree(staging)
-            try:
-                staging.mkdir(exist_ok=True)
-            except FileNotFoundError as error:  # the parent, such as /proc, can hold no folders
-                raise UsageError(
-                    f"{staging}: cannot be created: {error.strerror}",
-                    hint="name another output folder",
-                ) from error
-            self._lock_folder(staging)
-            if _read_tag(progress) is None:
-                write_file_atomic(progress, json.dumps({"tag": self.tag}).encode())
-        except (FileNotFoundError, ExportError) as error:
-            if staging.exists():
-                raise
-            raise UsageError(
-                f"{staging}: another run was using this folder, and has just ended",
-                hint="run the command again",
-            ) from error
-        return staging
-
-    def _lock_folder(self, staging: Path) -> None:
-        """Lock the folder that now has this name; an earlier one may have been removed."""
-        self._unlock()
-        lock = FolderLock(staging)
-        lock.acquire()
-        self._lock = lock
-
-    def _check_old(self, staging: Path) -> None:
-        """Refuse a folder that no interrupted run made, or that this run cannot continue."""
-        progress = staging / PROGRESS_NAME
-        for path in staging.glob(f".{PROGRESS_NAME}.tmp-*"):  # a run was killed very early
-            path.unlink(missing_ok=True)
-        if not progress.is_file() and any(staging.iterdir()):
-            raise UsageError(
-                f"{staging}: the folder is not empty, and was not made by an interrupted run",
-                hint="move it away, or name another output folder",
-            )
-        if not self.resume:
-            return
-        if _read_tag(progress) not in (None, self.tag):
-            raise UsageError(
-                f"{staging}: the interrupted run had another model or other options",
-                hint="omit --resume to start again, or use the options of that run",
-            )
-        if self.check_resumed is not None:
-            self.check_resumed(staging)
-
-    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        try:
-            if isinstance(exc, self.kept_after) and self._is_kept(exc):
-                return
-            super().__exit__(kind, exc, trace)
-        finally:
-            self._unlock()
-
-    def _is_kept(self, exc: BaseException) -> bool:
-        """Tell whether a later run can continue; if so, add a note to an interruption."""
-        if not isinstance(exc, KeyboardInterrupt):
-            return True
-        # All progress of a run is in safetensors files: shards, codes, or checkpoints. If other
-        # processes use the folder, they may still save such files.
-        is_kept = self._is_shared or any(self._staging.rglob("*.safetensors"))
-        if is_kept:
-            exc.add_note(RESUMABLE)
-        return is_kept
-
-    def _commit(self) -> None:
-        """Rename the folder before its progress file is removed: a later run can still continue."""
-        self._is_complete = True
-        try:
-            super()._commit()
         except Fp8CalibError as error:
-            where = f"the output is kept in {self._staging}: fix the cause, then use --resume"
-            error.hint = f"{error.hint}; {where}" if error.hint else where
+            if is_kept:
+                where = f"the output is kept in {staging}: fix the cause, then use --resume"
+                error.hint = f"{error.hint}; {where}" if error.hint else where
             raise
-        self._is_complete = False
-        remove_progress_file(self._target)
+        finally:
+            if not is_kept:
+                shutil.rmtree(staging, ignore_errors=True)
+        remove_progress_file(target)
 
-    def _clean_up(self) -> None:
-        if not self._is_complete:
-            super()._clean_up()
+
+def _open_staging(
+    staging: Path, tag: str, resume: bool, on_old: Callable[[Path], object]
+) -> FolderLock:
+    """Continue in a folder, or make it, and lock it."""
+    try:
+        if staging.exists():
+            with closing(FolderLock(staging)) as lock:
+                lock.acquire()
+                _check_old(staging, tag, resume)
+                on_old(staging)
+                if not resume:
+                    shutil.rmtree(staging)
+        try:
+            staging.mkdir(exist_ok=True)
+        except FileNotFoundError as error:  # the parent, such as /proc, can hold no folders
+            raise UsageError(
+                f"{staging}: cannot be created: {error.strerror}",
+                hint="name another output folder",
+            ) from error
+        with ExitStack() as failed:
+            lock = failed.enter_context(closing(FolderLock(staging)))
+            lock.acquire()
+            if _read_tag(staging / PROGRESS_NAME) is None:
+                write_file_atomic(staging / PROGRESS_NAME, json.dumps({"tag": tag}).encode())
+            failed.pop_all()
+            return lock
+    except (FileNotFoundError, ExportError) as error:
+        if staging.exists():
+            raise
+        raise UsageError(
+            f"{staging}: another run was using this folder, and has just ended",
+            hint="run the command again",
+        ) from error
+
+
+def _check_old(staging: Path, tag: str, resume: bool) -> None:
+    """Refuse a folder that no interrupted run made, or that this run cannot continue."""
+    progress = staging / PROGRESS_NAME
+    for path in staging.glob(f".{PROGRESS_NAME}.tmp-*"):  # a run was killed very early
+        path.unlink(missing_ok=True)
+    if not progress.is_file() and any(staging.iterdir()):
+        raise UsageError(
+            f"{staging}: the folder is not empty, and was not made by an interrupted run",
+            hint="move it away, or name another output folder",
+        )
+    if resume and _read_tag(progress) not in (None, tag):
+        raise UsageError(
+            f"{staging}: the interrupted run had another model or other options",
+            hint="omit --resume to start again, or use the options of that run",
+        )
+
+
+def _is_kept(staging: Path, error: BaseException, is_shared: bool) -> bool:
+    """Whether a later run can continue; if so, an interruption says so."""
+    if not isinstance(error, KeyboardInterrupt):
+        return True
+    # All progress of a run is in safetensors files: shards, codes, or checkpoints. If other
+    # processes use the folder, they may still save such files.
+    is_kept = is_shared or any(staging.rglob("*.safetensors"))
+    if is_kept:
+        error.add_note(RESUMABLE)
+    return is_kept
 
 
 def remove_progress_file(folder: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import OutputFolder, measure_folder
+from fp8calib.checkpoint.atomic import measure_folder, output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.disk import explain_os_error
 from fp8calib.checkpoint.overlay import CARD_NAME
@@ -328,7 +328,7 @@ def _write(
         failed = error
     remove_outputs(folder)
     try:
-        with OutputFolder(
+        with output_folder(
             job.folder, owned=job.owned, force=job.force, inputs=[job.source.folder]
         ) as kept:
             save_stats(stats, kept / STATS_NAME)

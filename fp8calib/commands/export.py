@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.written import check_formats
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
@@ -80,7 +80,7 @@ def _export(task: ExportTask) -> ExportResult:
         source, stats, attachment = target.source, target.stats, target.attachment
         if source is not None:
             check_replaced(recipe.formats, task.out, source)
-        with OutputFolder(
+        with output_folder(
             task.out,
             owned=list_outputs(recipe.formats, recipe.tp) | _list_other_files(task) | joined,
             force=request.force,

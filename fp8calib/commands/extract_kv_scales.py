@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.commands.written import check_written
 from fp8calib.dialects.dialect import Attachment, Dialect
@@ -163,7 +163,7 @@ def _extract(source: Path, dialect: Dialect, target: _Target) -> ExtractResult:
     )
     taken_from = _name_files(found)
     provenance = _describe_source(found, taken_from)
-    with OutputFolder(
+    with output_folder(
         out,
         owned=frozenset[str]().union(
             *(list_owned(dialect.name, table.tp, geometry, checkpoint) for table in tables)

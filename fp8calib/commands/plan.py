@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.checkpoint.json_files import encode_json
-from fp8calib.checkpoint.resumable_folder import ResumableFolder
+from fp8calib.checkpoint.resumable_folder import resumable_folder
 from fp8calib.jobs.calibration import choose_mode, run_calibration
 from fp8calib.jobs.function import as_function
 from fp8calib.jobs.planning.budget import make_budget, name_budget
@@ -57,7 +57,7 @@ def run(request: PlanRequest, reporter: Reporter) -> PlanResult | RunPlan:
         if request.dry_run:
             return _describe_run(opened)
         is_measured = request.resume and (opened.out / MEASURED_NAME).exists()
-        with ResumableFolder(
+        with resumable_folder(
             opened.out,
             owned=_OWNED,
             force=request.force or is_measured,

@@ -22,7 +22,7 @@ from fp8calib.checkpoint.disk import require_free_space
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import CARD_NAME, copy_side_files
-from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
+from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, resumable_folder
 from fp8calib.machine.threads import one_thread
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import ShardLayout
@@ -74,7 +74,7 @@ def quantize(
         ModelError: a weight cannot be read, or holds NaN or infinity.
         ExportError: the disk cannot hold the output.
     """
-    folder = ResumableFolder(
+    folder = resumable_folder(
         out,
         owned=plan.names,
         tag=plan.tag,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from fp8calib.checkpoint.atomic import (
-    OutputFolder,
     check_output,
     check_output_file,
+    output_folder,
     write_file_atomic,
 )
 from fp8calib.checkpoint.disk import explain_os_error, format_size, require_free_space
@@ -40,25 +40,25 @@ def _fill(folder: Path, text: str = "new") -> None:
 
 
 def _write(path: Path, *, force: bool = False, text: str = "new") -> None:
-    with OutputFolder(path, owned=OWNED, force=force) as folder:
+    with output_folder(path, owned=OWNED, force=force) as folder:
         _fill(folder, text)
 
 
 def _write_and_raise(path: Path, error: type[BaseException]) -> None:
-    with OutputFolder(path, owned=OWNED, force=True) as folder:
+    with output_folder(path, owned=OWNED, force=True) as folder:
         _fill(folder)
         raise error("stop")
 
 
 def _write_while_another_fills(path: Path) -> None:
-    with OutputFolder(path, owned=OWNED, force=True) as folder:
+    with output_folder(path, owned=OWNED, force=True) as folder:
         _fill(folder)
         path.mkdir()
         (path / "theirs").write_text("x")
 
 
 def _write_more_than_a_megabyte(path: Path) -> None:
-    with OutputFolder(path, owned=OWNED) as folder:
+    with output_folder(path, owned=OWNED) as folder:
         for name in "abcdefghijkl":
             (folder / name).write_bytes(bytes(100_000))
 
@@ -99,7 +99,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_new_folder_appears_whole_with_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "out"
-    with OutputFolder(path, owned=OWNED) as folder:
+    with output_folder(path, owned=OWNED) as folder:
         assert folder.parent == path.parent
         assert folder.name.startswith(".out.tmp-")
         _fill(folder)
@@ -164,7 +164,7 @@ def test_a_folder_that_holds_anything_else_is_refused_even_with_force(
 def test_force_leaves_an_owned_entry_that_the_run_does_not_write(tmp_path: Path) -> None:
     path = tmp_path / "out"
     _write(path, text="old")
-    with OutputFolder(path, owned=OWNED, force=True) as folder:
+    with output_folder(path, owned=OWNED, force=True) as folder:
         (folder / "stats").write_text("new")
 
     assert _list_tree(path) == {"stats": "new", "tree": "", "tree/leaf": "old"}
@@ -226,7 +226,7 @@ def test_a_failing_exchange_inside_a_mount_point_restores_every_entry(
 
 
 def test_a_mount_point_is_filled_from_inside(mounted: Path) -> None:
-    with OutputFolder(mounted, owned=OWNED) as folder:
+    with output_folder(mounted, owned=OWNED) as folder:
         assert folder.parent == mounted
         _fill(folder)
     assert _list_tree(mounted) == FILLED
@@ -258,8 +258,8 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fp8calib.checkpoint.atomic import OutputFolder
-with OutputFolder(Path(sys.argv[1]), owned=frozenset({"stats"})) as folder:
+from fp8calib.checkpoint.atomic import output_folder
+with output_folder(Path(sys.argv[1]), owned=frozenset({"stats"})) as folder:
     (folder / "stats").write_text("half")
     print("ready", flush=True)
     sys.stdin.read()
@@ -392,7 +392,7 @@ def test_an_os_error_while_writing_is_an_export_error_that_names_the_path(
     path = tmp_path / "out"
     with (
         pytest.raises(ExportError) as caught,
-        OutputFolder(path, owned=OWNED) as folder,
+        output_folder(path, owned=OWNED) as folder,
     ):
         raise OSError(code, os.strerror(code), str(folder / "stats"))
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.atomic import output_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import CARD_NAME, find_side_files, plan_overlay, write_overlay
 from fp8calib.errors import ExportError, ModelError, UsageError
@@ -295,7 +295,7 @@ def test_another_disk_gets_a_copy_and_a_full_one_is_told_before_copying(
         file.truncate(2_000_000)
     with (
         pytest.raises(ExportError, match=r"2\.0 MB are needed and"),
-        OutputFolder(small_disk / "second", owned=frozenset()) as folder,
+        output_folder(small_disk / "second", owned=frozenset()) as folder,
     ):
         _write(source_folder, folder)
     assert [path.name for path in small_disk.iterdir()] == ["overlay"]
@@ -350,7 +350,7 @@ def test_a_failure_in_the_middle_leaves_nothing_and_harms_no_source(
     monkeypatch.setattr(shutil, "copyfile", fail)
     with (
         pytest.raises(ExportError, match="No space left"),
-        OutputFolder(tmp_path / "out", owned=frozenset({"kv-overlay"})) as folder,
+        output_folder(tmp_path / "out", owned=frozenset({"kv-overlay"})) as folder,
     ):
         _write(source_folder, folder / "kv-overlay")
 
@@ -364,14 +364,14 @@ def test_the_plan_names_what_an_output_folder_may_replace(
     with Checkpoint.open(source_folder) as source:
         names = plan_overlay(source).names
     for _ in range(2):
-        with OutputFolder(
+        with output_folder(
             tmp_path / "out", owned=names, force=True, inputs=[source_folder]
         ) as folder:
             _write(source_folder, folder)
     assert {path.name for path in (tmp_path / "out").iterdir()} == names - {CARD_NAME}
 
     with pytest.raises(UsageError, match="would replace"):
-        OutputFolder(source_folder, owned=names, force=True, inputs=[source_folder]).__enter__()
+        output_folder(source_folder, owned=names, force=True, inputs=[source_folder]).__enter__()
 
 
 def test_side_files_are_found_for_other_writers_too(source_folder: Path) -> None:

@@ -7,8 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,8 +17,8 @@ from fp8calib.checkpoint import folder_lock
 from fp8calib.checkpoint.folder_lock import FolderLock, shared_lock
 from fp8calib.checkpoint.resumable_folder import (
     PROGRESS_NAME,
-    ResumableFolder,
     remove_progress_file,
+    resumable_folder,
 )
 from fp8calib.errors import RESUMABLE, UsageError
 
@@ -29,8 +28,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "_TIMEOUT_S", 0.2)
 
 
-def folder_of(path: Path, *, resume: bool = False) -> ResumableFolder:
-    return ResumableFolder(path, owned=frozenset({"file"}), tag="test", resume=resume)
+def folder_of(
+    path: Path, *, resume: bool = False, is_shared: bool = False
+) -> AbstractContextManager[Path]:
+    return resumable_folder(
+        path, owned=frozenset({"file"}), tag="test", resume=resume, is_shared=is_shared
+    )
 
 
 def work(path: Path) -> None:
@@ -76,25 +79,17 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@contextmanager
-def shared_after(folder: ResumableFolder, staging: Path) -> Iterator[None]:
-    folder.share()
-    with shared_lock(staging):
-        yield
-
-
 def test_processes_of_one_run_hold_a_folder_together(tmp_path: Path) -> None:
-    first = folder_of(tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt), first, shared_after(first, tmp_path / "out.partial"):
+    first = folder_of(tmp_path / "out", is_shared=True)
+    with pytest.raises(KeyboardInterrupt), first, shared_lock(tmp_path / "out.partial"):
         interrupt()
-    again = folder_of(tmp_path / "out", resume=True)
     with (
         shared_lock(tmp_path / "out.partial"),
         pytest.raises(UsageError, match="another run"),
-        again,
+        folder_of(tmp_path / "out", resume=True),
     ):
         pass
-    with again as staging:
+    with folder_of(tmp_path / "out", resume=True) as staging:
         assert staging.exists()
 
 
@@ -196,8 +191,8 @@ def test_a_run_killed_before_its_mark_was_renamed_stops_nobody(
 
 def test_a_place_that_holds_no_folders_is_named() -> None:
     place = Path("/proc/fp8calib")
-    folder = ResumableFolder(place, owned=frozenset({"a"}), tag="t", resume=False)
-    with pytest.raises(UsageError, match=r"/proc/fp8calib\.partial: cannot be created"), folder:
+    message = r"/proc/fp8calib\.partial: cannot be created"
+    with pytest.raises(UsageError, match=message), folder_of(place):
         pass
 
 

@@ -486,7 +486,7 @@ def test_an_interruption_leaves_nothing(
     def fail_late(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("fp8calib.checkpoint.atomic.OutputFolder._commit", fail_late)
+    monkeypatch.setattr("fp8calib.checkpoint.atomic.put_in_place", fail_late)
     before = snapshot(tmp_path)
     command = ["extract-kv-scales", "--quantized-model", source, "--model", model, "--format", name]
     with pytest.raises((KeyboardInterrupt, Exception)) as caught:

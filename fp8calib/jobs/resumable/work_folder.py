@@ -14,8 +14,8 @@ from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
 from fp8calib.checkpoint.resumable_folder import (
     PROGRESS_NAME,
-    ResumableFolder,
     remove_progress_file,
+    resumable_folder,
 )
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.jobs.resumable.job import ResumableJob
@@ -130,22 +130,17 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         with shared_lock(work.path):
             yield work
         return
-    folder = ResumableFolder(
+    with resumable_folder(
         job.folder,
         owned=job.owned,
         tag=_TAG,
         resume=job.resume,
         force=job.force,
         inputs=[job.source.folder],
-        check_resumed=lambda staging: _check_resumed(job, header, staging),
+        is_shared=group.size > 1,
+        on_old=lambda staging: _check_old(job, header, staging),
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
-    )
-    with folder as staging:
-        if folder.discarded:
-            job.reporter.warn(
-                f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
-                "such a run, add --resume to its command line"
-            )
+    ) as staging:
         journal = _open_journal(job, header, staging)
         if group.size == 1 and (finished := _find_complete(job, header, staging)) is not None:
             yield WorkFolder(path=staging, journal=journal, finished=finished)
@@ -155,16 +150,22 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
             journal.load()
             job.reporter.say(_describe_start(journal, header))
         if group.size > 1:
-            folder.share()
             group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()
 
 
-def _check_resumed(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
-    _open_journal(job, header, staging).load()
-    if job.layer_job is not None:
-        job.layer_job.check_same(staging)
+def _check_old(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
+    """Check what an interrupted run left, or warn that it is lost."""
+    if job.resume:
+        _open_journal(job, header, staging).load()
+        if job.layer_job is not None:
+            job.layer_job.check_same(staging)
+    elif any(path.name != PROGRESS_NAME for path in staging.iterdir()):
+        job.reporter.warn(
+            f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
+            "such a run, add --resume to its command line"
+        )
 
 
 def _find_complete(job: ResumableJob, header: StatsHeader, staging: Path) -> CalibrateResult | None:
