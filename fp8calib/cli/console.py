@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, Any, Self
 
 from rich.console import Console
@@ -29,7 +30,6 @@ from fp8calib import blocks
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.machine.process_rank import report_to_torchrun
 from fp8calib.results import SCHEMA_VERSION
 
 
@@ -206,6 +206,16 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
         error = Failure.model_validate({"kind": kind, "message": message, "hint": hint})
         print_json(ErrorResult(error=error).to_json())
     return exit_code
+
+
+def report_to_torchrun(environment: Mapping[str, str], message: str) -> None:
+    """Write an error to the file from which torchrun makes its summary, where there is one."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 @dataclass(slots=True)

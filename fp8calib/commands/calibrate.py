@@ -74,7 +74,7 @@ from fp8calib.results.hashes import RunHashes
 from fp8calib.results.quantize import QuantizeResult
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.written import WrittenCheck
-from fp8calib.run.distributed.group import ProcessGroup, open_process_group
+from fp8calib.run.processes import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.run.text_engine import TextEngine
 from fp8calib.stats.calibration_stats import (

@@ -18,11 +18,11 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
-from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.run.memory_plan.footprint import Workload, stats_bytes
 from fp8calib.run.memory_plan.limits import find_limits
 from fp8calib.run.memory_plan.plan import PlanInputs
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode, choose_memory_mode
+from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe

@@ -5,12 +5,8 @@ Every command reads it, so nothing heavy is imported.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from fp8calib.errors import UsageError
 
@@ -65,16 +61,6 @@ def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
             hint="start all processes with torchrun, or unset these variables",
         )
     return found
-
-
-def report_to_torchrun(environment: Mapping[str, str], message: str) -> None:
-    """Write an error to the file from which torchrun makes its summary, where there is one."""
-    path = environment.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _read(environment: Mapping[str, str], name: str, default: int) -> int:

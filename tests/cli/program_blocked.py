@@ -1,4 +1,4 @@
-"""The program, changed to block in C code while its processes join their group.
+"""The program, changed to block in C code where its processes exchange values.
 
 No Python signal handler runs there. Run `python -m tests.cli.program_blocked` instead of
 `python -m fp8calib`.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from torch import distributed
-
 from fp8calib.cli import main
-from fp8calib.run.distributed import heartbeat
+from fp8calib.run import processes
 
 
 def sleep_in_c(*_: Any, **__: Any) -> None:
@@ -21,6 +19,6 @@ def sleep_in_c(*_: Any, **__: Any) -> None:
 
 
 if __name__ == "__main__":
-    heartbeat.STUCK_S = 1.0
-    distributed.init_process_group = sleep_in_c
+    processes.STUCK_S = 1.0
+    processes.ProcessGroup.all_gather = sleep_in_c  # type: ignore[method-assign]
     main()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from fp8calib.run.distributed import rendezvous
+from fp8calib.run import processes
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
@@ -134,12 +134,12 @@ def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_p
     store = TCPStore(
         "127.0.0.1", shared["MASTER_PORT"], is_master=False, timeout=timedelta(seconds=60)
     )
-    store.wait(["fp8calib/process/1"])
+    store.wait(["fp8calib/here/1"])
     killed = time.monotonic()
     second.kill()
     code, _, err = finish(first)
     finish(second)
-    assert time.monotonic() - killed < rendezvous.RENDEZVOUS_S
+    assert time.monotonic() - killed < processes.RENDEZVOUS_S
     assert code == 6, err
     assert "error: rank 1 of 3: its process has died\n" in err
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from fp8calib.cli.console import report_to_torchrun
 from fp8calib.errors import UsageError
-from fp8calib.machine.process_rank import ALONE, ProcessRank, find_process_rank, report_to_torchrun
+from fp8calib.machine.process_rank import ALONE, ProcessRank, find_process_rank
 
 TORCHRUN = {
     "RANK": "5",

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from fp8calib.errors import CalibrationError
 from fp8calib.machine.process_rank import ProcessRank
-from fp8calib.run.distributed import rendezvous
+from fp8calib.run import processes
 
 
 def process(rank: int, size: int) -> ProcessRank:
@@ -19,25 +19,25 @@ def process(rank: int, size: int) -> ProcessRank:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "RENDEZVOUS_S", 0.2)
+    monkeypatch.setattr(processes, "RENDEZVOUS_S", 0.2)
 
 
 @pytest.mark.parametrize(("started", "names"), [((0, 2), "rank 1 of 3"), ((0,), "ranks 1, 2 of 3")])
 def test_processes_that_never_start_are_named(started: tuple[int, ...], names: str) -> None:
     store = HashStore()
     for rank in started:
-        store.set(f"process/{rank}", "here")
+        store.add(f"here/{rank}", 1)
     with pytest.raises(CalibrationError, match=f"^{names} did not start within 0 s"):
-        rendezvous.rendezvous(process(0, 3), store)
+        processes.rendezvous(process(0, 3), store)
 
 
 def test_all_continue_when_the_last_has_started() -> None:
     store = HashStore()
     for rank in range(2):
-        store.set(f"process/{rank}", "here")
-    other = threading.Thread(target=rendezvous.rendezvous, args=(process(1, 2), store), daemon=True)
+        store.add(f"here/{rank}", 1)
+    other = threading.Thread(target=processes.rendezvous, args=(process(1, 2), store), daemon=True)
     other.start()
-    rendezvous.rendezvous(process(0, 2), store)
+    processes.rendezvous(process(0, 2), store)
     other.join(timeout=10)
     assert not other.is_alive()
 
@@ -49,4 +49,4 @@ def test_a_first_process_that_never_starts_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(CalibrationError, match=f"^rank 1 of 2 cannot reach rank 0 at .*:{port}: "):
-        rendezvous.connect_store(process(1, 2))
+        processes.connect(process(1, 2))

@@ -17,7 +17,7 @@ from fp8calib.jobs.reporter import Reporter
 from fp8calib.quantization.plan import PlanSettings, select_linears
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Recipe
-from fp8calib.run.distributed.group import LONE, ProcessGroup
+from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.streaming.layer_observer import LayerWork
 from fp8calib.run.text_engine import TextEngine
 from fp8calib.selection.select import Selection

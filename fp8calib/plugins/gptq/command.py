@@ -19,7 +19,7 @@ from fp8calib.plugins.gptq.job import open_gptq, plan_gptq, run_gptq
 from fp8calib.plugins.gptq.request import GptqRequest
 from fp8calib.plugins.gptq.result import GptqResult
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.distributed.group import open_process_group
+from fp8calib.run.processes import open_process_group
 
 
 def run(

@@ -61,7 +61,7 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.distributed.group import LONE, ProcessGroup
+from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.selection.ignored import span_layers, spell_options
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import Selection

@@ -28,7 +28,7 @@ from fp8calib.plugins.gptq.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.quantization.weight_scales import WeightScales, spread_scales
-from fp8calib.run.distributed.group import LONE, ProcessGroup
+from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.selection.matrices import Matrix
 
 MIN_TOKENS = 256

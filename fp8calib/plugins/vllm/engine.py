@@ -34,8 +34,8 @@ from fp8calib.plugins.vllm.lost_process import ProcessWatch
 from fp8calib.plugins.vllm.modules import Matched, Rank, join_observed, match_sites
 from fp8calib.plugins.vllm.observer import Expected, checksum
 from fp8calib.recipe import Recipe
-from fp8calib.run.distributed.group import RankLostError
 from fp8calib.run.forward.observed_batches import cut_into
+from fp8calib.run.processes import RankLostError
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import join_ranges
 from fp8calib.stats.statistic import SiteStats, group_tensors

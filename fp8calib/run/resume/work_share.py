@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.data.shares import Share, drop_finished, select_batches
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
-from fp8calib.run.distributed.group import LONE, ProcessGroup
 from fp8calib.run.forward.back_off import BackOff
+from fp8calib.run.processes import LONE, ProcessGroup
 from fp8calib.run.resume.journal import NOTHING, Done, Journal
 from fp8calib.stats.merge import merge_sites
-from fp8calib.stats.statistic import SiteStats
+from fp8calib.stats.statistic import STATISTICS, SiteStats, group_tensors, name_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +53,30 @@ class WorkShare:
         return self.group.share_of(unread)
 
     def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        """Join the statistics of all processes and of earlier runs."""
+        """Join the statistics of all processes and of earlier runs, in the first process."""
         earlier = {} if self.journal is None else self.journal.sites
-        return merge_sites([self.group.reduce(sites), earlier])
+        if self.group.size > 1:
+            maxima: dict[str, torch.Tensor] = {}
+            counts = {f"{site}/count": torch.tensor(sites[site].count) for site in sites}
+            for key, tensor in name_tensors(sites):
+                is_count = STATISTICS[key.rpartition("/")[2]].is_count
+                (counts if is_count else maxima)[key] = tensor
+            joined = self.group.max_tensors(maxima) | self.group.sum_tensors(counts, torch.int64)
+            sites = _group_sites(joined) if self.is_first else {}
+        return merge_sites([sites, earlier])
 
     @property
     def reads_other_weights(self) -> bool:
         """Whether this process checks the tensors that belong to no linear."""
         return self.is_first and (self.shard is None or self.shard.index == 1)
+
+
+def _group_sites(joined: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
+    by_site = group_tensors({key: joined[key].clone() for key in sorted(joined)})  # some are views
+    return {
+        Site.parse(site): SiteStats(count=int(tensors.pop("count")), tensors=tensors)
+        for site, tensors in by_site.items()
+    }
 
 
 WHOLE = WorkShare()
