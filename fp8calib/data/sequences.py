@@ -19,7 +19,6 @@ from fp8calib.errors import DataError
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
 _FEW_FOR_SCALES = "scales may miss large values"
-_QUARTERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +134,6 @@ class Batch:
     """int64 [B, L]."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, without padding."""
-    quarter: int
-    """The quarter of the data that holds the batch, from 0."""
     media: MediaRow | None = None
     """The row with media that is the only sequence; None where all is text."""
 
@@ -209,7 +206,6 @@ def replace_sequences(
 def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
     """Cut a plan into batches of at most `batch_size` neighbouring sequences.
 
-    Sequence i of n belongs to quarter `4 * i // n`; a batch holds sequences of one quarter only.
     Packed sequences of different lengths never share a batch, so packed data is never padded; nor
     are sequences longer than `plan.longest_padded`. A row with media is a batch of its own:
     towers pad images of several rows, and their results then depend on the other rows. The batches
@@ -217,13 +213,13 @@ def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
     """
     sequences = plan.sequences
 
-    def place(index: int) -> tuple[int, int, int]:
+    def place(index: int) -> tuple[int, int]:
         length, limit = len(sequences[index]), plan.longest_padded
         is_alike = not plan.packed and (limit is None or length <= limit)
         alone = index if index in plan.media else -1
-        return _QUARTERS * index // len(sequences), 0 if is_alike else length, alone
+        return 0 if is_alike else length, alone
 
-    for (quarter, _, alone), group in groupby(range(len(sequences)), place):
+    for (_, alone), group in groupby(range(len(sequences)), place):
         indices = list(group)
         for start in range(0, len(indices), batch_size):
             chosen = [sequences[index] for index in indices[start : start + batch_size]]
@@ -232,7 +228,6 @@ def batches(plan: DataPlan, batch_size: int) -> Iterator[Batch]:
                 first=indices[start],
                 input_ids=ids,
                 lengths=tuple(map(len, chosen)),
-                quarter=quarter,
                 media=plan.media.get(alone),
             )
 

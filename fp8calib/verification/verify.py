@@ -268,7 +268,6 @@ def leave_out(
 
 
 _NOISE_SEQUENCES, _NOISE_BATCH = 16, 4
-"""Batches end with a quarter of the text, so there are four times as many sequences."""
 
 
 def _measure_noise(

@@ -211,7 +211,7 @@ def make_emulations(geometry: ModelGeometry) -> dict[str, dict[Site, Quantizer]]
 
 def _make_batch(model: PreTrainedModel, first: int, seq_len: int) -> Batch:
     ids = torch.arange(seq_len).remainder(model.config.get_text_config().vocab_size)[None]
-    return Batch(first=first, input_ids=ids, lengths=(seq_len,), quarter=0)
+    return Batch(first=first, input_ids=ids, lengths=(seq_len,))
 
 
 def _cached_values(geometry: ModelGeometry, *, query: bool) -> int:

@@ -190,38 +190,22 @@ def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
     return DataPlan(sequences, packed, max(lengths), "", hash_text([]), (), ())
 
 
-def shape(batch: Batch) -> tuple[int, int, tuple[int, ...]]:
-    return batch.first, batch.quarter, batch.lengths
+def shape(batch: Batch) -> tuple[int, tuple[int, ...]]:
+    return batch.first, batch.lengths
 
 
 @pytest.mark.parametrize(
     ("lengths", "packed", "batch_size", "expected"),
     [
-        ([4] * 8, True, 2, [(i, i // 2, (4, 4)) for i in (0, 2, 4, 6)]),
-        ([4] * 8, True, 9, [(i, i // 2, (4, 4)) for i in (0, 2, 4, 6)]),
-        ([4] * 3, True, 3, [(0, 0, (4,)), (1, 1, (4,)), (2, 2, (4,))]),
-        ([4], True, 2, [(0, 0, (4,))]),
-        (
-            [4] * 9,
-            True,
-            2,
-            [(0, 0, (4, 4)), (2, 0, (4,)), (3, 1, (4, 4)), (5, 2, (4, 4)), (7, 3, (4, 4))],
-        ),
-        (
-            [4] * 7 + [2],
-            True,
-            2,
-            [(0, 0, (4, 4)), (2, 1, (4, 4)), (4, 2, (4, 4)), (6, 3, (4,)), (7, 3, (2,))],
-        ),
-        (
-            [3, 2, 5, 4, 2, 2, 2, 3],
-            False,
-            2,
-            [(0, 0, (3, 2)), (2, 1, (5, 4)), (4, 2, (2, 2)), (6, 3, (2, 3))],
-        ),
+        ([4] * 8, True, 2, [(i, (4, 4)) for i in (0, 2, 4, 6)]),
+        ([4] * 8, True, 9, [(0, (4,) * 8)]),
+        ([4], True, 2, [(0, (4,))]),
+        ([4] * 9, True, 4, [(0, (4,) * 4), (4, (4,) * 4), (8, (4,))]),
+        ([4] * 7 + [2], True, 2, [(0, (4, 4)), (2, (4, 4)), (4, (4, 4)), (6, (4,)), (7, (2,))]),
+        ([3, 2, 5, 4, 2], False, 2, [(0, (3, 2)), (2, (5, 4)), (4, (2,))]),
     ],
 )
-def test_batches_hold_neighbours_of_one_quarter(
+def test_batches_hold_neighbours_of_one_length_where_they_are_packed(
     lengths: list[int], packed: bool, batch_size: int, expected: list[Any]
 ) -> None:
     plan = make_plan(lengths, packed=packed)

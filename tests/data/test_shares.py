@@ -37,14 +37,13 @@ def test_a_share_is_read() -> None:
 
 
 def test_what_is_done_is_left_out_and_the_rest_cut_as_smaller_batches_are() -> None:
-    plan = rows_of(LENGTHS)  # quarters begin at 0, 3, 5 and 8
+    plan = rows_of(LENGTHS)
     whole = list(batches(plan, 3))
-    assert sequence_ranges(whole) == [(0, 3), (3, 5), (5, 8), (8, 10)]
-    left = drop_finished(whole, [(0, 1), (3, 5), (6, 7)])
-    assert sequence_ranges(left) == [(1, 3), (5, 6), (7, 8), (8, 10)]
+    assert sequence_ranges(whole) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    left = drop_finished(whole, [(0, 1), (3, 6), (7, 8)])
+    assert sequence_ranges(left) == [(1, 3), (6, 7), (8, 9), (9, 10)]
     assert left[-1] is whole[-1]
-    assert [batch.input_ids.shape[1] for batch in left] == [9, 2, 4, 6]
-    assert [batch.quarter for batch in left] == [0, 2, 2, 3]
+    assert [batch.input_ids.shape[1] for batch in left] == [9, 7, 6, 5]
     for batch in left:
         for row, length in enumerate(batch.lengths):
             assert torch.equal(batch.input_ids[row, :length], plan.sequences[batch.first + row])

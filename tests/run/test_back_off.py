@@ -67,7 +67,7 @@ def test_the_run_goes_on_with_half_the_batch_as_if_so_requested(
 
 
 def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
-    """Batches of 4, 3, 3 and 3: the second fails with three and with one of two sequences."""
+    """Batches of 4, 4, 4 and 1: the second fails with four and with two sequences."""
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         whole = subject.calibrate(batch_size=4)
@@ -75,7 +75,7 @@ def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
         handle = limit_memory(subject, ERRORS[0], sequences=1, from_call=1)
         found = subject.calibrate(share, batch_size=4)
         handle.remove()
-    assert share.back_offs == [BackOff(first=4, batch_size=1)]
+    assert share.back_offs == [BackOff(first=4, batch_size=size) for size in (2, 1)]
     assert found.sites.keys() == whole.sites.keys()
     for site, expected in whole.sites.items():
         assert found.sites[site].count == expected.count
@@ -130,7 +130,7 @@ def test_a_probe_that_does_not_fit_tries_a_half(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model", streamed=True) as subject:
         assert subject.streaming is not None
-        batch = Batch(input_ids=torch.full((4, 6), 5), lengths=(6, 6, 6, 6), first=0, quarter=0)
+        batch = Batch(input_ids=torch.full((4, 6), 5), lengths=(6, 6, 6, 6), first=0)
         probes = []
         for sequences in (4, 2):
             handle = limit_memory(subject, ERRORS[0], sequences=sequences, layer=0)

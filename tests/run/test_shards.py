@@ -49,8 +49,8 @@ def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> Non
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         parts = [subject.calibrate(WorkShare(shard=Share(index=i, count=2))) for i in (1, 2)]
-    # 13 sequences in quarters of 4, 3, 3 and 3, cut in twos: 0-1 2-3 4-5 6 7-8 9 10-11 12
-    assert [part.shard.sequences for part in parts if part.shard] == [((0, 7),), ((7, 13),)]
+    # 13 sequences in twos: seven batches, three for the first shard
+    assert [part.shard.sequences for part in parts if part.shard] == [((0, 6),), ((6, 13),)]
     weights = [
         {str(site) for site in part.sites if str(site).endswith(".weight")} for part in parts
     ]
@@ -62,5 +62,5 @@ def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> Non
 
 def test_more_shards_than_batches_are_refused(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model") as subject, pytest.raises(UsageError, match="only 8 batches"):
-        subject.calibrate(WorkShare(shard=Share(index=1, count=9)))
+    with opened(tmp_path / "model") as subject, pytest.raises(UsageError, match="only 7 batches"):
+        subject.calibrate(WorkShare(shard=Share(index=1, count=8)))

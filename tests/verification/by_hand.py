@@ -159,7 +159,7 @@ def make_batch(lengths: list[int], *, seed: int = 11, first: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return Batch(first=first, input_ids=padded, lengths=tuple(lengths), quarter=0)
+    return Batch(first=first, input_ids=padded, lengths=tuple(lengths))
 
 
 def padding_mask(batch: Batch) -> torch.Tensor | None:

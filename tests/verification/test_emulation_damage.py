@@ -201,7 +201,7 @@ def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path
             emulate(subject, emulation, PADDED, hooks=hooks)
         by_hand = quantize_by_hand(model, recipe)
         for row, length in zip(PADDED.input_ids, PADDED.lengths, strict=True):
-            alone = Batch(first=0, input_ids=row[None, :length], lengths=(length,), quarter=0)
+            alone = Batch(first=0, input_ids=row[None, :length], lengths=(length,))
             plain_forward(by_hand, alone)
     names = [name for name in kept if ".experts." in name]
     assert len(names) == 4

@@ -101,7 +101,7 @@ def test_an_error_inside_leaves_nothing_behind(
 
 def test_a_forward_pass_that_fails_leaves_nothing_behind(subject: Subject) -> None:
     before = take(subject.model)
-    broken = Batch(first=4, input_ids=torch.tensor([[5, 1000]]), lengths=(2,), quarter=0)
+    broken = Batch(first=4, input_ids=torch.tensor([[5, 1000]]), lengths=(2,))
     with pytest.raises(CalibrationError, match="its forward pass failed at sample 4"):
         emulate(subject, make_emulation(subject), broken)
     assert_unchanged(subject.model, before)

@@ -185,7 +185,7 @@ def test_a_token_after_padding_is_scored_nowhere() -> None:
 
 def test_a_divergence_by_hand() -> None:
     """P = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): KL = 1/2 ln 2 - 1/4 ln 2."""
-    batch = Batch(first=0, input_ids=torch.tensor([[0, 2]]), lengths=(2,), quarter=0)
+    batch = Batch(first=0, input_ids=torch.tensor([[0, 2]]), lengths=(2,))
     states = [torch.zeros(1, 2, 1), torch.ones(1, 2, 1)]
     rows = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     reference, candidate = score_batch(
@@ -204,7 +204,7 @@ def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> N
     tables[1] = tables[0] + tables[1] * 0.3
     found = tables.round().bfloat16()
     ids = torch.zeros(1, 41, dtype=torch.int64)
-    batch = Batch(first=0, input_ids=ids, lengths=(41,), quarter=0)
+    batch = Batch(first=0, input_ids=ids, lengths=(41,))
     rows = torch.arange(41.0).view(1, 41, 1)
     _, candidate = score_batch(
         batch, rows, [rows + 100], lambda x: found[int(x[0, 0]) // 100][x[:, 0].long() % 100], 128
@@ -253,9 +253,7 @@ def test_every_forward_pass_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("row", "place"), [(0, 2), (1, 11), (2, 0)])
 def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path) -> None:
-    batch = Batch(
-        first=40, input_ids=BATCHES[0].input_ids.clone(), lengths=BATCHES[0].lengths, quarter=0
-    )
+    batch = Batch(first=40, input_ids=BATCHES[0].input_ids.clone(), lengths=BATCHES[0].lengths)
     batch.input_ids[batch.input_ids == 77] = 76
     batch.input_ids[row, place] = 77
     model = zoo.build("llama")

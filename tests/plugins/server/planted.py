@@ -90,7 +90,7 @@ class Runner:
         """Give the log-probabilities of the next token: [B, L, V]."""
         tokens = torch.tensor([list(ids) for ids in text])
         lengths = (tokens.shape[1],) * len(tokens)
-        batch = Batch(first=0, input_ids=tokens, lengths=lengths, quarter=0)
+        batch = Batch(first=0, input_ids=tokens, lengths=lengths)
         hooks = EmulationHooks(emulation.quantizers)
         with emulated(
             self._model, self.geometry, emulation, hooks, originals=self._originals
