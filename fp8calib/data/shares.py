@@ -7,7 +7,7 @@ process runs them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -37,12 +37,12 @@ def parse_share(text: str) -> Share:
     Raises:
         UsageError: the text has another form, or I is not from 1 to N.
     """
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(
             f"--shard {text}: not I/N with I from 1 to N", hint="the second of four is 2/4"
         )
-    return Share(index=int(found[1]), count=int(found[2]))
+    return Share(index=int(match[1]), count=int(match[2]))
 
 
 def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batch]:
@@ -51,15 +51,15 @@ def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list
     Raises:
         UsageError: there are fewer batches than shards.
     """
-    found = list(batches(plan, batch_size))
+    whole = list(batches(plan, batch_size))
     if shard is None:
-        return found
-    if shard.count > len(found):
+        return whole
+    if shard.count > len(whole):
         raise UsageError(
-            f"--shard {shard.index}/{shard.count}: the data gives only {len(found)} batches",
-            hint=f"use at most {len(found)} shards, or more --samples",
+            f"--shard {shard.index}/{shard.count}: the data gives only {len(whole)} batches",
+            hint=f"use at most {len(whole)} shards, or more --samples",
         )
-    return list(shard.take(found))
+    return list(shard.take(whole))
 
 
 def sequence_ranges(batches: Iterable[Batch]) -> list[tuple[int, int]]:
@@ -72,14 +72,12 @@ def drop_finished(batches: Iterable[Batch], done: Collection[tuple[int, int]]) -
 
     `done` are ranges of global indices, the stop exclusive.
     """
-    return [rest for batch in batches for rest in _drop_finished_of(batch, done)]
-
-
-def _drop_finished_of(batch: Batch, done: Collection[tuple[int, int]]) -> Iterator[Batch]:
-    def is_done(row: int) -> bool:
-        return any(first <= batch.first + row < stop for first, stop in done)
-
-    for finished, group in groupby(range(len(batch.lengths)), is_done):
-        rows = list(group)
-        if not finished:
-            yield cut_batch(batch, rows[0], rows[-1] + 1)
+    left = []
+    for batch in batches:
+        places = range(batch.first, batch.first + len(batch.lengths))
+        are_done = [any(first <= place < stop for first, stop in done) for place in places]
+        for is_done, group in groupby(range(len(places)), are_done.__getitem__):
+            rows = list(group)
+            if not is_done:
+                left.append(cut_batch(batch, rows[0], rows[-1] + 1))
+    return left

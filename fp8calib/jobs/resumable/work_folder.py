@@ -26,7 +26,6 @@ from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
-    CalibrationStats,
     StatsHeader,
     load_stats,
 )
@@ -51,7 +50,7 @@ class WorkFolder:
 
 def check_output_of(job: ResumableJob) -> None:
     """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
-    if not _looks_finished(job):
+    if not _looks_finished(job, job.folder):
         check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
 
 
@@ -74,22 +73,18 @@ def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | N
     Raises:
         UsageError: the output folder holds something else.
     """
-    if not _looks_finished(job):
+    if not _looks_finished(job, job.folder):
         return None
-    found = _read_finished(job, header, job.folder)
-    if found is None:
+    finished = _read_finished(job, header, job.folder)
+    if finished is None:
         check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
     else:
         remove_progress_file(job.folder)
-    return found
+    return finished
 
 
-def _looks_finished(job: ResumableJob) -> bool:
-    return job.resume and _has_all(job, job.folder)
-
-
-def _has_all(job: ResumableJob, folder: Path) -> bool:
-    return all((folder / name).exists() for name in job.owned)
+def _looks_finished(job: ResumableJob, folder: Path) -> bool:
+    return job.resume and all((folder / name).exists() for name in job.owned)
 
 
 def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
@@ -102,14 +97,11 @@ def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> Cali
         )
     except (ModelError, ValueError):
         return None
-    return result if _is_of_run(job, header, stats) else None
-
-
-def _is_of_run(job: ResumableJob, header: StatsHeader, stats: CalibrationStats) -> bool:
-    shard = job.shard
-    cut = None if shard is None else (shard.index, shard.count)
-    found = None if stats.shard is None else (stats.shard.index, stats.shard.count)
-    return cut == found and not explain_other_run(stats.header, header)
+    shards = [
+        None if each is None else (each.index, each.count) for each in (job.shard, stats.shard)
+    ]
+    is_same = shards[0] == shards[1] and not explain_other_run(stats.header, header)
+    return result if is_same else None
 
 
 @contextmanager
@@ -126,9 +118,11 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
     """
     group = job.group
     if not group.is_first:
-        work = _join(job, header)
-        with shared_lock(work.path):
-            yield work
+        made = group.broadcast(dict)
+        path, done = Path(made["folder"]), Done.from_json(made)
+        journal = _open_journal(job, header, path, rank=group.rank, done=done)
+        with shared_lock(path):
+            yield WorkFolder(path=path, journal=journal)
         return
     with resumable_folder(
         job.folder,
@@ -142,7 +136,11 @@ def work_folder(job: ResumableJob, header: StatsHeader) -> Iterator[WorkFolder]:
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     ) as staging:
         journal = _open_journal(job, header, staging)
-        if group.size == 1 and (finished := _find_complete(job, header, staging)) is not None:
+        is_complete = _looks_finished(job, staging) and not any(
+            map(is_checkpoint, staging.iterdir())
+        )
+        finished = _read_finished(job, header, staging) if is_complete and group.size == 1 else None
+        if finished is not None:
             yield WorkFolder(path=staging, journal=journal, finished=finished)
             return
         remove_outputs(staging)
@@ -166,22 +164,6 @@ def _check_old(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
             f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
             "such a run, add --resume to its command line"
         )
-
-
-def _find_complete(job: ResumableJob, header: StatsHeader, staging: Path) -> CalibrateResult | None:
-    if not job.resume or not _has_all(job, staging):
-        return None
-    if any(map(is_checkpoint, staging.iterdir())):
-        return None
-    return _read_finished(job, header, staging)
-
-
-def _join(job: ResumableJob, header: StatsHeader) -> WorkFolder:
-    """Open the folder that the first process made."""
-    made = job.group.broadcast(dict)
-    folder = Path(made["folder"])
-    journal = _open_journal(job, header, folder, rank=job.group.rank, done=Done.from_json(made))
-    return WorkFolder(path=folder, journal=journal)
 
 
 def _open_journal(
