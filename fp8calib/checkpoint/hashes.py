@@ -21,14 +21,13 @@ def hash_files(
     paths: Iterable[Path], known: dict[tuple[int, int], FileHash]
 ) -> tuple[FileHash, ...]:
     """Hash files but for those in `known`, by device and inode, and add them to it."""
-    return tuple(_hash_once(path, known) for path in paths)
-
-
-def _hash_once(path: Path, known: dict[tuple[int, int], FileHash]) -> FileHash:
-    status = path.stat()
-    key = (status.st_dev, status.st_ino)
-    if key not in known:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        known[key] = FileHash(name="", size_bytes=status.st_size, sha256=digest)
-    return replace(known[key], name=path.name)
+    hashes = []
+    for path in paths:
+        status = path.stat()
+        key = (status.st_dev, status.st_ino)
+        if key not in known:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            known[key] = FileHash(name="", size_bytes=status.st_size, sha256=digest)
+        hashes.append(replace(known[key], name=path.name))
+    return tuple(hashes)

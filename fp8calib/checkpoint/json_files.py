@@ -21,10 +21,10 @@ def load_json(path: Path, *, parse: Callable[[str], object] = json.loads) -> obj
         ValueError: it is not UTF-8, not JSON, nested too deeply, larger than 100 MB, or a pipe.
         OSError: it cannot be read.
     """
-    found = path.stat()
-    if stat.S_ISFIFO(found.st_mode):
+    status = path.stat()
+    if stat.S_ISFIFO(status.st_mode):
         raise ValueError("a pipe, not a file")
-    if found.st_size > MAX_JSON_BYTES:
+    if status.st_size > MAX_JSON_BYTES:
         raise ValueError("larger than 100 MB")
     try:
         return parse(path.read_bytes().decode())

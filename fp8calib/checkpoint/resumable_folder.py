@@ -67,7 +67,8 @@ def resumable_folder(
                 is_kept = True  # until it is renamed, a later run can still continue
                 check_output(path, owned, force, inputs=inputs)  # again: hours may have passed
                 put_in_place(staging, target)
-            is_kept = False
+                is_kept = False
+                remove_progress_file(target)
         except kept_after as error:
             is_kept = is_kept or _is_kept(staging, error, is_shared)
             raise
@@ -79,7 +80,6 @@ def resumable_folder(
         finally:
             if not is_kept:
                 shutil.rmtree(staging, ignore_errors=True)
-        remove_progress_file(target)
 
 
 def _open_staging(

@@ -47,7 +47,8 @@ class TensorFile:
 
     The first read opens the file; it stays open until `close`. Reads are positional, so several
     threads may share one object. Because nothing is mapped, the file's pages do not count as memory
-    of the process.
+    of the process. A read raises a ModelError if the file holds no such tensor or cannot be read,
+    and an IndexError if the tensor has no such part.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,11 +74,7 @@ class TensorFile:
         return TORCH_DTYPES[dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor.
-
-        Raises:
-            ModelError: the file holds no such tensor, or cannot be read.
-        """
+        """Read a whole tensor."""
         entry, dtype = self._entry(name), self.torch_dtype(name)
         flat = self._read_flat(entry.start, entry.size_bytes)
         return flat.view(dtype).reshape(entry.shape)
@@ -87,9 +84,6 @@ class TensorFile:
 
         The rounding of matrix products depends on alignment, so this reproduces the last bits of
         programs that map the file.
-
-        Raises:
-            ModelError: the file holds no such tensor, or cannot be read.
         """
         entry = self._entry(name)
         room = torch.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=torch.uint8, device="cpu")
@@ -101,12 +95,7 @@ class TensorFile:
         return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the leading dimension.
-
-        Raises:
-            ModelError: the file holds no such tensor, or cannot be read.
-            IndexError: the tensor has no such rows.
-        """
+        """Read the rows `start` to `stop` (exclusive) of the leading dimension."""
         entry, dtype = self._entry(name), self.torch_dtype(name)
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
             raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
@@ -115,12 +104,7 @@ class TensorFile:
         return flat.view(dtype).reshape(stop - start, *entry.shape[1:])
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read consecutive rows and columns of one matrix of a 3-D tensor.
-
-        Raises:
-            ModelError: the file holds no such tensor, or cannot be read.
-            IndexError: the tensor has no such rows or columns.
-        """
+        """Read consecutive rows and columns of one matrix of a 3-D tensor."""
         entry, dtype = self._entry(name), self.torch_dtype(name)
         count, height, width = entry.shape
         if index >= count or rows.stop > height or columns.stop > width:
@@ -135,12 +119,7 @@ class TensorFile:
         return flat.view(dtype).reshape(len(rows), len(columns))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
-
-        Raises:
-            ModelError: the file holds no such tensor, or cannot be read.
-            IndexError: the tensor has no such bytes.
-        """
+        """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8."""
         entry = self._entry(name)
         if not 0 <= start <= stop <= entry.size_bytes:
             raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")

@@ -48,8 +48,8 @@ class TextHashes:
 
 def hash_text(rows: Iterable[Sequence[int] | npt.NDArray[np.int64]]) -> TextHashes:
     """Hash the token ids of rows; empty rows are skipped."""
-    found = [hash_row(ids) for ids in rows if len(ids)]
-    joined = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+    hashed = [hash_row(ids) for ids in rows if len(ids)]
+    joined = np.concatenate(hashed) if hashed else np.zeros(0, dtype=np.int64)
     hashes, counts = np.unique(joined, return_counts=True)
     return TextHashes(torch.from_numpy(hashes), torch.from_numpy(counts.astype(np.int64)))
 
