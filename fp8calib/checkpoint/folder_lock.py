@@ -19,7 +19,8 @@ _POLL_S = 0.1
 class FolderLock:
     """Locks a folder, if its file system supports locks.
 
-    The folder itself is locked, by flock: a file for the lock would become part of the output.
+    The folder itself is locked, by flock: a file beside it, as filelock makes, would stay after a
+    kill, and one in it would become part of the output. filelock has no shared locks of this kind.
     """
 
     def __init__(self, folder: Path) -> None:
