@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -78,24 +77,22 @@ def build_plan(
             f"{format_count(packed.num_rows, 'row')}",
             hint="use more text" if pack else "use longer rows, or omit --no-pack",
         )
-    warnings = chain(
-        (
-            f"no row of {spec.label} was read: other sources gave all {samples} sequences; "
-            "weights (PATH@0.5) or more --samples mix them"
-            for spec, rows in zip(parsed, read, strict=True)
-            if inspect.getgeneratorstate(rows) == inspect.GEN_CREATED
-        ),
-        [f"{rejected}; they were skipped"] if used.rejected else (),
-        ["no --data given: using the text that ships with Python (builtin)"]
-        if parsed and not specs
-        else (),
-        (
-            f"{spec.label}: ignored, not data files: {', '.join(spec.source.ignored)}"
-            for spec in parsed
-            if isinstance(spec.source, FileSource) and spec.source.ignored
-        ),
-        _list_warnings(packed, samples if parsed else 0, placeholders or {}),
-    )
+    warnings = [
+        f"no row of {spec.label} was read: other sources gave all {samples} sequences; "
+        "weights (PATH@0.5) or more --samples mix them"
+        for spec, source_rows in zip(parsed, read, strict=True)
+        if inspect.getgeneratorstate(source_rows) == inspect.GEN_CREATED
+    ]
+    if used.rejected:
+        warnings.append(f"{rejected}; they were skipped")
+    if parsed and not specs:
+        warnings.append("no --data given: using the text that ships with Python (builtin)")
+    warnings += [
+        f"{spec.label}: ignored, not data files: {', '.join(spec.source.ignored)}"
+        for spec in parsed
+        if isinstance(spec.source, FileSource) and spec.source.ignored
+    ]
+    warnings += _list_warnings(packed, samples if parsed else 0, placeholders or {})
     return DataPlan(
         sequences=packed.sequences,
         packed=pack,
