@@ -106,7 +106,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_archive_contains_the_recipes_where_the_clone_has_them(archive: Path) -> None:
     with tarfile.open(archive) as tar:
         held = {name.partition("/")[2] for name in tar.getnames()}
-    assert {"recipes/mine.yaml", "setup.py", "fp8calib/render/page/page.css"} <= held
+    assert {"recipes/mine.yaml", "setup.py", "fp8calib/verification/page/page.css"} <= held
     assert "fp8calib/recipes/mine.yaml" not in held
 
 

@@ -25,7 +25,7 @@ from fp8calib.jobs.planning.report import PlanReport, make_report
 from fp8calib.jobs.planning.runs import MEASURED_NAME, Measurements
 from fp8calib.jobs.reporter import Reporter
 from fp8calib.jobs.stats import read_stats
-from fp8calib.render.page.plan import write_plan_page
+from fp8calib.render.plan_page import write_plan_page
 from fp8calib.requests.plan import PlanRequest
 from fp8calib.results.plan import PlanResult
 from fp8calib.results.run_plan import RunPlan

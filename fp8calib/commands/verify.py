@@ -35,7 +35,6 @@ from fp8calib.jobs.verification.run_job import (
 from fp8calib.jobs.verification.suggest import suggest_command
 from fp8calib.machine.command_line import spell_command
 from fp8calib.model.load import ModelSource
-from fp8calib.render.page.page import is_page, write_page
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.hashes import RunHashes
 from fp8calib.results.run_plan import RunPlan
@@ -43,6 +42,7 @@ from fp8calib.results.verify import VerifyResult
 from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import GATES, Gate
+from fp8calib.verification.page.page import is_page, write_page
 from fp8calib.verification.rule_choice import describe_search, split_text
 from fp8calib.verification.verify import VerificationResult
 

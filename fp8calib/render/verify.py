@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fp8calib.blocks import Answer, Block, Line, Table
-from fp8calib.render.verify_tables import (
-    cache_table,
-    choice_tables,
-    decoding_table,
-    list_shown_pairs,
-    rules_table,
-    sites_table,
-)
 from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.verify import VerifyResult
 from fp8calib.verification.figures import format_db, format_mean_kld, format_share
@@ -21,6 +13,14 @@ from fp8calib.verification.report import (
     VerifyReport,
     candidates_table,
     describe_pair,
+)
+from fp8calib.verification.tables import (
+    cache_table,
+    choice_tables,
+    decoding_table,
+    list_shown_pairs,
+    rules_table,
+    sites_table,
 )
 
 _SHOWN_SITES = 8

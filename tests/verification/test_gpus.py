@@ -14,7 +14,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role
-from fp8calib.render.verify_tables import cache_table
+from fp8calib.verification.tables import cache_table
 from tests import zoo
 from tests.verification.by_hand import emulate_scheme, opened
 

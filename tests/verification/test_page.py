@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.render.page.page import render_page, write_page
+from fp8calib.verification.page.page import render_page, write_page
 from fp8calib.verification.report import (
     Decision,
     RuleResult,
@@ -156,37 +156,28 @@ def test_warnings_stand_before_the_plots() -> None:
 def test_a_report_with_everything_has_every_part_in_its_order() -> None:
     assert read(make_report()).headings == [
         "Warnings",
-        "Are scales needed?",
+        "KL divergence by position",
+        "Signal to quantization noise by layer",
         "The worst sites",
         "Sensitivity: one layer quantized at a time",
         "Scale rules",
-        "Details",
-        "Signal to quantization noise of the KV cache",
-        "Range: amax over scale",
-        "Values lost",
         "Magnitudes and the range of the format",
-        "Weights and activations of the linear layers",
-        "KL divergence by position",
         "Other figures of the candidates",
         "Provenance",
     ]
 
 
 def test_lines_that_are_not_drawn_are_not_described() -> None:
-    """Without --scales the tensors are measured at scale 1.0 alone."""
+    """Scales by head are known only where calibration measured each head."""
     whole = make_report()
-    alone = [
-        row.model_copy(update={"scaled_db": None, "per_head_db": None}) for row in whole.diagnosis
-    ]
+    alone = [row.model_copy(update={"per_head_db": None}) for row in whole.diagnosis]
     for rows, is_described in ((whole.diagnosis, True), (tuple(alone), False)):
-        words = " ".join(read(whole.model_copy(update={"diagnosis": rows})).words)
-        assert ("with one scale per tensor" in words) == is_described
-        assert "lose at scale 1.0" in words
+        words = read(whole.model_copy(update={"diagnosis": rows})).words
+        assert ("per head" in words) == is_described
 
 
 def test_a_part_without_data_is_left_out() -> None:
     assert read(make_small()).headings == [
-        "Details",
         "KL divergence by position",
         "Other figures of the candidates",
         "Provenance",
@@ -199,7 +190,7 @@ def test_a_report_with_nothing_to_draw_is_a_page_still() -> None:
 
 
 def test_a_page_of_a_large_model_stays_under_a_megabyte_and_says_what_is_left_out() -> None:
-    candidates = tuple(make_candidate(f"candidate-{index}") for index in range(9))
+    candidates = tuple(make_candidate(f"candidate-{index}") for index in range(24))
     layers = tuple(
         make_layer(one.name, layer, role=role, site=f"model.layers.{layer}.self_attn.{role}")
         for one in candidates
@@ -262,7 +253,7 @@ def test_names_are_text_wherever_they_stand() -> None:
     reader = read(hostile)
     tags = [tag for tag, _ in reader.elements]
     assert (tags.count("script"), tags.count("img")) == (0, 0)
-    assert reader.words.count(HOSTILE) == 7
+    assert reader.words.count(HOSTILE) == 10
 
 
 # --- writing it --------------------------------------------------------------------------------
