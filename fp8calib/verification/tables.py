@@ -47,7 +47,7 @@ def sites_table(
     layers: Sequence[LayerResult],
     *,
     title: str = "",
-    labels: Mapping[str, str] | None = None,
+    has_candidates: bool = False,
     anchors: Mapping[str, str] | None = None,
 ) -> Table:
     """Make a table of tensors; figures beyond the limits of the tool are marked as bad.
@@ -55,14 +55,14 @@ def sites_table(
     Args:
         layers: the rows.
         title: of the table.
-        labels: what the reader knows the candidates by; None: all rows are of one.
+        has_candidates: whether the rows are of several candidates.
         anchors: the ids of the sites' histograms on a page.
     """
-    named = [] if labels is None else ["candidate"]
+    named = ["candidate"] if has_candidates else []
     rows = [
         [
             Cell(each.site, anchor=(anchors or {}).get(each.site, "")),
-            *([] if labels is None else [labels.get(each.candidate, each.candidate)]),
+            *([each.candidate] if has_candidates else []),
             *_list_damage(each),
         ]
         for each in layers
@@ -78,11 +78,12 @@ def _list_damage(row: LayerResult) -> list[str | Cell]:
         Cell(f"{row.clipped:.2%}", kind="bad" if row.clipped > MOST_CLIPPED else ""),
         f"{row.flushed:.2%}",
         f"{row.amax:.4g}",
-        _format_scale(row),
+        format_scale(row),
     ]
 
 
-def _format_scale(row: LayerResult) -> str:
+def format_scale(row: LayerResult) -> str:
+    """Format the scale of a tensor, or the extremes of several."""
     if row.scale is None:
         return f"dynamic, per {row.scale_per}"
     if row.smallest_scale is None:

@@ -108,7 +108,7 @@ def test_a_log_axis_is_longer_upwards_and_names_what_is_at_its_end(
     axis = log_axis("x", values, low=-4, high=0)
     assert (axis.low, axis.high) == (1e-4, top)
     assert axis.ticks[0] == (1e-4, "\u2264 1e-4")
-    assert axis.y(1e-9) == str(FLOOR)
+    assert axis.y(0.0) == FLOOR
 
 
 def test_every_candidate_has_its_line_and_none_where_it_quantizes_nothing() -> None:
@@ -330,6 +330,7 @@ def test_layers_worth_leaving_unquantized_stand_out(
     )
     section = find_section(make_small(sensitivity=sensitivity), "Sensitivity")
     figure = section.figures[0]
+    assert len(figure.legend) == 1 + bool(skipped)
     decade = (FLOOR - CEILING) / 5  # 1e-6 to 0.1
     (kept, *_), (*_, last) = [draw_points(figure, STYLES[n].css) for n in (0, bool(skipped))]
     assert kept[1] == pytest.approx(FLOOR - 4 * decade, abs=0.06)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -61,20 +62,20 @@ class Axis:
         low, high, at = map(math.log10, ends) if self.is_log else ends
         return start + (at - low) / (high - low) * (end - start)
 
-    def x(self, value: float) -> str:
-        """Write where a value stands across a chart."""
-        return _n(self.place(value, LEFT, RIGHT))
+    def x(self, value: float) -> float:
+        """Give where a value stands across a chart."""
+        return self.place(value, LEFT, RIGHT)
 
-    def y(self, value: float) -> str:
-        """Write the height of a value in a chart."""
-        return _n(self.place(value, FLOOR, TOP))
+    def y(self, value: float) -> float:
+        """Give the height of a value in a chart."""
+        return self.place(value, FLOOR, TOP)
 
 
 def db_axis(values: Iterable[float | None]) -> Axis:
     """Make an axis of SQNR from 0 to 40 dB, longer where `values` need it."""
     known = [value for value in values if value is not None]
-    low = math.floor(min(0, *known, 0) / 10) * 10
-    high = math.ceil(max(40, *known, 40) / 10) * 10
+    low = math.floor(min([0, *known]) / 10) * 10
+    high = math.ceil(max([40, *known]) / 10) * 10
     ticks = range(low, high + 1, 10 if high - low <= 100 else 50)
     named = [(float(value), str(value)) for value in ticks]
     return Axis(title="SQNR, dB", low=low, high=high, ticks=named)
@@ -85,7 +86,8 @@ def log_axis(title: str, values: Iterable[float | None], *, low: int, high: int)
 
     What is smaller is drawn at its lower end, whose tick says so.
     """
-    high = max([high, *(math.ceil(math.log10(value)) for value in values if value)])
+    known = [value for value in values if value is not None and value > 0]
+    high = max([high, *(math.ceil(math.log10(value)) for value in known)])
     every = math.ceil((high - low) / 7)
     names = {n: f"{10.0**n:g}" if -4 < n < 5 else f"1e{n}" for n in range(low, high + 1, every)}
     names[low] = f"\N{LESS-THAN OR EQUAL TO} {names[low]}"
@@ -133,8 +135,9 @@ def place_chart(
     """Draw curves over places: the name below each, and the first line that a pointer shows.
 
     With `floor`, a value below which nothing is good and the text below its dashed line, they are
-    lines; without it intervals, side by side.
+    lines; without it intervals, side by side. One without a value is left out.
     """
+    curves = [c for c in curves if any(p is not None and p.value is not None for p in c.points)]
     step = (RIGHT - LEFT) / max(len(places), 1)
     xs = [LEFT + step * (index + 0.5) for index in range(len(places))]
     longest = max((len(name) for name, _ in places), default=1)
@@ -143,8 +146,8 @@ def place_chart(
     named = [_text(x, FLOOR + 15, name, "middle") for x, (name, _) in zip(xs, places, strict=True)]
     parts += named[::every]
     if floor is not None:
-        parts.append(_path(f"M{LEFT} {y.y(floor[0])}H{RIGHT}", "limit"))
-        parts.append(_text(RIGHT - 2, y.place(floor[0], FLOOR, TOP) + 15, floor[1], "end"))
+        parts.append(_path(f"M{LEFT} {y.y(floor[0]):.1f}H{RIGHT}", "limit"))
+        parts.append(_text(RIGHT - 2, y.y(floor[0]) + 15, floor[1], "end"))
     apart = min(9.0, step * 0.8 / max(len(curves), 1)) if floor is None else 0.0
     for number, (_, style, points) in enumerate(curves):
         shift = apart * (number - (len(curves) - 1) / 2)
@@ -152,11 +155,12 @@ def place_chart(
         under = _path(drawn[0], "line") if floor is not None else _path(drawn[1], "error")
         group = Markup('<g class="{}">{}{}</g>')
         parts.append(group.format(style.css, under, _path(drawn[2], "marks")))
-    strip = Markup('<path d="M{} {}h{}V{}h-{}z" class="hover"><title>{}</title></path>')
+    strip = Markup('<path d="{}" class="hover"><title>{}</title></path>')
     for index, (x, (_, tip)) in enumerate(zip(xs, places, strict=True)):
         found = [(curve.label, curve.points[index]) for curve in curves]
         told = "\n".join([tip, *(f"{label}: {point.tip}" for label, point in found if point)])
-        parts.append(strip.format(_n(x - step / 2), TOP, _n(step), FLOOR, _n(step), told))
+        outline = f"M{x - step / 2:.1f} {TOP}h{step:.1f}V{FLOOR}h-{step:.1f}z"
+        parts.append(strip.format(outline, told))
     legend = [(style, label) for label, style, _ in curves]
     return Figure(title=title, chart=_join(title, parts), legend=legend)
 
@@ -171,11 +175,11 @@ def _draw_points(
         if point is None or point.value is None:
             move = "M"
             continue
-        at = f"{_n(x)} {y.y(point.value)}"
+        at = f"{x:.1f} {y.y(point.value):.1f}"
         line, move, marks = f"{line}{move}{at}", "L", f"{marks}M{at}{mark}"
         if point.error is not None:
-            ends = (y.y(point.value + sign * point.error) for sign in (-1, 1))
-            errors += f"M{_n(x)} {'V'.join(ends)}"
+            low, high = (y.y(point.value + sign * point.error) for sign in (-1, 1))
+            errors += f"M{x:.1f} {low:.1f}V{high:.1f}"
     return line, errors, marks
 
 
@@ -198,7 +202,10 @@ def kld_chart(
         tip = f"{format_mean_kld(row.kld_mean, row.kld_se)}, perplexity ratio {row.ppl_ratio:.4f}"
         return Point(row.kld_mean or None, tip, row.kld_se)  # a logarithm of zero is a gap
 
-    curves = [Curve(label, style, list(map(draw, rows))) for label, style, rows in series]
+    curves = [
+        Curve(label, style, [draw(row) for _, row in zip_longest(places, rows)])
+        for label, style, rows in series
+    ]
     klds = [row.kld_mean for _, _, rows in series for row in rows if row is not None]
     y = log_axis("mean KLD, nats", klds, low=low, high=low + 5)
     return place_chart(title, places, curves, x_title=x_title, y=y)
@@ -218,18 +225,18 @@ def histogram(row: HistogramResult, anchor: str) -> Figure:
     for edge, count in zip(row.lower_edges_log2, row.counts, strict=True):
         at = min(max(edge - shift, x.low), x.high - _BIN_OCTAVES)  # the ends hold what is beyond
         bins[at] = bins.get(at, 0) + count / total
-    steps = f"M{x.x(min(bins))} {FLOOR}"
+    steps = f"M{x.x(min(bins)):.1f} {FLOOR}"
     for at, share in bins.items():
-        steps += f"V{y.y(share) if share else FLOOR}H{x.x(at + _BIN_OCTAVES)}"
+        steps += f"V{y.y(share) if share else FLOOR:.1f}H{x.x(at + _BIN_OCTAVES):.1f}"
     inside = [math.log2(end) - shift for end in (row.smallest, row.largest)]
-    outside = ((str(LEFT), x.x(inside[0])), (x.x(inside[1]), str(RIGHT)))
-    parts = [_path(f"M{a} {TOP}H{b}V{FLOOR}H{a}z", "lost") for a, b in outside]
+    outside = ((LEFT, x.x(inside[0])), (x.x(inside[1]), RIGHT))
+    parts = [_path(f"M{a:.1f} {TOP}H{b:.1f}V{FLOOR}H{a:.1f}z", "lost") for a, b in outside]
     parts += _draw_grid(y)
-    parts += [_text(x.place(v, LEFT, RIGHT), FLOOR + 15, name, "middle") for v, name in x.ticks]
+    parts += [_text(x.x(v), FLOOR + 15, name, "middle") for v, name in x.ticks]
     parts.append(_text((LEFT + RIGHT) / 2, FLOOR + 32, x.title, "middle"))
     parts.append(_path(f"{steps}V{FLOOR}z", "bar c0"))
     unscaled = [end - shift for end in inside if x.low < end - shift < x.high]
-    parts += [_path(f"M{x.x(end)} {TOP}V{FLOOR}", "limit") for end in unscaled]
+    parts += [_path(f"M{x.x(end):.1f} {TOP}V{FLOOR}", "limit") for end in unscaled]
     return Figure(title=row.site, chart=_join(row.site, parts), anchor=anchor)
 
 
@@ -239,10 +246,8 @@ def _join(label: str, parts: Sequence[Markup]) -> Markup:
 
 
 def _draw_grid(y: Axis) -> Iterator[Markup]:
-    yield _path("".join(f"M{LEFT} {y.y(value)}H{RIGHT}" for value, _ in y.ticks), "grid")
-    yield from (
-        _text(LEFT - 6, y.place(value, FLOOR, TOP) + 4, name, "end") for value, name in y.ticks
-    )
+    yield _path("".join(f"M{LEFT} {y.y(value):.1f}H{RIGHT}" for value, _ in y.ticks), "grid")
+    yield from (_text(LEFT - 6, y.y(value) + 4, name, "end") for value, name in y.ticks)
     yield _text(LEFT - 6, 12, y.title, "start")
 
 
@@ -251,10 +256,5 @@ def _path(drawn: str, css: str) -> Markup:
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> Markup:
-    made = Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>')
-    return made.format(_n(x), _n(y), anchor, text)
-
-
-def _n(value: float) -> str:
-    """Write a coordinate with a tenth of a unit, as short as possible."""
-    return f"{value:.1f}".removesuffix(".0")
+    made = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+    return made.format(x, y, anchor, text)

@@ -17,18 +17,8 @@ from fp8calib.errors import format_ranges
 from fp8calib.verification import tables
 from fp8calib.verification.figures import format_db
 from fp8calib.verification.judge.damaged import LEAST_DB
-from fp8calib.verification.page.charts import (
-    BASELINE,
-    STYLES,
-    Curve,
-    Figure,
-    Point,
-    Style,
-    db_axis,
-    histogram,
-    kld_chart,
-    place_chart,
-)
+from fp8calib.verification.page import charts
+from fp8calib.verification.page.charts import Curve, Figure, Point, Style
 from fp8calib.verification.report import (
     SCALE_ONE,
     LayerResult,
@@ -56,8 +46,6 @@ _MOST_WORST, _MOST_HISTOGRAMS = 12, 120
 _ROLES = {"k": "Keys", "v": "Values", "q": "Queries", "input": "Inputs", "weight": "Weights"}
 _FITTED = {"fitted power of two": "fitted_db", "per head": "per_head_db"}
 """Scales that only the diagnosis has."""
-Styles = Mapping[str, Style]
-"""The style of each candidate."""
 _HTML = Environment(
     loader=PackageLoader(__package__, ""),
     autoescape=True,
@@ -88,14 +76,13 @@ class Section:
 def render(*, provenance: RunProvenance | None, facts: Mapping[str, str], **parts: Any) -> str:
     """Render a page: `parts` are the names of the template, `facts` end it with `provenance`."""
     if provenance is not None:
-        versions = ", ".join(f"{name} {found}" for name, found in provenance.versions.items())
         facts = {
             "Date": provenance.date,
             "Command": provenance.command,
             "Hash of the model": provenance.model_hash,
             "Hash of the text": provenance.data_hash,
             **facts,
-            "Versions": versions,
+            "Versions": ", ".join(" ".join(found) for found in provenance.versions.items()),
         }
     return _HTML.get_template("page.html.jinja").render(facts=facts, **parts)
 
@@ -118,6 +105,7 @@ def is_page(path: Path) -> bool:
 
 def render_page(report: VerifyReport, *, command: str = "") -> str:
     """Render the page as HTML."""
+    data = ", ".join(report.data)
     return render(
         title=_TITLE,
         subject=report.model,
@@ -129,8 +117,7 @@ def render_page(report: VerifyReport, *, command: str = "") -> str:
         badges=_BADGES,
         run=(
             f"{report.engine_version or report.engine}, emulated",
-            f"{report.tokens:,} tokens in {report.sequences:,} sequences of "
-            f"{', '.join(report.data)}",
+            f"{report.tokens:,} tokens in {report.sequences:,} sequences of {data}",
             f"computed in {report.dtype} on {report.device}",
             f"perplexity of the unquantized model {report.reference.ppl:.5g}",
         ),
@@ -155,8 +142,8 @@ def _keep_small(sections: Iterator[Section]) -> Iterator[Section]:
 
 def list_sections(report: VerifyReport) -> Iterator[Section]:
     """List the sections in their order on the page, those without content too."""
-    free, names = cycle(STYLES), [one.name for one in report.candidates]
-    styles = {name: BASELINE if name == SCALE_ONE else next(free) for name in names}
+    free, names = cycle(charts.STYLES), [one.name for one in report.candidates]
+    styles = {name: charts.BASELINE if name == SCALE_ONE else next(free) for name in names}
     worst = sorted((row for row in report.layers if row.sqnr_db is not None), key=_rank)
     del worst[_MOST_WORST:]
     order = {row.site: index for index, row in enumerate(worst)}  # the worst first, then by layer
@@ -179,18 +166,17 @@ def list_sections(report: VerifyReport) -> Iterator[Section]:
         findings=list(_list_needs(report)),
         figures=[f for role in _ROLES if (f := _draw_layers(report, role, styles)) is not None],
     )
-    sites = tables.sites_table(worst, labels={}, anchors=anchors)
+    sites = tables.sites_table(worst, has_candidates=True, anchors=anchors)
     has_links = any(row.site in anchors for row in worst)
     lead = "A name links to its histogram." if has_links else ""
     yield Section(title="The worst sites", lead=lead, table=sites if worst else None)
     yield _make_sensitivity(report)
     rules = tables.rules_table(report.rules) if report.rules else None
-    yield Section(title="Scale rules", table=rules)
-    yield Section(
-        title="Rules by what the model loses",
-        findings=[choice.sentence] if choice else [],
-        table=list(tables.choice_tables(choice))[-1] if choice else None,
-    )
+    sentences = []
+    if choice is not None:
+        *_, rules = tables.choice_tables(choice)
+        sentences.append(choice.sentence)
+    yield Section(title="Scale rules", findings=sentences, table=rules)
     yield Section(
         title="Decoding",
         findings=[each.sentence for each in report.decoding],
@@ -201,7 +187,7 @@ def list_sections(report: VerifyReport) -> Iterator[Section]:
         lead="All values that calibration observed at one site, divided by its scale. In the "
         "shaded ranges FP8 has no values: on the left they become zero, on the right they clip. "
         "Dashed lines are the ends of the range at scale 1.0.",
-        figures=[histogram(row, anchors[row.site]) for row in drawn],
+        figures=[charts.histogram(row, anchors[row.site]) for row in drawn],
         findings=[f"{missing} more sites are not drawn."] if missing else [],
         is_folded=True,
     )
@@ -213,13 +199,13 @@ def _rank(row: LayerResult) -> float:
     return math.inf if row.sqnr_db is None else row.sqnr_db
 
 
-def _draw_positions(report: VerifyReport, styles: Styles) -> list[Figure]:
+def _draw_positions(report: VerifyReport, styles: Mapping[str, Style]) -> list[Figure]:
     known = [one for one in report.candidates if any(row.kld_mean for row in one.by_position)]
-    ranges = known[0].by_position if known else ()
+    ranges = max((one.by_position for one in known), key=len, default=())
     places = [(str(row.first), f"positions {row.first} to {row.last}") for row in ranges]
     series = [(one.name, styles[one.name], one.by_position) for one in known]
     x_title = "first position of the range"
-    chart = kld_chart("Mean KL divergence", places, series, x_title=x_title, low=-6)
+    chart = charts.kld_chart("Mean KL divergence", places, series, x_title=x_title, low=-6)
     return [chart] if known else []
 
 
@@ -230,7 +216,10 @@ def _make_sensitivity(report: VerifyReport) -> Section:
     rows = sorted(found.layers, key=lambda row: row.layer)
     skipped = [row if row.layer in found.skip_layers else None for row in rows]
     kept = [row if row.layer not in found.skip_layers else None for row in rows]
-    series = [("quantize", STYLES[0], kept), ("leave unquantized", STYLES[1], skipped)]
+    series = [
+        ("quantize", charts.STYLES[0], kept),
+        ("leave unquantized", charts.STYLES[1], skipped),
+    ]
     places = [(str(row.layer), f"layer {row.layer}") for row in rows]
     advice = "No layer is worth leaving unquantized: none stands out."
     if found.flag:
@@ -238,7 +227,7 @@ def _make_sensitivity(report: VerifyReport) -> Section:
     return Section(
         title=title,
         lead=f"Mean KL divergence over {found.sequences} sequences.",
-        figures=[kld_chart(found.candidate, places, series, x_title="layer", low=-6)],
+        figures=[charts.kld_chart(found.candidate, places, series, x_title="layer", low=-6)],
         findings=[advice],
     )
 
@@ -256,7 +245,7 @@ def _list_needs(report: VerifyReport) -> Iterator[str]:
             yield f"{name}: scale 1.0 {f'does not fit {layers}' if lost else 'fits every layer'}."
 
 
-def _draw_layers(report: VerifyReport, role: str, styles: Styles) -> Figure | None:
+def _draw_layers(report: VerifyReport, role: str, styles: Mapping[str, Style]) -> Figure | None:
     """Draw the worst SQNR of each layer and candidate, and of fitted scales."""
     worst: dict[tuple[str, int], LayerResult] = {}
     for row in report.layers:
@@ -270,20 +259,20 @@ def _draw_layers(report: VerifyReport, role: str, styles: Styles) -> Figure | No
         points = [None if row is None else Point(row.sqnr_db, _describe(row)) for row in found]
         curves.append(Curve(name, style, points))
     fitted = {row.layer: row for row in report.diagnosis if row.site.endswith(f".{role}")}
-    for (label, field), style in zip(_FITTED.items(), STYLES[-2:], strict=True):
+    for (label, field), style in zip(_FITTED.items(), charts.STYLES[-2:], strict=True):
         dbs = [getattr(fitted.get(layer), field, None) for layer in layers]
         curves.append(Curve(label, style, [Point(db, f"{format_db(db)} dB") for db in dbs]))
-    curves = [c for c in curves if any(p and p.value is not None for p in c.points)]
     floor = (LEAST_DB, f"below {LEAST_DB:.0f} dB the tensor is lost")
-    y = db_axis(point.value for curve in curves for point in curve.points if point is not None)
+    y = charts.db_axis(
+        point.value for curve in curves for point in curve.points if point is not None
+    )
     places = [(str(layer), f"layer {layer}") for layer in layers]
-    chart = place_chart(_ROLES[role], places, curves, x_title="layer", y=y, floor=floor)
-    return chart if curves else None
+    chart = charts.place_chart(_ROLES[role], places, curves, x_title="layer", y=y, floor=floor)
+    return chart if chart.legend else None
 
 
 def _describe(row: LayerResult) -> str:
-    scale = "dynamic" if row.scale is None else f"{row.scale:.4g}"
     return (
-        f"{format_db(row.sqnr_db)} dB, amax {row.amax:.4g}, scale {scale}, "
+        f"{format_db(row.sqnr_db)} dB, amax {row.amax:.4g}, scale {tables.format_scale(row)}, "
         f"{row.clipped:.3%} clipped, {row.flushed:.3%} flushed"
     )
