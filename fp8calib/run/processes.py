@@ -5,7 +5,6 @@ Anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT starts them, as
 
 from __future__ import annotations
 
-import _thread
 import json
 import math
 import os
@@ -31,12 +30,13 @@ RENDEZVOUS_S = 40.0
 SILENT_S = 60.0
 """A process that takes no part in the watch for so long counts as dead."""
 STUCK_S = 30.0
-"""A main thread that does not react to an interruption for so long is blocked in C++."""
+"""A main thread that does not react to a signal for so long is blocked in C++."""
 _BEAT_S = 1.0
 _POLL_S = 0.02
 _ANSWER_S = 5.0
-"""A process whose Python threads run answers within this time."""
+"""How long the threads of a living process may take to answer."""
 _PRINT_S = 5.0
+"""How long the first process may take to print the error that ends the run."""
 _LARGE = 2**20
 _RUNS, _DONE, _INTERRUPTED, _FAILED = range(4)
 _START_HINT = "start all processes at about the same time, with torchrun"
@@ -79,22 +79,17 @@ class ProcessGroup:
                 time.sleep(_POLL_S)
             return [json.loads(store.get(key)) for key in keys]
 
-    def max_tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute the maxima of named fp32 tensors, not negative; each process may lack some."""
-        return self._all_reduce(own, distributed.ReduceOp.MAX, torch.float32)
-
-    def sum_tensors(
-        self, own: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32
+    def all_reduce(
+        self,
+        own: Mapping[str, torch.Tensor],
+        operation: distributed.ReduceOp.RedOpType,
+        dtype: torch.dtype = torch.float32,
     ) -> dict[str, torch.Tensor]:
-        """Sum named tensors over all processes; each may lack some.
+        """Join named tensors of all processes by maxima (not of negative values) or sums.
 
-        Sums of fp32 round: their last bits depend on the number of processes.
+        Each process may lack some. Sums of fp32 round: their last bits depend on the number of
+        processes.
         """
-        return self._all_reduce(own, distributed.ReduceOp.SUM, dtype)
-
-    def _all_reduce(
-        self, own: Mapping[str, torch.Tensor], operation: Any, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
         if self._watch is None:
             return dict(own)
         shapes: dict[str, list[int]] = {}
@@ -106,7 +101,7 @@ class ProcessGroup:
         joined: dict[str, torch.Tensor] = {}
         for names in filter(None, (small, *large)):
             # Where a process saw nothing, zeros leave the maximum and the sum as they are.
-            tensors = [own.get(name, torch.zeros(shapes[name], dtype=dtype)) for name in names]
+            tensors = [own[n] if n in own else torch.zeros(shapes[n], dtype=dtype) for n in names]
             flat = torch.cat([tensor.cpu().flatten() for tensor in tensors])
             with self.peer_failures():
                 work = distributed.all_reduce(flat, operation, async_op=True)
@@ -163,13 +158,15 @@ def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup]:
             watch.finish()
     except (Exception, KeyboardInterrupt) as error:
         watch.settle(error)
-        if not group.is_first and watch.lost != 0:
-            time.sleep(
-                _PRINT_S
-            )  # torchrun ends the first one, which prints, when another one exits
-            if isinstance(error, Fp8CalibError):
-                raise SystemExit(error.exit_code) from None
+        if group.is_first or watch.lost == 0:
+            raise
+        time.sleep(_PRINT_S)  # torchrun ends the first one, which prints, when another one exits
+        if isinstance(error, Fp8CalibError):
+            raise SystemExit(error.exit_code) from None
         raise
+    finally:
+        if group.is_first:
+            time.sleep(_BEAT_S)  # the others may still read the store, which ends with this one
     distributed.destroy_process_group()
 
 
@@ -212,7 +209,7 @@ def rendezvous(process_rank: ProcessRank, store: Any) -> None:
     """
     size, started = process_rank.size, time.monotonic()
     counts, changed = [0] * size, [started] * size
-    while not store.check(["all started"]):
+    while not store.check(["rendezvous"]):
         store.add(f"here/{process_rank.rank}", 1)
         time.sleep(_POLL_S)
         if not process_rank.is_first:
@@ -221,17 +218,23 @@ def rendezvous(process_rank: ProcessRank, store: Any) -> None:
         for rank in range(size):
             if (count := store.add(f"here/{rank}", 0)) != counts[rank]:
                 counts[rank], changed[rank] = count, now
-            elif count > 0 and now - changed[rank] > _ANSWER_S:
-                raise _make_lost(rank, size, "its process has died")
+        dead = [r for r in range(size) if counts[r] > 0 and now - changed[r] > _ANSWER_S]
         missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
-        if not missing:
-            store.set("all started", "")
-        elif now - started > RENDEZVOUS_S:
+        why = ""
+        if dead:
+            why = f"rank {dead[0]} of {size}: its process has died"
+        elif missing and now - started > RENDEZVOUS_S:
             names = f"rank{'s'[: len(missing) - 1]} {', '.join(missing)}"
-            raise CalibrationError(
-                f"{names} of {size} did not start within {RENDEZVOUS_S:.0f} s",
-                hint=f"see whether it died or was never started. {_START_HINT}",
-            )
+            why = f"{names} of {size} did not start within {RENDEZVOUS_S:.0f} s"
+        if why:
+            store.set("rendezvous", "failed")
+            time.sleep(_BEAT_S)  # the others read it
+            hint = f"see whether it died or was never started. {_START_HINT}"
+            raise CalibrationError(why, hint=hint)
+        if not missing:
+            store.set("rendezvous", "complete")
+    if store.get("rendezvous") == b"failed":
+        raise SystemExit(CalibrationError.exit_code)  # the first one says why
 
 
 class _Watch(threading.Thread):
@@ -253,16 +256,20 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Watch until all processes are done, or one has failed."""
         states = [_RUNS]
+        beat = time.monotonic()
         try:
             while max(states) <= _DONE and min(states) < _DONE:
                 time.sleep(_BEAT_S)
+                beat = time.monotonic()
                 states = self._exchange()
             self.failure = self._read_failure(states)
         except RuntimeError:  # gloo does not say which process broke the connection
-            self.failure = self._call_roll()
+            is_silent = time.monotonic() - beat > SILENT_S
+            why = f"no heartbeat for {SILENT_S:.0f} s" if is_silent else "its process has died"
+            self.failure = self._call_roll(why)
         self._is_over.set()
         if self.failure is not None and self._state == _RUNS:
-            _thread.interrupt_main(signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             time.sleep(STUCK_S)
             if self._state == _RUNS:
                 self._abort(self.failure)
@@ -270,10 +277,8 @@ class _Watch(threading.Thread):
     def settle(self, error: BaseException) -> BaseException | None:
         """Tell all processes of an error in this one, and give the failure of another, if any."""
         if self._state == _RUNS:
-            kind, message, hint = Fp8CalibError.kind, first_line(error), ""
-            if isinstance(error, Fp8CalibError):
-                kind, message, hint = error.kind, error.message, error.hint
-            report = [kind, f"rank {self._rank} of {self._size}: {message}", hint]
+            own = error if isinstance(error, Fp8CalibError) else Fp8CalibError(first_line(error))
+            report = [own.kind, f"rank {self._rank} of {self._size}: {own.message}", own.hint]
             with suppress(RuntimeError):  # the first process has ended, and the store with it
                 self.store.set(f"error/{self._rank}", json.dumps(report))
             self._state = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
@@ -306,7 +311,7 @@ class _Watch(threading.Thread):
             return kinds.get(kind, Fp8CalibError)(message, hint=hint)
         return KeyboardInterrupt() if _INTERRUPTED in states else None
 
-    def _call_roll(self) -> RankLostError:
+    def _call_roll(self, why: str) -> RankLostError:
         """Find the process that was lost: all others answer."""
         try:
             self.store.set("lost", "")
@@ -316,8 +321,10 @@ class _Watch(threading.Thread):
         except RuntimeError:  # the first process has ended, and the store with it
             silent = [0]
         self.lost = min(silent, default=self._rank)
-        why = "its process has died" if silent else "its connection to another process broke"
-        return _make_lost(self.lost, self._size, why)
+        if not silent:
+            why = "its connection to another process broke"
+        hint = "the statistics gathered so far are kept: run the same command with --resume"
+        return RankLostError(f"rank {self.lost} of {self._size}: {why}", hint=hint)
 
     def _abort(self, failure: BaseException) -> None:
         """End this process, whose main thread is blocked inside torch; its checkpoints are kept."""
@@ -325,8 +332,3 @@ class _Watch(threading.Thread):
             sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
             sys.stderr.flush()
         os._exit(failure.exit_code if isinstance(failure, Fp8CalibError) else 130)
-
-
-def _make_lost(rank: int, size: int, why: str) -> RankLostError:
-    hint = "the statistics gathered so far are kept: run the same command with --resume"
-    return RankLostError(f"rank {rank} of {size}: {why}", hint=hint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -125,6 +127,54 @@ def test_a_process_that_dies_ends_all_and_the_run_can_be_resumed(
     assert found.read_bytes() == whole.read_bytes()
 
 
+def read_process_id(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    return int(next(line for line in process.stdout if line.startswith("pid "))[4:])
+
+
+@pytest.mark.parametrize("others", ["compute", "tensors", *in_minutes("values")])
+def test_a_killed_process_ends_the_others_whatever_they_do(others: str) -> None:
+    *alive, last = start_ranks(3, others, program="tests.run.program_killed")
+    killed = time.monotonic()
+    os.kill(read_process_id(last), signal.SIGKILL)
+    finish(last)
+    codes_and_lines = [finish(process)[:2] for process in alive]
+    assert time.monotonic() - killed < 60
+    assert codes_and_lines == [(6, "RankLostError: rank 2 of 3: its process has died\n"), (6, "")]
+
+
+@pytest.mark.parametrize("others", in_minutes("compute", "values", "tensors"))
+def test_a_killed_process_of_torchrun_is_named(others: str) -> None:
+    """Torchrun interrupts the others at once."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 3, "-m")
+    all_of_them = start(sys.executable, *torchrun, "tests.run.program_killed", others)
+    killed = time.monotonic()
+    os.kill(read_process_id(all_of_them), signal.SIGKILL)
+    code, out, _ = finish(all_of_them)
+    assert time.monotonic() - killed < 60
+    assert (code, out) == (1, "RankLostError: rank 2 of 3: its process has died\n")
+
+
+def test_a_silent_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SILENT_S", 3.0)  # of the forks too
+    first, last = start_ranks(2, "compute", program="tests.run.program_killed")
+    os.kill(read_process_id(last), signal.SIGSTOP)
+    try:
+        code, out, _ = finish(first)
+    finally:
+        last.kill()
+        finish(last)
+    assert (code, out) == (6, "RankLostError: rank 1 of 2: no heartbeat for 3 s\n")
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interruption_of_one_process_ends_all(interrupted: int) -> None:
+    both = start_ranks(2, "compute", program="tests.run.program_killed")
+    read_process_id(both[1])
+    both[interrupted].send_signal(signal.SIGINT)
+    assert [finish(process)[:2] for process in both] == [(130, "KeyboardInterrupt: \n")] * 2
+
+
 def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_path: Path) -> None:
     """The third one never comes; the second one is killed while it waits for it."""
     rows = make_rows(tmp_path / "rows.jsonl", 26)
@@ -134,7 +184,8 @@ def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_p
     store = TCPStore(
         "127.0.0.1", shared["MASTER_PORT"], is_master=False, timeout=timedelta(seconds=60)
     )
-    store.wait(["fp8calib/here/1"])
+    while store.add("fp8calib/here/1", 0) == 0:
+        time.sleep(0.02)
     killed = time.monotonic()
     second.kill()
     code, _, err = finish(first)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed import ReduceOp
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.encode import decode_rows, encode_rows
@@ -234,7 +235,7 @@ def _sum_ranks(own: LayerHessians, group: ProcessGroup) -> LayerHessians:
     named = {
         f"{k}/{part}": getattr(s, part) for k, s in own.sums.items() for part in ("used", "held")
     }
-    summed = group.sum_tensors(named)
+    summed = group.all_reduce(named, ReduceOp.SUM)
     sums = {
         key: HessianSums(summed[f"{key}/used"], summed[f"{key}/held"], *pair)
         for key, pair in joined.items()

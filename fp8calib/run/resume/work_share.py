@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed import ReduceOp
 
 from fp8calib.data.sequences import Batch, DataPlan
 from fp8calib.data.shares import Share, drop_finished, select_batches
@@ -61,7 +62,8 @@ class WorkShare:
             for key, tensor in name_tensors(sites):
                 is_count = STATISTICS[key.rpartition("/")[2]].is_count
                 (counts if is_count else maxima)[key] = tensor
-            joined = self.group.max_tensors(maxima) | self.group.sum_tensors(counts, torch.int64)
+            joined = self.group.all_reduce(maxima, ReduceOp.MAX)
+            joined |= self.group.all_reduce(counts, ReduceOp.SUM, torch.int64)
             sites = _group_sites(joined) if self.is_first else {}
         return merge_sites([sites, earlier])
 
