@@ -50,7 +50,7 @@ class WorkFolder:
 
 def check_output_of(job: ResumableJob) -> None:
     """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
-    if not _looks_finished(job, job.folder):
+    if not _looks_finished(job, job.out):
         check_output(job.folder, job.owned, job.force, inputs=[job.source.folder])
 
 
@@ -73,7 +73,7 @@ def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | N
     Raises:
         UsageError: the output folder holds something else.
     """
-    if not _looks_finished(job, job.folder):
+    if not _looks_finished(job, job.out):
         return None
     finished = _read_finished(job, header, job.folder)
     if finished is None:
@@ -83,8 +83,10 @@ def find_finished(job: ResumableJob, header: StatsHeader) -> CalibrateResult | N
     return finished
 
 
-def _looks_finished(job: ResumableJob, folder: Path) -> bool:
-    return job.resume and all((folder / name).exists() for name in job.owned)
+def _looks_finished(job: ResumableJob, folder: Path | None) -> bool:
+    if not job.resume or folder is None:
+        return False
+    return all((folder / name).exists() for name in job.owned)
 
 
 def _read_finished(job: ResumableJob, header: StatsHeader, folder: Path) -> CalibrateResult | None:
