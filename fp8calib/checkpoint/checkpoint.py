@@ -39,9 +39,11 @@ class Checkpoint:
         tensors: the tensors, in the order of the files and of the data in each file.
         unlisted: tensors of these files that the index does not name.
         form: how the stored weights are quantized, if reading decodes them; else empty.
+        has_weights: whether tensors can be read; otherwise only their names and shapes are known.
     """
 
     form: str = ""
+    has_weights: bool = True
 
     def __init__(
         self, folder: Path, *, files: Collection[TensorFile] = (), index: WeightIndex | None = None

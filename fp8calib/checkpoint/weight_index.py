@@ -79,6 +79,17 @@ def read_index(path: Path) -> WeightIndex:
     return WeightIndex(path, MappingProxyType(weight_map), MappingProxyType(metadata))
 
 
+def lacks_weights(folder: Path) -> bool:
+    """Tell whether a folder holds no weights in any form, nor an index of some.
+
+    Raises:
+        ModelError: it is no folder, or is empty.
+    """
+    names = _list_names(folder)
+    weights = (name for name in names if name.endswith((".safetensors", ".gguf")))
+    return INDEX_NAME not in names and not list_pickled(names) and not any(weights)
+
+
 def _list_names(folder: Path) -> list[str]:
     if not folder.exists():
         hint = "name a folder that holds a model, or the hub id of one"

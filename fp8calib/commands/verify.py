@@ -39,7 +39,7 @@ from fp8calib.requests.verify import VerifyRequest
 from fp8calib.results.hashes import RunHashes
 from fp8calib.results.run_plan import RunPlan
 from fp8calib.results.verify import VerifyResult
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import GATES, Gate
 from fp8calib.verification.page.page import is_page, write_page
@@ -114,7 +114,7 @@ def _hash_files(job: VerifyJob, specs: Sequence[str]) -> RunHashes:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _describe_plan(job: VerifyJob, mode: MemoryMode) -> RunPlan:
+def _describe_plan(job: VerifyJob, mode: MemoryPlan) -> RunPlan:
     """Describe the planned run."""
     planned = build_request(job, job.prepared.model)
     names = [each.name for each in planned.candidates]

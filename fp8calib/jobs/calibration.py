@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from fp8calib.calibration import calibrate
 from fp8calib.data.sequences import DataPlan
 from fp8calib.data.shares import Share, select_batches
@@ -15,18 +13,12 @@ from fp8calib.errors import ModelError
 from fp8calib.jobs.models import RunModel, open_run_model
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES
-from fp8calib.model.prepared import PreparedModel
 from fp8calib.recipe import Recipe
 from fp8calib.requests.plan import PlanRequest
-from fp8calib.run.memory_plan.footprint import Workload, stats_bytes
-from fp8calib.run.memory_plan.limits import find_limits
-from fp8calib.run.memory_plan.plan import PlanInputs
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode, choose_memory_mode
+from fp8calib.run.memory_plan import MemoryPlan, Workload, find_limits, plan_memory
 from fp8calib.run.processes import LONE, ProcessGroup
-from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
-from fp8calib.run.streaming.model import Streaming, open_streamed
-from fp8calib.run.streaming.probe import Probe
 from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.statistic import stats_bytes
 
 IF_QUANTIZED = (
     "its activations have quantization errors already: calibrate the unquantized model it was made "
@@ -80,9 +72,8 @@ def choose_mode(
     shard: Share | None = None,
     group: ProcessGroup = LONE,
     extra_bytes: Mapping[str, int] | None = None,
-    work: LayerWork | None = None,
     always_streams: str = "",
-) -> MemoryMode:
+) -> MemoryPlan:
     """Choose between a model in memory whole and one that is streamed.
 
     Args:
@@ -93,45 +84,33 @@ def choose_mode(
         shard: the part of the text.
         group: the processes that divide it.
         extra_bytes: further memory, by what needs it.
-        work: also gets the inputs of each layer.
         always_streams: why the model has to be streamed; empty where it need not.
 
     Raises:
         UsageError: it fits in neither way.
     """
     if model.is_placed:
-        return MemoryMode(plan=None, prepared=model.prepared)
-    observe, geometry = recipe.observe, model.prepared.geometry
+        return MemoryPlan(prepared=model.prepared)
+    observe = recipe.observe
     # those that an interrupted run has done are among them
     batches = [] if plan is None else select_batches(plan, recipe.data.batch_size, shard)
-    found = group.share_of(batches)
-
-    def probe(prepared: PreparedModel, streaming: Streaming) -> Probe | None:
-        """Run the largest batch through the first layer."""
-        if plan is None or not found:
-            return None
-        batch = max(found, key=lambda batch: batch.input_ids.numel())
-        tokens = torch.unique(batch.input_ids)
-        with open_streamed(prepared, model.checkpoint, tokens, streaming) as streamed:
-            linears = [linear for _, linear in geometry.linears()]
-            return LayerObserver(
-                streamed, observe, linears=linears, num_sequences=len(plan.sequences), work=work
-            ).probe(batch)
-
-    statistics = stats_bytes(geometry, inputs=observe.inputs, weights=observe.weights)
-    return choose_memory_mode(
-        PlanInputs(
+    sharers = group.process_rank.local_size
+    statistics = stats_bytes(
+        model.prepared.geometry, inputs=observe.inputs, weights=observe.weights
+    )
+    return plan_memory(
+        Workload(
+            source=model.source,
             prepared=model.prepared,
             checkpoint=model.checkpoint,
-            work=Workload.of(found),
             dtype=DTYPES[model.dtype],
             device=model.device,
+            batches=group.share_of(batches),
+            scratch=scratch,
+            sharers=sharers,
             extra={"statistics": statistics, **(extra_bytes or {})},
+            least_read_bytes=model.checkpoint.total_size_bytes if observe.weights else 0,
+            always_streams=always_streams,
         ),
-        find_limits(model.device, model.memory, sharers=group.process_rank.local_size),
-        source=model.source,
-        scratch=scratch,
-        probe=probe,
-        total_bytes=model.checkpoint.total_size_bytes if observe.weights else 0,
-        always_streams=always_streams,
+        find_limits(model.device, model.memory, sharers=sharers),
     )

@@ -22,7 +22,7 @@ from fp8calib.machine.command_line import spell_command
 from fp8calib.results.calibrate import CalibrateResult, Coverage, ExpertLayer, Experts
 from fp8calib.results.record import BeforeAfter
 from fp8calib.results.run_plan import RunPlan
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.scales.rules import Fallback
 from fp8calib.stats import calibration_stats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
@@ -93,7 +93,7 @@ def _expert_tokens(stats: calibration_stats.CalibrationStats) -> dict[str, list[
     return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
 
 
-def make_run_plan(job: ResumableJob, mode: MemoryMode, **more: Any) -> RunPlan:
+def make_run_plan(job: ResumableJob, mode: MemoryPlan, **more: Any) -> RunPlan:
     """Describe the planned run; `more` is added to it, or replaces what it has."""
     plan = job.plan
     described = {

@@ -12,11 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import UsageError
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.progress import Progress
 from fp8calib.model.dtype import DTYPES, choose_dtype
 from fp8calib.model.live_model import (
+    ConfigCheckpoint,
     LiveCheckpoint,
     borrowed,
     check_live_model,
@@ -34,11 +36,14 @@ from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.recipe import Recipe
 from fp8calib.requests.shared import Model
 from fp8calib.run.forward.decoder import check_runnable
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan import MemoryPlan
 
 
 class Placed(Protocol):
-    """A request that names a model, and says where it runs; one may have `device_map` too."""
+    """A request that names a model, and says where it runs.
+
+    One may have `device_map` and `dry_run` too.
+    """
 
     @property
     def model(self) -> Model: ...  # noqa: D102
@@ -78,7 +83,7 @@ class RunModel:
         """Whether how it is held in memory is not for us to choose."""
         return self.is_live or self.device_map is not None
 
-    def load(self, mode: MemoryMode, progress: Progress) -> PreparedModel:
+    def load(self, mode: MemoryPlan, progress: Progress) -> PreparedModel:
         """Give the model with its weights, or without them the one that is streamed.
 
         Raises:
@@ -173,13 +178,19 @@ def _open_path(request: Placed, recipe: Recipe | None, if_quantized: str) -> Ite
     device_map = getattr(request, "device_map", None)
     _check_device_map(device_map, request)
     device = choose_device(request.device)
+    is_dry = getattr(request, "dry_run", False)  # a plan needs no weights
     source = open_source(
         str(request.model),
         revision=request.revision,
         trust_remote_code=request.trust_remote_code,
+        needs_weights=not is_dry,
     )
-    with open_model(source.folder, if_quantized=if_quantized) as checkpoint:
-        if checkpoint.form:
+    with (
+        ConfigCheckpoint(as_unquantized(source))
+        if is_dry and lacks_weights(source.folder)
+        else open_model(source.folder, if_quantized=if_quantized)
+    ) as checkpoint:
+        if checkpoint.form or not checkpoint.has_weights:
             source = as_unquantized(source)
         found = prepare_run_model(request, source, checkpoint, recipe, device=device)
         yield replace(found, device_map=device_map)

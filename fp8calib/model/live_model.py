@@ -22,7 +22,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.load import attend_causally
+from fp8calib.model.load import ModelSource, attend_causally, build_skeleton
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_linear, name_class
 
@@ -91,6 +91,30 @@ class LiveCheckpoint(Checkpoint):
             raise ModelError(f"{self.folder}: there is no tensor {name!r}")
         tensor = self._live[name]
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class ConfigCheckpoint(LiveCheckpoint):
+    """The tensors that a folder with a config and no weights would hold: their names and shapes."""
+
+    has_weights = False
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__(build_skeleton(source))
+        self.folder = source.folder
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, by the config."""
+        return self._live[name].dtype
+
+    def sample_bytes(self, name: str, size_bytes: int) -> bytes:  # noqa: ARG002
+        """Read nothing, so that the fingerprint is that of the config and the shapes."""
+        return b""
+
+    def _find(self, name: str) -> torch.Tensor:
+        raise ModelError(
+            f"{self.folder}: there are no weights, so {name} cannot be read",
+            hint="a plan of the run (--dry-run) is all that a config alone gives",
+        )
 
 
 def _describe(tensor: torch.Tensor) -> TensorEntry:

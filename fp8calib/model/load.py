@@ -30,6 +30,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.locations import find_local_model, may_be_on_hub, suggest_path
 from fp8calib.checkpoint.model_config import QUANTIZATION_KEYS
+from fp8calib.checkpoint.weight_index import lacks_weights
 from fp8calib.errors import CalibrationError, ModelError, UsageError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 from fp8calib.model.topology.find import find_text_decoder
@@ -99,7 +100,11 @@ def _depends_on_length(rope: Mapping[str, object]) -> bool:
 
 
 def open_source(
-    model: str, *, revision: str | None = None, trust_remote_code: bool = False
+    model: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    needs_weights: bool = True,
 ) -> ModelSource:
     """Find the model's folder, downloading it for a hub id, and read its config.
 
@@ -107,12 +112,14 @@ def open_source(
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run the Python code of the checkpoint.
+        needs_weights: refuse a folder without weights.
 
     Raises:
         ModelError: there is no model, its config cannot be used, or it is not a decoder-only model.
     """
     folder = find_folder(model, revision)
-    with Checkpoint.open(folder) as checkpoint:
+    is_bare = not needs_weights and lacks_weights(folder)
+    with Checkpoint(folder) if is_bare else Checkpoint.open(folder) as checkpoint:
         raw = checkpoint.load_config()
         refuse_duplicate_tensors(checkpoint)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)

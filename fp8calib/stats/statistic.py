@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.geometry.model_geometry import Linear
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.positions import NUM_RANGES
 
@@ -55,11 +55,6 @@ class Statistic:
             and bool((stored.isfinite() & (stored >= 0)).all())
         )
 
-    def num_bytes(self, linear: Linear, role: Role) -> int:
-        """Compute the memory for a linear's input or weight."""
-        num_elements = 0 if self.num_elements is None else self.num_elements(linear, role)
-        return num_elements * self.dtype.itemsize
-
 
 def _amax_elements(linear: Linear, role: Role) -> int:
     return linear.out_features if role is Role.WEIGHT else linear.in_features
@@ -82,6 +77,18 @@ STATISTICS = {
     )
 }
 """By name, in the order that stats files store them."""
+
+
+def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
+    """Compute the memory that the statistics of linears take."""
+    roles = [Role.INPUT] * inputs + [Role.WEIGHT] * weights
+    return sum(
+        statistic.num_elements(linear, role) * statistic.dtype.itemsize
+        for statistic in STATISTICS.values()
+        if statistic.num_elements is not None
+        for _, linear in geometry.linears()
+        for role in roles
+    )
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -152,7 +152,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
             return OpenedCandidate(name=name, checkpoint=checkpoint, kv_note=note)
         return OpenedCandidate(name=name, found=found, checkpoint=checkpoint)
     found = _read_scales(name, path, target)
-    if path.is_dir():
+    if path.is_dir() and target.checkpoint.has_weights:
         _check_weights(path, target)
     return OpenedCandidate(name=name, found=found)
 
@@ -217,8 +217,11 @@ def _check_origin(name: str, origin: CalibrationOrigin | None, target: Target) -
 def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
     """Tell whether a quantized model, or one in memory, was made from the calibrated one.
 
-    One in memory may have another config and dtype than its files.
+    One in memory may have another config and dtype than its files. Without weights, in a dry run,
+    there is nothing to compare.
     """
+    if not target.checkpoint.has_weights:
+        return True
     is_made = bool(target.checkpoint.form) or isinstance(target.checkpoint, LiveCheckpoint)
     if origin is None or not origin.unquantized or not is_made:
         return False

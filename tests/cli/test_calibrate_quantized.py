@@ -32,7 +32,7 @@ from tests.dialects.foreign import FOLDER
 from tests.kit.checkpoints import change_config, change_tensors
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
-PLAN_WHOLE = "fp8calib.run.memory_plan.whole_or_streamed.plan_whole"
+WHOLE_BYTES = "fp8calib.run.memory_plan.whole_bytes"
 FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "channels": (lambda folder: save_child("compressed-tensors", folder), "FP8 weights"),
     "blocks": (lambda folder: save_child("autofp8", folder), "FP8 weights (autofp8)"),
@@ -70,7 +70,7 @@ def test_the_statistics_are_those_of_the_dequantized_model(
     outs = {}
     for name, model in (("plain", plain), ("whole", child), ("streamed", child)):
         if name == "streamed":
-            monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
+            monkeypatch.setattr(WHOLE_BYTES, lambda _: {"weights": 2**60})  # nothing fits
         command = ("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-overlay")
         report = succeed(*command, "--out", tmp_path / name, "--json").json
         outs[name] = load_file(tmp_path / name / "stats.safetensors")
@@ -101,7 +101,7 @@ def test_gpt_oss_is_calibrated_as_transformers_decodes_it(
     outs = []
     for name in ("plain", "whole", "streamed"):
         if name == "streamed":
-            monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
+            monkeypatch.setattr(WHOLE_BYTES, lambda _: {"weights": 2**60})  # nothing fits
         model = tmp_path / "plain" if name == "plain" else child
         command = ("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-scales")
         succeed(*command, "--out", tmp_path / f"out-{name}")
@@ -123,7 +123,7 @@ def test_the_scales_of_the_base_are_verified_with_its_child(
     own = (*command[:1], child, *command[2:], "--out", tmp_path / "own", "--json")
     succeed(*own)
     whole = succeed(*verify, "--scales", pack, "--scales", tmp_path / "base", "--json")
-    monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
+    monkeypatch.setattr(WHOLE_BYTES, lambda _: {"weights": 2**60})  # nothing fits
     streamed = succeed(*verify, "--scales", pack, "--json").json
     assert streamed["memory"]["streamed"]
     assert "is quantized already" in whole.err

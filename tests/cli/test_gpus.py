@@ -18,7 +18,7 @@ from transformers.integrations import accelerate as placing
 
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.run.memory_plan import whole_or_streamed
+from fp8calib.run import memory_plan
 from fp8calib.scales.from_amax import scale_of
 from tests import zoo
 from tests.cli.conftest import write_rows
@@ -99,7 +99,7 @@ def gpus(count: int = 1) -> AbstractContextManager[None]:
 @contextmanager
 def streamed() -> Iterator[None]:
     """Let no model fit whole."""
-    with mock.patch.object(whole_or_streamed, "plan_whole", return_value=None):
+    with mock.patch.object(memory_plan, "whole_bytes", return_value={"weights": 2**60}):
         yield
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -204,3 +206,56 @@ def test_a_dry_run_of_verify_shows_the_plan_alone(wide: Path, data: Path) -> Non
     assert plan["streamed"]
     assert plan["candidates"] == ["scale-1.0"]
     assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]
+
+
+# --- a config alone ------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="bare", scope="module")
+def _bare(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy a model's config and tokenizer, without its weights."""
+    folder = tmp_path_factory.mktemp("bare") / "wide-llama"
+    shutil.copytree(wide, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    return folder
+
+
+def plan_dry(*command: object) -> dict[str, Any]:
+    """Plan a run; leave out what the process holds already."""
+    plan: dict[str, Any] = succeed(*command, "--dry-run", "--json").json["plan"]
+    del plan["peak_parts"]["process"]
+    return plan
+
+
+@pytest.mark.parametrize("command", ["calibrate", "verify"])
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_a_config_alone_gives_the_plan_of_its_weights(
+    command: str, is_capped: bool, wide: Path, bare: Path, data: Path
+) -> None:
+    out = ("--out", bare.parent / "out") if command == "calibrate" else ()
+    options = ("--data", data, *QUICK, *out)
+    fits = succeed(command, wide, *options, "--dry-run", "--json").json["plan"]["peak_bytes"]
+    cap = ("--memory", (fits - TABLE_BYTES // 4) / GIB) if is_capped else ()
+    whole, found = (plan_dry(command, model, *options, *cap) for model in (wide, bare))
+    assert found["streamed"] is whole["streamed"] is is_capped
+    assert found["why"].endswith("; there are no weights: sizes follow from config.json")
+    for key in ("peak_parts", "read_bytes", "weights_size_bytes", "layers", "dtype", "tokens"):
+        assert found[key] == whole[key], key
+
+
+def test_a_config_alone_plans_a_verification_of_scales(
+    bare: Path, data: Path, candidates: list[Path]
+) -> None:
+    scales = [part for path in candidates for part in ("--scales", path)]
+    command = ("verify", bare, "--data", data, *QUICK)
+    assert plan_dry(*command, *scales)["candidates"] == [*map(str, candidates), "scale-1.0"]
+    assert plan_dry(*command, "--scheme", "fp8-dynamic")["candidates"]
+
+
+def test_a_config_alone_is_run_by_nothing(bare: Path, data: Path, tmp_path: Path) -> None:
+    for command in (("calibrate", "--out", tmp_path / "out"), ("verify",)):
+        text = fail(4, command[0], bare, *command[1:], "--data", data, *QUICK)
+        assert "there are no *.safetensors weights" in text
+    (bare / "pytorch_model.bin").touch()
+    text = fail(4, "verify", bare, "--data", data, *QUICK, "--dry-run")
+    (bare / "pytorch_model.bin").unlink()
+    assert "the weights are pickled" in text

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.data.sequences import Batch
 from fp8calib.errors import CalibrationError
-from fp8calib.recipe import Observe
 from fp8calib.run.forward.back_off import BackOff
 from fp8calib.run.resume.work_share import WorkShare
-from fp8calib.run.streaming.layer_observer import LayerObserver
-from fp8calib.run.streaming.model import open_streamed
 from tests import zoo
 from tests.doors import Silent
 from tests.run.running import Subject, as_bytes, opened
@@ -124,23 +120,3 @@ class Bar(Silent):
     def advance(self, steps: int) -> None:
         """Count."""
         self.steps += steps
-
-
-def test_a_probe_that_does_not_fit_tries_a_half(tmp_path: Path) -> None:
-    zoo.save("llama", tmp_path / "model")
-    with opened(tmp_path / "model", streamed=True) as subject:
-        assert subject.streaming is not None
-        batch = Batch(input_ids=torch.full((4, 6), 5), lengths=(6, 6, 6, 6), first=0)
-        probes = []
-        for sequences in (4, 2):
-            handle = limit_memory(subject, ERRORS[0], sequences=sequences, layer=0)
-            tokens = torch.tensor([0, 5])
-            with open_streamed(
-                subject.prepared, subject.checkpoint, tokens, subject.streaming
-            ) as streamed:
-                probes.append(
-                    LayerObserver(streamed, Observe(), linears=(), num_sequences=9).probe(batch)
-                )
-            handle.remove()
-    whole, halved = probes
-    assert halved.state_bytes == whole.state_bytes == 4 * 6 * 32 * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,16 +71,16 @@ def test_a_streamed_verification_gives_the_same_figures(name: str, tmp_path: Pat
 
 def streamed(streams: bool) -> Any:
     """Let a verification stream the model, as if it did not fit."""
-    choose = memory.choose_memory_mode
+    choose = memory.plan_memory
 
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        why = "asked for by a test" if streams else kwargs.get("always_streams", "")
-        mode = choose(*args, **{**kwargs, "always_streams": why})
+    def chosen(work: Any, *args: Any, **kwargs: Any) -> Any:
+        why = "asked for by a test" if streams else work.always_streams
+        mode = choose(replace(work, always_streams=why), *args, **kwargs)
         assert (mode.streaming is not None) == streams
         return mode
 
     assert StreamedComparison
-    return patch.object(memory, "choose_memory_mode", chosen)
+    return patch.object(memory, "plan_memory", chosen)
 
 
 def test_decoding_takes_text_alone(tmp_path: Path) -> None:

@@ -24,8 +24,13 @@ from fp8calib.verification.emulation.damage import Damage
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
-from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
+from fp8calib.verification.emulation.probabilities import (
+    attend_in_fp32,
+    attending_bytes,
+    is_reproduced,
+)
 from tests import zoo
+from tests.kit.allocations import peak_allocated
 from tests.verification.by_hand import (
     FULL,
     PADDED,
@@ -139,6 +144,18 @@ def test_quantized_probabilities_change_the_output() -> None:
     call = make_call()
     exact, found = (attend_in_fp32(call, each, None)[0] for each in (None, QUANTIZER))
     assert 1e-3 < float((exact - found).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize(("length", "tile"), [(1024, 0), (1024, 128), (300, 0)])
+def test_attention_takes_no_more_memory_than_planned(length: int, tile: int) -> None:
+    shape = (2, 16, length, 4)
+    call = replace(make_call(), query=draw(*shape, seed=1), key=draw(*shape, seed=2))
+    call = replace(call, value=draw(*shape, seed=3))
+    peaks: list[int] = []
+    with peak_allocated(peaks):
+        attend_in_fp32(call, replace(QUANTIZER, tile=tile), None)
+    planned = attending_bytes(torch.device("cpu"), 16, length)
+    assert planned / 4 < peaks[0] - 4 * call.query.numel() < planned
 
 
 @pytest.mark.parametrize("first", [0, 3])

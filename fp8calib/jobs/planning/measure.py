@@ -26,7 +26,7 @@ from fp8calib.jobs.verification.options import resolve_options
 from fp8calib.jobs.verification.run_job import open_verify_job
 from fp8calib.model.load import LoadedModel
 from fp8calib.requests.verify import VerifyRequest
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, Target
 from fp8calib.verification.compare.comparison import advance_by_share
@@ -122,7 +122,7 @@ def _count_sizes(opened: OpenedPlan, groups: Sequence[Group]) -> Sizes:
     return Sizes(fixed=stored - weights + scales, unquantized=stored - weights + plain)
 
 
-def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryMode]:
+def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryPlan]:
     """Open the comparison, in as much memory as a full round of plans needs."""
     request = opened.request
 
@@ -140,7 +140,6 @@ def _open_job(opened: OpenedPlan, maker: GroupMaker) -> tuple[VerifyJob, MemoryM
     job = replace(job, make_candidates=make)
     extra = {"gradients": _estimate_gradient_bytes(opened)}
     mode = choose_verification_mode(job, always_streams=_STREAMS, extra_bytes=extra)
-    assert mode.plan is not None  # noqa: S101 -- always streamed
     return job, mode
 
 

@@ -32,9 +32,6 @@ class LayerJob(Protocol):
     def estimate_bytes(self, job: ResumableJob) -> int:
         """Estimate the memory that it needs beside the calibration's own."""
 
-    def make_probe(self, job: ResumableJob) -> LayerWork:
-        """Make what works on a layer, to measure what it costs; it writes nothing."""
-
     def open(self, job: ResumableJob, folder: Path) -> LayerWork:
         """Make what works on each layer, and writes into the working folder of the run."""
 

@@ -17,7 +17,7 @@ from fp8calib.jobs.resumable.job import ResumableJob
 from fp8calib.jobs.resumable.work_folder import WorkFolder
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.run.forward.back_off import BackOff
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.run.resume.journal import NOTHING, Done
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -39,14 +39,14 @@ class RunMeasurements:
     num_ranks: int
 
 
-def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
+def choose_calibration_mode(job: ResumableJob) -> MemoryPlan:
     """Choose between holding the whole model in memory and streaming it.
 
     Raises:
         UsageError: it fits in neither way.
     """
     if job.engine is not None:  # it plans its own memory
-        return MemoryMode(plan=None, prepared=job.prepared)
+        return MemoryPlan(prepared=job.prepared)
     extra = job.layer_job
     return choose_mode(
         job,
@@ -56,7 +56,6 @@ def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
         scratch=Path.cwd() if job.out is None else _nearest_folder(job.out),
         group=job.group,
         extra_bytes={} if extra is None else {"work on layers": extra.estimate_bytes(job)},
-        work=None if extra is None else extra.make_probe(job),
         always_streams="" if extra is None else extra.why_streamed,
     )
 
@@ -67,7 +66,7 @@ def _nearest_folder(out: Path) -> Path:
 
 
 def run_job(
-    job: ResumableJob, mode: MemoryMode, work: WorkFolder | None
+    job: ResumableJob, mode: MemoryPlan, work: WorkFolder | None
 ) -> tuple[CalibrationStats, RunMeasurements]:
     """Run the calibration of a job, with its work on layers if it has some.
 

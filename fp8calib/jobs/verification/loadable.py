@@ -54,7 +54,8 @@ def judge_loading(
         for each in opened
         if each.stats is None and Path(each.name).is_dir()
     }
-    is_unquantized = not model.is_live and not model.checkpoint.form
+    has_folder = not model.is_live and model.checkpoint.has_weights
+    is_unquantized = has_folder and not model.checkpoint.form
     if is_unquantized:
         folders[SCALE_ONE] = model.source.folder
     reports = {name: _replay(path, engine) for name, path in folders.items()}

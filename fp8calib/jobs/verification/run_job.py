@@ -29,7 +29,7 @@ from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.model.prepared import PreparedModel
 from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.recipe import Data
-from fp8calib.run.memory_plan.whole_or_streamed import MemoryMode
+from fp8calib.run.memory_plan import MemoryPlan
 from fp8calib.scales.rules import AUTO
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -176,7 +176,7 @@ def require_text(plan: DataPlan, option: str) -> None:
 
 
 def run_verify_job(
-    job: VerifyJob, mode: MemoryMode, progress: Progress, *, command: str = ""
+    job: VerifyJob, mode: MemoryPlan, progress: Progress, *, command: str = ""
 ) -> VerificationResult:
     """Run the comparison of a job; `command` is the command line of the run.
 
@@ -232,7 +232,7 @@ def _require_head(model: RunModel) -> None:
 
 
 @contextmanager
-def _open_held(job: VerifyJob, mode: MemoryMode, progress: Progress) -> Iterator[Any]:
+def _open_held(job: VerifyJob, mode: MemoryPlan, progress: Progress) -> Iterator[Any]:
     """Open the model; of one in memory, copy the weights that candidates replace."""
     if isinstance(job.checkpoint, LiveCheckpoint):
         emulations = list_emulations(build_request(job, job.prepared.model))

@@ -60,12 +60,6 @@ class Rounding:
         """Estimate the memory of Hessians."""
         return self._find_task(job).estimate_bytes()
 
-    def make_probe(self, job: ResumableJob) -> LayerRounding:
-        """Make what collects the Hessians of a layer, to measure their cost; it writes nothing."""
-        return LayerRounding(
-            job.checkpoint, self._find_task(job), RoundedCodes(job.folder / _CODES)
-        )
-
     def open(self, job: ResumableJob, folder: Path) -> LayerRounding:
         """Make what rounds the weights of each layer into the working folder of a run.
 

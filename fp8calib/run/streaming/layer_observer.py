@@ -7,10 +7,8 @@ and its weights are dropped. Every site sees the same batches in the same order 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 from fp8calib.data.sequences import Batch
@@ -27,9 +25,8 @@ from fp8calib.run.forward.observed_batches import GPU_BATCHES_PER_CHECK, BatchOb
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
-from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps
+from fp8calib.run.streaming.layer_steps import LayerSteps
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
-from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats
 
@@ -64,31 +61,6 @@ class LayerObserver:
         self._weights: dict[Site, SiteStats] = {}
         self._observed: set[str] = set()
         self._recorder = Recorder(num_sequences)
-
-    def probe(self, batch: Batch) -> Probe:
-        """Measure the first layer on one micro-batch.
-
-        A micro-batch that does not fit into memory is halved, and the size of its state doubled.
-        """
-        try:
-            with ExitStack() as stack:
-                observer = stack.enter_context(self._hooked())
-                store = stack.enter_context(self._streamed.open_hidden_states())
-                steps = stack.enter_context(self._streamed.steps(observer.decoder, [batch], store))
-                layers = stack.enter_context(self._streamed.layers(until=1))
-
-                def run() -> LayerState:
-                    with observer.observed(batch) as cache:
-                        return steps.run_layer(0, batch, cache, None)
-
-                return probe_layer(self._streamed, layers, run)
-        except OutOfMemoryInForward:
-            size = len(batch.lengths) // 2
-            if not size:
-                raise
-        half = self.probe(cut_into(batch, size)[0])
-        parts = len(batch.lengths) / size
-        return replace(half, state_bytes=math.ceil(half.state_bytes * parts))
 
     def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
         """Read and observe the weights alone.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -80,8 +81,7 @@ class ModelPart:
     """The tensors of the checkpoint that it needs, in the order of the files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartSize:
+class PartSize(NamedTuple):
     """Bytes of a part's weights."""
 
     stored: int

@@ -27,7 +27,6 @@ from fp8calib.run.streaming.model import (
     StreamedModel,
     store_calls,
 )
-from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
@@ -98,23 +97,6 @@ class StreamedComparison:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)
         return scores.finish([lane.hooks for lane in lanes[1:]])
-
-    def probe(self, batch: Batch, emulations: Mapping[str, Emulation]) -> Probe:
-        """Measure the first layer: one micro-batch of every model through it."""
-        lanes = self._make_lanes(emulations, EmulationHooks({}))
-        with ExitStack() as stack:
-            store = stack.enter_context(self.streamed.open_hidden_states())
-            steps = stack.enter_context(self._steps([batch], lanes, store))
-            layers = stack.enter_context(self.streamed.layers(until=1))
-
-            def run() -> LayerState:
-                states = []  # of every model: the measured memory includes them
-                for lane in lanes:
-                    with self._open_hooks(lane, 0):
-                        states.append(self._run_batch(steps, lane, 0, batch, None))
-                return states[-1]
-
-            return probe_layer(self.streamed, layers, run)
 
     @contextmanager
     def _steps(

@@ -99,6 +99,15 @@ def attend_in_fp32(
     return output, damage
 
 
+def attending_bytes(device: torch.device, num_heads: int, length: int) -> int:
+    """Compute the most memory that `attend_in_fp32` takes for sequences of a length."""
+    scores = num_heads * length**2
+    if device.type != "cpu":
+        return 4 * 5 * min(scores, _GPU_CHUNK_SIZE)
+    # the rows whose damage is measured, before and after it, and both again where they are joined
+    return 4 * (5 * min(scores, _CHUNK_SIZE) + 4 * scores // _STRIDE)
+
+
 def is_reproduced(call: AttentionCall, kept: torch.Tensor | None) -> bool:
     """Tell whether `attend_in_fp32` without a quantizer computes what the model computes."""
     expected = call.run()[0]
